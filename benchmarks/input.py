@@ -68,8 +68,8 @@ def throughput(devices: int, rounds: int) -> None:
 
     import jaxlit as jl
     from jaxlit.control import Control
-    from jaxlit.data.feeder import Feeder
     from jaxlit.data.kinds import source_of
+    from jaxlit.data.prefetcher import Prefetcher
     from jaxlit.data.watchdog import Watchdog
 
     strategy = jl.strategies.DDP() if devices > 1 else jl.strategies.SingleDevice()
@@ -84,14 +84,14 @@ def throughput(devices: int, rounds: int) -> None:
         return jax.device_put(batch, sharding)
 
     def feed(loader: Any) -> Iterator[Any]:
-        feeder = Feeder(
+        prefetcher = Prefetcher(
             place,
             num_replicas=devices,
             prefetch="auto",
             watchdog=Watchdog(None),
             control=Control(),
         )
-        return (batch for batch, *_ in feeder.batches(source_of(loader, "loader"), 0, None))
+        return (batch for batch, *_ in prefetcher.batches(source_of(loader, "loader"), 0, None))
 
     print(f"{'rows of':<16}{'batch':>6}  {'':<34}{'rows/s':>12}{'ratio':>8}")
     for features, batch_size, rows in ((64, 128, 12_800), (1024, 256, 12_800), (150_528 // 4, 64, 640)):

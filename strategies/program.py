@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from jaxlit import checks as check
-from jaxlit.core.passes import Passes
+from jaxlit.core.microbatch_step import MicrobatchStep
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Program:
     donate: tuple[int, ...] = ()
     parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     grads: Any = None
-    passes: Passes | None = None
+    passes: MicrobatchStep | None = None
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,12 @@ class Import(NamedTuple):
 
 def modules() -> dict[str, Path]:
     """Return our files by the name that Python gives them; the rooms of the top level are links."""
-    found = {}
+    result = {}
     for folder, _, files in os.walk(ROOT / "jaxlit", followlinks=True):
         for file in (Path(folder, name) for name in files if name.endswith(".py")):
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-            found[name.removesuffix(".__init__")] = file
-    return dict(sorted(found.items()))
+            result[name.removesuffix(".__init__")] = file
+    return dict(sorted(result.items()))
 
 
 FILES = modules()
@@ -114,7 +114,7 @@ def statements(node: ast.AST, kind: str) -> Iterator[tuple[ast.Import | ast.Impo
 @cache
 def imports() -> list[Import]:
     """Return every import of one of our files."""
-    found = []
+    result = []
     for module, tree in trees().items():
         for statement, kind in statements(tree, "run time"):
             if isinstance(statement, ast.Import):
@@ -127,8 +127,8 @@ def imports() -> list[Import]:
                 pairs = [(f"{base}.{x.name}" if f"{base}.{x.name}" in FILES else base, x.name) for x in statement.names]
             for target, name in pairs:
                 if target in FILES:
-                    found.append(Import(where(module, statement.lineno), module, target, name, kind))
-    return found
+                    result.append(Import(where(module, statement.lineno), module, target, name, kind))
+    return result
 
 
 def is_of_a_hook(one: Import) -> bool:
@@ -251,14 +251,14 @@ def test_the_map_shows_rooms_and_files_that_exist() -> None:
 
 def test_only_the_trainers_room_names_its_private_parts() -> None:
     private = re.compile(r"\btrainer\._\w|\._session\b")
-    found = [
+    result = [
         where(module, number)
         for module, file in FILES.items()
         if room(module) != "trainer"
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if private.search(line)
     ]
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 def test_each_extra_installs_what_something_imports() -> None:

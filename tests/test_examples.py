@@ -237,13 +237,13 @@ def test_fine_tuning_leaves_the_backbone_unchanged(
 ) -> None:
     example, (checkpoint, tuned) = called("finetune.py", monkeypatch, "--strategy", "fsdp", "--epochs", "4")
     backbone = params_of(example["Digits"].load_from_checkpoint(checkpoint))
-    found = params_of(tuned)
-    lora = {name: x for name, x in found.items() if name not in backbone}
+    result = params_of(tuned)
+    lora = {name: x for name, x in result.items() if name not in backbone}
     assert len(backbone) == 6 and len(lora) == 6 and all("lora" in name for name in lora)
     for name, x in backbone.items():
-        np.testing.assert_array_equal(found[name], x)
+        np.testing.assert_array_equal(result[name], x)
     out = capsys.readouterr().out
-    sizes = [sum(x.size for x in arrays.values()) for arrays in (lora, found)]
+    sizes = [sum(x.size for x in arrays.values()) for arrays in (lora, result)]
     assert f"trained {sizes[0]:,} of {sizes[1]:,} parameters" in out
     before, after = map(float, re.findall(r"^accuracy (\S+) before, (\S+) after$", out, re.M)[0])
     assert before < 0.6 and after > 0.8
@@ -260,7 +260,7 @@ def test_a_killed_training_continues_to_the_same_bits(
     code, left = re.findall(r"^exit code (\S+), left is (.*)$", out, re.M)[0]
     assert code == "-9" and "step_000000" in left and "step_00000140" not in left
     line = r"^resumed on (\d): (\d+) losses, the largest difference (\S+); weights (\S+)$"
-    same, others = (tuple(map(float, found)) for found in re.findall(line, out, re.M))
+    same, others = (tuple(map(float, result)) for result in re.findall(line, out, re.M))
     assert same == (8, 140, 0, 0) and others[:2] == (4, 140) and max(others[2:]) < 1e-5
 
 

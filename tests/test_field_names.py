@@ -129,9 +129,9 @@ def test_an_import_of_a_name_of_the_field_names_ours(owner: str) -> None:
 
 def test_what_an_advice_names_is_there() -> None:
     every = " ".join(text for table in _tables().values() for text in table.values())
-    found = set(re.findall(r"\bjl\.[\w.]*\w", every))
-    assert len(found) > 15
-    for path in found:
+    result = set(re.findall(r"\bjl\.[\w.]*\w", every))
+    assert len(result) > 15
+    for path in result:
         thing: Any = jl
         for part in path.split(".")[1:]:
             thing = getattr(thing, part)

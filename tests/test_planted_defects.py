@@ -9,5 +9,5 @@ def test_each_planted_defect_fits_code_and_tests() -> None:
 
 
 def test_no_defect_is_planted_twice() -> None:
-    found = [(defect.file, defect.old, defect.new) for defect in defects()]
-    assert len(found) == len(set(found))
+    result = [(defect.file, defect.old, defect.new) for defect in defects()]
+    assert len(result) == len(set(result))

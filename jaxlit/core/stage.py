@@ -1,4 +1,4 @@
-"""What belongs to each stage: the names of its verb, step, loaders, limit and program."""
+"""What belongs to each stage: the names of the Trainer's method, its step, loaders, limit and program."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ class Stage:
     """One of the four things that a Trainer does with batches."""
 
     name: str  # as in hooks: on_<name>_batch_end, but on_train_batch_end for "training"
-    verb: str  # the Trainer's method
+    method: str  # the Trainer's method
     step: str  # the module's method
     loaders: str  # the hook that makes its loaders
     limit: str  # the Trainer's argument that limits them

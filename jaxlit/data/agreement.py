@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.data.array_loader import ArrayLoader, differences
-from jaxlit.data.intake import named_leaves
+from jaxlit.data.batch_validator import named_leaves
 from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import agree, join_rows
 from jaxlit.distributed.start import own_rows

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxlit.control import Interrupted
 from jaxlit.core.stage import STAGES
+from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.datamodule import DataModule
-from jaxlit.data.intake import Intake
 from jaxlit.data.kinds import check_rows, doubt_of, each_loader, source_of
 from jaxlit.data.source import Source, length_of, located
 from jaxlit.data.watchdog import Watchdog
@@ -22,22 +22,22 @@ class Loaders:
     """The loaders of one run.
 
     Args:
-        verb: The Trainer's method, for messages.
+        method: The Trainer's method, for messages.
         given: What was passed to it, by stage: the loaders and the argument's name.
         datamodule: The DataModule, if one was passed.
         limits: By stage, a number of batches or a fraction.
-        intake: Arguments of each loader's `Intake`.
+        validator: Arguments of each loader's `BatchValidator`.
         overfit: Whether every epoch takes the same batches, in the loader's own order.
     """
 
     def __init__(
         self,
-        verb: str,
+        method: str,
         given: Mapping[str, tuple[Any, str]],
         datamodule: DataModule | None,
         limits: Mapping[str, int | float],
         *,
-        intake: Mapping[str, Any],
+        validator: Mapping[str, Any],
         overfit: bool = False,
     ) -> None:
         # As in Lightning, a DataModule may be passed as the loaders.
@@ -45,19 +45,19 @@ class Loaders:
         if isinstance(first, DataModule) and datamodule is None:
             datamodule, given = first, {**given, stage: (None, argument)}
         if datamodule is not None and not isinstance(datamodule, DataModule):
-            raise ArgumentTypeError(f"Trainer.{verb}(datamodule=...) takes a jl.DataModule, got {shown(datamodule)}.")
+            raise ArgumentTypeError(f"Trainer.{method}(datamodule=...) takes a jl.DataModule, got {shown(datamodule)}.")
         for loaders, argument in given.values():  # refused before anything is set up
             if loaders is not None and datamodule is not None:
                 raise ArgumentError(
-                    f"Trainer.{verb}({argument}=..., datamodule=...) names two sources of data. Leave one of them out."
+                    f"Trainer.{method}({argument}=..., datamodule=...) names two sources of data. Leave one out."
                 )
-            each_loader(loaders, f"Trainer.{verb}({argument}=...)")
+            each_loader(loaders, f"Trainer.{method}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
-        # By argument: a loader that a hook makes again keeps its intake, so that its batches are compared with the old.
-        self._intakes: dict[str, Intake] = {}
-        self.verb, self.given, self.datamodule = verb, given, datamodule
+        # By argument: a loader that a hook makes again keeps its validator: its batches are compared with the old.
+        self._validators: dict[str, BatchValidator] = {}
+        self.method, self.given, self.datamodule = method, given, datamodule
         self.module: Any = None  # which may have the loader hooks as well, once it is built
-        self._limits, self._overfit, self._intake = limits, overfit, intake
+        self._limits, self._overfit, self._validator = limits, overfit, validator
 
     def from_hook(self, stage: str) -> bool:
         """Return whether a hook makes the stage's loaders, and so can make them again."""
@@ -88,7 +88,7 @@ class Loaders:
         """
         if source.peeked or (limit == 0 and source.length != 0):
             return
-        intake, control = self.intake_of(source), watchdog.control
+        validator, control = self.validator_of(source), watchdog.control
         watchdog.watch(source.argument, 0, 0)
         try:
             try:
@@ -97,15 +97,15 @@ class Loaders:
             finally:
                 control.drawing = False
             for batch in first:
-                if not intake.prepares:  # what a hook makes of a batch is checked in its turn
+                if not validator.prepares:  # what a hook makes of a batch is checked in its turn
                     check_rows(source.loader, batch, source.argument)
-                    intake(batch)
+                    validator(batch)
                 if (doubt := doubt_of(source, batch)) is not None:
                     _logger.warning(doubt)
         except Interrupted:
             return
         except Exception as error:
-            located(error, intake.blamed, 0, 0)
+            located(error, validator.blamed, 0, 0)
             raise
         finally:
             watchdog.rest()
@@ -114,9 +114,9 @@ class Loaders:
                 raise source.empty()
             _logger.warning(source.empty())
 
-    def intake_of(self, source: Source) -> Intake:
-        """Return the intake of a source's batches."""
-        return self._intakes[source.argument]
+    def validator_of(self, source: Source) -> BatchValidator:
+        """Return the validator of a source's batches."""
+        return self._validators[source.argument]
 
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
         """Return each loader of a stage, with its limit in batches.
@@ -129,7 +129,7 @@ class Loaders:
         hook, limit_name = STAGES[stage].loaders, STAGES[stage].limit
         limit_name = "overfit_batches" if self._overfit else limit_name
         loaders, argument = self.given[stage]
-        where = f"Trainer.{self.verb}({argument}=...)"
+        where = f"Trainer.{self.method}({argument}=...)"
         if loaders is None and (make := self._hook(hook)) is not None:
             where = f"{type(make.__self__).__name__}.{hook}()"  # type: ignore[attr-defined]
             with noting_place(where.removesuffix("()")):
@@ -140,7 +140,7 @@ class Loaders:
             if not required:
                 return []
             raise ArgumentError(
-                f"Trainer.{self.verb} has no {argument}. Pass a loader such as jl.ArrayLoader(arrays, batch_size), or "
+                f"Trainer.{self.method} has no {argument}. Pass a loader such as jl.ArrayLoader(arrays, batch_size) or "
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
         each = each_loader(loaders, where)
@@ -160,9 +160,9 @@ class Loaders:
         return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
 
     def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
-        """Return the source of a loader, and make its intake."""
-        if argument not in self._intakes:
-            self._intakes[argument] = Intake(argument, **self._transfer(idx), **self._intake)
+        """Return the source of a loader, and make its validator."""
+        if argument not in self._validators:
+            self._validators[argument] = BatchValidator(argument, **self._transfer(idx), **self._validator)
         may_continue = stage == "training" and not self._overfit
         keep = limit if self._overfit else None
         return source_of(loader, argument, may_continue=may_continue, overfit=self._overfit, keep=keep)

@@ -17,7 +17,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class Source(ABC):
-    """A user's loader, opened once an epoch. It only draws: what is done to a batch is the `Feeder`'s.
+    """A user's loader, opened once an epoch. It only draws: what is done to a batch is the `Prefetcher`'s.
 
     Each batch comes with the iteration's position after it, so that batches which were drawn ahead do not count.
     `jaxlit.data.kinds.source_of` chooses the class for a loader. Subclasses override the members up to `length`.

@@ -18,7 +18,7 @@ from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.data.agreement import joined
-from jaxlit.data.intake import Intake
+from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
@@ -86,7 +86,7 @@ class CompiledStep:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._table = engine, engine.pure.table("training")
-        self._intake = Intake("step(state, batch)")
+        self._validator = BatchValidator("step(state, batch)")
         # Unbounded, several CPU devices would end the process.
         self._wait = Bound(32 if engine.strategy.mesh.size == 1 else 4)
 
@@ -109,7 +109,7 @@ class CompiledStep:
                 "step(state, batch) got a state that an earlier step has overwritten. Continue with the one that it "
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
-        _, batch = self._intake(batch)  # what stays on the host is nobody's here: there are no hooks
+        _, batch = self._validator(batch)  # what stays on the host is nobody's here: there are no hooks
         engine, strategy, (rows, count) = self._engine, self.strategy, (num_rows(batch), jax.process_count())
         if count > 1 and not strategy.splits_by_process(with_rows(batch, count * rows)):
             batch = joined(batch, [rows] * count)  # devices of several processes hold each row
@@ -181,7 +181,7 @@ def compile_step(
         4.0
     """
     count = _checked(module, devices, seed, precision)
-    _, example = Intake("compile_step(batch=...)")(batch)
+    _, example = BatchValidator("compile_step(batch=...)")(batch)
     chosen = resolve_strategy(strategy, count)
     chosen.setup(count)
     built = build_lazy(module, chosen, seed) if isinstance(module, lazy) else module

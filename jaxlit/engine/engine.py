@@ -22,8 +22,8 @@ from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import collecting
+from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.core.module import TrainModule
-from jaxlit.core.passes import Passes
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
@@ -167,11 +167,11 @@ class Engine:
             donate=(0,),
             parts=(step.gradients, step.apply),
             grads=state.grad_shardings,
-            passes=Passes(step, written),
+            passes=MicrobatchStep(step, written),
         )
         self._programs["train_step"] = self._compile(train)
         if index.window is not None:
-            passes = Passes(step, written, "micro")
+            passes = MicrobatchStep(step, written, "micro")
             micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
             self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
             self.micro_step = partial(self._train, self._programs["micro_step"])

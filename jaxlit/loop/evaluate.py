@@ -117,13 +117,13 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     Returns:
         With `keep` each batch's outputs as numpy.
     """
-    engine, hooks, feeder, (source, limit) = run.engine, run.hooks, run.feeder, loader
+    engine, hooks, prefetcher, (source, limit) = run.engine, run.hooks, run.prefetcher, loader
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
     number = idx if takes_loader(engine.module, stage) else None
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()
     sums, kept, waiting = None, [], None
-    for i, (batch, host_batch, _, at) in enumerate(feeder.batches(source, 0, limit, now.batch_idx), now.batch_idx):
+    for i, (batch, host_batch, _, at) in enumerate(prefetcher.batches(source, 0, limit, now.batch_idx), now.batch_idx):
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = host_batch
@@ -137,7 +137,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
             waiting = outputs, host_batch, run.settings.host_keys
-        feeder.token = sums[1]
+        prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         wait.drain(sums[1])
         if run.control.interrupted:
@@ -151,7 +151,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
 def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> list[Any]:
     """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
     engine = run.engine
-    engine.prepare_eval(stage, run.feeder.example, loader)
+    engine.prepare_eval(stage, run.prefetcher.example, loader)
     table = (traced := engine.eval_trace(stage, loader)).table
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
     # The sums of a checkpoint, unless the step logs other metrics now.

@@ -12,7 +12,7 @@ import numpy as np
 from jaxlit.checkpoints.files import Checkpoint, read
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.data.intake import named_leaves
+from jaxlit.data.batch_validator import named_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run, Start
@@ -172,9 +172,9 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
-        source, intake = run.training[0], run.loaders.intake_of(run.training[0])
-        run.feeder.close()  # its thread must not draw meanwhile
-        pairs = [intake(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
+        source, validator = run.training[0], run.loaders.validator_of(run.training[0])
+        run.prefetcher.close()  # its thread must not draw meanwhile
+        pairs = [validator(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:
             raise LookupError("the loader cannot be set back to it")
         results = engine.diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])

@@ -17,8 +17,8 @@ from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import Stage
-from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
+from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.source import Source
 from jaxlit.distributed.preemption import is_announced_by_jax, is_preempted
 from jaxlit.engine.engine import Engine
@@ -93,7 +93,7 @@ class Setup:
     @property
     def is_fit(self) -> bool:
         """Whether the run is a fit."""
-        return self.stage.verb == "fit"
+        return self.stage.method == "fit"
 
     @property
     def seconds(self) -> float:
@@ -143,7 +143,7 @@ class Run(Setup):
     """One fit, validate, test or predict: what its loops share."""
 
     engine: Engine
-    feeder: Feeder
+    prefetcher: Prefetcher
     tracing: Tracing
     pending: Row | None = None
     rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
@@ -172,7 +172,7 @@ class Run(Setup):
     @property
     def progress(self) -> tuple[Any, ...]:
         """A value that changes whenever the run moves; any thread may read it."""
-        return *super().progress, self.feeder.drawn
+        return *super().progress, self.prefetcher.drawn
 
     def count_batches(self) -> None:
         """Count the batches of loaders that were opened again."""

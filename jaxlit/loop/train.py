@@ -95,7 +95,7 @@ def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
     (source, limit), position = run.training, run.position
     if position.over or run.done:
         return ()
-    return run.feeder.batches(source, position.epoch, limit, position.batch_idx)
+    return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
 def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
@@ -117,8 +117,8 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
         logs, loss, outputs = engine.train_step(batch)
     else:
         logs, loss, outputs = tracing.step(engine, batch)
-    # Only reading one of these waits for the device; the feeder waits for its token before it reuses a host buffer.
-    run.results.latest = run.feeder.token = logs
+    # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
+    run.results.latest = run.prefetcher.token = logs
     position.advance(at, stepping=stepping, last=last)  # before the hook: a checkpoint in it has this batch
     if run.hooks.live is not None:
         run.hooks.live.stale = True
@@ -131,7 +131,7 @@ def begin_steps(run: Run) -> None:
     The epoch before shows its values under names that steps and epochs share, such as `loss`.
     """
     run.ready = True
-    run.engine.prepare_training(run.feeder.example)
+    run.engine.prepare_training(run.prefetcher.example)
     run.results.show_steps(run.engine.training_table, run.engine.rates.names)
     run.tracing.check(run.engine, run.results)
 

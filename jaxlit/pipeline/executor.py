@@ -90,8 +90,9 @@ class BatchRun:
         """Run the tasks in an order in which none waits for a later one.
 
         Returns:
-            The newest arrays of what the step writes, in the order of `Passes.written`; the sum of each parameter's
-            gradients, in the order of `Passes.params`; each microbatch's table; and by output those of each microbatch.
+            The newest arrays of what the step writes, in the order of `MicrobatchStep.written`; the sum of each
+            parameter's gradients, in the order of `MicrobatchStep.params`; each microbatch's table; and by output those
+            of each microbatch.
         """
         run = {
             Kind.FWD: self.forward,

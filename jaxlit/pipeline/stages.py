@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxlit.core.passes import Passes
+from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.pipeline.cut import Cut, Piece
 from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
@@ -71,7 +71,7 @@ class Stage:
     """
 
     def __init__(
-        self, cut: Cut, piece: Piece, flow: Flow, passes: Passes, jit: Callable[..., Any], remat: Any = None
+        self, cut: Cut, piece: Piece, flow: Flow, passes: MicrobatchStep, jit: Callable[..., Any], remat: Any = None
     ) -> None:
         self.piece, self._run, self._passes, self._remat = piece, cut.runner(piece), passes, remat
         self.wrt = [k for k, i in enumerate(piece.inputs) if i in flow.params]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.passes import Passes
+from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.core.replica import num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ModuleError, StateError
@@ -112,7 +112,7 @@ class Microbatched:
     """
 
     def __init__(
-        self, strategy: Any, name: str, passes: Passes, specs: Sequence[Any], finish: Placed, outputs: Any
+        self, strategy: Any, name: str, passes: MicrobatchStep, specs: Sequence[Any], finish: Placed, outputs: Any
     ) -> None:
         self.strategy, self.name, self.passes, self._specs, self._finish = strategy, name, passes, specs, finish
         self._outputs = outputs

@@ -38,12 +38,12 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
     Args:
         settings: The Trainer's arguments.
         stage: What runs.
-        given: By stage, what was passed to the verb and the argument's name.
+        given: By stage, what was passed to the method and the argument's name.
         datamodule: The DataModule, if one was passed.
     """
-    intake = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
-    overfit = stage.verb == "fit" and bool(settings.overfit_batches)
-    return Loaders(stage.verb, given, datamodule, settings.limits, intake=intake, overfit=overfit)
+    validator = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
+    overfit = stage.method == "fit" and bool(settings.overfit_batches)
+    return Loaders(stage.method, given, datamodule, settings.limits, validator=validator, overfit=overfit)
 
 
 def check_model(model: Any, stage: Stage) -> None:

@@ -54,7 +54,7 @@ class Engines:
         """
         check_model(model, stage)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
-        if stage.verb != "fit" and self._built is not None:
+        if stage.method != "fit" and self._built is not None:
             known, loaders.module, seed = self._built
             if known is model and seed in (None, settings.seed):
                 return loaders.module, False
@@ -103,7 +103,7 @@ class Engines:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
-        example = run.loaders.intake_of(run.training[0]).example  # None where a hook has yet to make it
+        example = run.loaders.validator_of(run.training[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := jax.process_count()) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)

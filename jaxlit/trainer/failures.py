@@ -36,7 +36,7 @@ def _exhausted(error: BaseException, run: Setup) -> BaseException:
     if failed is not None:  # to compile it again would only fail again, and may take minutes
         place = f"in {failed.name}, {'as it was compiled' if compiling else 'in its first call'}"
         programs = [] if compiling else [failed]
-    example, batch = run.feeder.example, None
+    example, batch = run.prefetcher.example, None
     if example is not None:
         batch = sum(x.nbytes for x in jax.tree.leaves(example)) // engine.strategy.num_replicas
     return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)

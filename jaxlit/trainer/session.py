@@ -14,8 +14,8 @@ from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
-from jaxlit.data.feeder import Feeder
 from jaxlit.data.loaders import Loaders
+from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
@@ -151,7 +151,7 @@ class Session:
         checkpoint, _ = self._claim(stage, ckpt_path)
         model = self.module if model is None else model
         if model is None:
-            raise ArgumentError(f"Trainer.{stage.verb}(model, ...) has no model. Pass one, or call fit first.")
+            raise ArgumentError(f"Trainer.{stage.method}(model, ...) has no model. Pass one, or call fit first.")
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
         resume = None if checkpoint is None else Resume(checkpoint)
         loops = lambda run: work(run, stage.name, run.val)  # noqa: E731
@@ -163,23 +163,23 @@ class Session:
         """Return the checkpoint to continue from, or to take weights of, and make the run's folder this Trainer's."""
         if self.running:
             raise ArgumentError(
-                f"Trainer.{stage.verb} is called from a hook of a run of the same Trainer. Use a second Trainer for it."
+                f"Trainer.{stage.method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
             )
-        verb, resume, places = stage.verb, self.settings.resume, (self.callbacks, self.folder)
-        wanted, argument = ckpt_path, f"Trainer.{verb}(ckpt_path=...)"
-        if verb == "fit" and resume is not None:
+        method, resume, places = stage.method, self.settings.resume, (self.callbacks, self.folder)
+        wanted, argument = ckpt_path, f"Trainer.{method}(ckpt_path=...)"
+        if method == "fit" and resume is not None:
             if ckpt_path is not None:
                 raise ArgumentError(
                     f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
                     "Leave one out."
                 )
             wanted, argument = resume, "Trainer(resume=...)"
-        checkpoint = resolve_checkpoint(wanted, argument, "resume" if verb == "fit" else verb, *places)
+        checkpoint = resolve_checkpoint(wanted, argument, "resume" if method == "fit" else method, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
         given = init_from if checkpoint is None else None
         weights = resolve_checkpoint(given, "Trainer.fit(init_from=...)", "init_from", *places)
         files = [name for c in self.callbacks for name in c.row_files]
-        self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.verb == "fit")
+        self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.method == "fit")
         return checkpoint, weights
 
     # A run ------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Session:
                 try:
                     if run.hooks.bind("prepare_data"):
                         once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
-                    run.hooks("setup", stage.verb)
+                    run.hooks("setup", stage.method)
                     # After setup, where a callback makes what its state goes into, before the hooks of loaders.
                     if run.is_fit and resume is not None:
                         restore_callbacks(run, resume.checkpoint)
@@ -235,7 +235,7 @@ class Session:
                     # Every callback is called and torn down, whatever another one raises meanwhile.
                     run.hooks.call_all("on_exception", error, error)
                 # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
-                error = self.saver.finish(run.hooks.call_all("teardown", stage.verb, error))
+                error = self.saver.finish(run.hooks.call_all("teardown", stage.method, error))
                 if error is not None:
                     raise error
                 return results
@@ -278,12 +278,12 @@ class Session:
         self.results.clear()
         self.media.begin()
         tell_anew()
-        if stage.verb == "fit":
+        if stage.method == "fit":
             self.results.history.clear()
             self.fitted, self.position = None, Position()
             self.control.should_stop, self.control.stop_reason = False, None
         position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
-        if stage.verb == "fit":  # an evaluation of a checkpoint leaves the training where it is
+        if stage.method == "fit":  # an evaluation of a checkpoint leaves the training where it is
             self.position = position
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
@@ -320,15 +320,15 @@ class Session:
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine)
         tracing = Tracing(hooks, setup.log_every if fitting else 0)
-        feeder = Feeder(
+        prefetcher = Prefetcher(
             self.strategy.shard_batch,
-            intake_of=setup.loaders.intake_of,
+            validator_of=setup.loaders.validator_of,
             splits=self.strategy.splits_by_process,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             epoch=lambda: setup.position.epoch,
         )
-        self.current = run = Run(**vars(setup), engine=engine, feeder=feeder, tracing=tracing)
+        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing)
         if fitting:
             warn_of_eval_mode(run)
             self.fitted = run
@@ -337,7 +337,7 @@ class Session:
         # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
         put_back = not (fitting or setup.take_ownership)
         hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
-        with hooks.live.registered(), contextlib.closing(run.feeder):
+        with hooks.live.registered(), contextlib.closing(run.prefetcher):
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)

@@ -56,9 +56,9 @@ def by_hand(
             if any(not np.isfinite(batch["x"]).all() for batch in batches[i : i + window]):
                 model.count[...] += window
                 continue
-            found = [gradient(model, batch)[1] for batch in batches[i : i + window]]
+            result = [gradient(model, batch)[1] for batch in batches[i : i + window]]
             model.count[...] += window
-            grads = named(jax.tree.map(lambda *g: sum(g) / len(g), *map(nnx.as_pure, found)))
+            grads = named(jax.tree.map(lambda *g: sum(g) / len(g), *map(nnx.as_pure, result)))
             params = named(nnx.as_pure(nnx.state(model, nnx.Param)))
             live = {name: g for name, g in grads.items() if epoch >= parts.get(part_of(name), (0, None))[0]}
             if clip is not None:
@@ -134,16 +134,16 @@ STOPS = [(strategy, stop) for strategy in STRATEGIES for stop in ((0, 2, 3), (1,
 def test_a_resumed_training_ends_bit_by_bit_the_same(strategy: str, stop: tuple[int, int, int]) -> None:
     epoch, batch, step = stop
     end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)
-    parts, found = {"inner": (2, None), "blocks": (1, SLOW)}, []
+    parts, result = {"inner": (2, None), "blocks": (1, SLOW)}, []
     for runs in (["whole"], ["parts", "parts"]):
         for number, folder in enumerate(runs, 1):
             more = [end] if number < len(runs) else []
             given = {"default_root_dir": folder, "resume": "auto", "accumulate_grad_batches": 1, "batches": BATCHES}
             model, trainer = trained(parts, strategy, *more, **given)
             assert trainer.global_step == (step if more else EPOCHS * len(BATCHES))
-        found.append((bytes_of(trainer), state_of(model)))
-    assert found[0][0] == found[1][0]
-    assert_same(found[0][1], found[1][1], rtol=0, atol=0)
+        result.append((bytes_of(trainer), state_of(model)))
+    assert result[0][0] == result[1][0]
+    assert_same(result[0][1], result[1][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "fsdp"))
@@ -162,9 +162,9 @@ def test_nothing_is_compiled_when_a_part_is_unfrozen() -> None:
     def start(trainer: Any, module: Any) -> None:
         moments.append(jax.device_get(trainer.state.opt_state.parts["inner"]))
 
-    with compiles() as found:
+    with compiles() as result:
         watch = hooks(
-            on_train_epoch_start=start, on_train_batch_end=lambda *_: seen.append(list(found)), on_train_end=start
+            on_train_epoch_start=start, on_train_batch_end=lambda *_: seen.append(list(result)), on_train_end=start
         )
         trained({"inner": (2, None)}, "single", watch, **BARE)
     assert seen[len(BATCHES)] == seen[-1]  # from the first step of the second epoch on
@@ -236,13 +236,13 @@ def test_the_rate_of_a_part_is_0_until_its_epoch(case: str) -> None:
     freezes = [BackboneFreeze(part, unfreeze_at_epoch=start, tx=tx) for part, (start, tx) in parts.items()]
     rows, model = Rows(rates=True), module(base=Deep, configure_optimizers=lambda self: made)
     fit(model, BATCHES, None, rows, *freezes, max_epochs=3, log_every_n_steps=1, **BARE)
-    found = {name: rows.of(name) for name in rows.rows[0][1] if name.startswith("lr")}
+    result = {name: rows.of(name) for name in rows.rows[0][1] if name.startswith("lr")}
     steps = range(3 * len(BATCHES))
     for name, (schedule, epoch) in expected.items():
         first = epoch * len(BATCHES)
         expect = [0.0 if step < first else float(schedule(step - first)) for step in steps]
-        assert found.pop(name) == pytest.approx(expect), name
-    assert found == {}
+        assert result.pop(name) == pytest.approx(expect), name
+    assert result == {}
 
 
 REFUSED: list[Any] = [
@@ -258,9 +258,9 @@ def test_a_part_that_is_none_is_refused(arguments: dict[str, Any], words: str) -
 
 
 class Own(BackboneFreeze):
-    def __init__(self, found: Any) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__("inner")
-        self.found = found
+        self.found = result
 
     def names(self, module: Any, wrt: Any) -> Any:
         return self.found
@@ -276,8 +276,8 @@ class Own(BackboneFreeze):
         ((), r"takes names of trained parameters of Deep, got \[\]\. It has: \["),
     ],
 )
-def test_a_rule_of_ones_own_names_what_is_there(found: Any, words: str) -> None:
-    fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=Own(found))
+def test_a_rule_of_ones_own_names_what_is_there(result: Any, words: str) -> None:
+    fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=Own(result))
 
 
 def test_parts_that_overlap_are_refused() -> None:

@@ -98,5 +98,5 @@ def test_the_time_of_compiling_is_told_apart():
         ({"train_step": 0.04}, ""),
     ):
         trainer.compile_seconds = seconds
-        found = closing_lines(trainer, seconds=3.0, error=None, best="")
-        assert found == f"done 1 epoch · 1,234 steps · 3.0 s{told}"
+        result = closing_lines(trainer, seconds=3.0, error=None, best="")
+        assert result == f"done 1 epoch · 1,234 steps · 3.0 s{told}"

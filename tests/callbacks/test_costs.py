@@ -49,8 +49,8 @@ def test_the_table_has_every_callback() -> None:
     "name", thinned(MADE, "DeviceStatsMonitor", "ProgressBar", "ThroughputMonitor", "Profiler", "RunReport")
 )
 def test_a_step_pays_for_a_callback_its_hook_and_no_more(name: str, bare: float) -> None:
-    found = calls(name) - bare
-    assert found <= PAID.get(name, 0), found
+    result = calls(name) - bare
+    assert result <= PAID.get(name, 0), result
 
 
 @pytest.mark.parametrize(

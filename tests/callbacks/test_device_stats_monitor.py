@@ -51,12 +51,12 @@ def test_a_device_tells_what_its_allocator_does(cpu_stats: bool | None) -> None:
 def test_the_hosts_numbers_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     held = bytearray(os.urandom(64 * 2**20))  # 64 MiB, so that a wrong unit shows
     pages = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    found = device_stats_monitor.host_memory()
-    assert found["rss_bytes"] == pytest.approx(pages, rel=0.05) and found["rss_bytes"] > len(held)
+    result = device_stats_monitor.host_memory()
+    assert result["rss_bytes"] == pytest.approx(pages, rel=0.05) and result["rss_bytes"] > len(held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    assert found["peak_rss_bytes"] == pytest.approx(peak, rel=0.05)
+    assert result["peak_rss_bytes"] == pytest.approx(peak, rel=0.05)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < found["available_bytes"] <= total
+    assert 0 < result["available_bytes"] <= total
     monkeypatch.setattr(device_stats_monitor, "_fields", lambda path: {}[path])  # without /proc
     assert device_stats_monitor.host_memory() == {"peak_rss_bytes": pytest.approx(peak, rel=0.05)}
 

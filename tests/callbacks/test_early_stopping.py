@@ -63,8 +63,8 @@ def test_random_sequences_stop_where_lightnings_rule_stops(make_trainer) -> None
         values = [rng.choice([NAN, INF]) if rng.random() < 0.05 else rng.randrange(-8, 20) / 4 for _ in range(12)]
         callback = EarlyStopping("val/loss", **arguments)
         at = stopped_at(callback, make_trainer(), values)
-        found = at, callback.stopping_reason.name, callback.best_score, callback.wait_count
-        assert found == lightnings(values, **arguments), (arguments, values)
+        result = at, callback.stopping_reason.name, callback.best_score, callback.wait_count
+        assert result == lightnings(values, **arguments), (arguments, values)
         reasons.add(callback.stopping_reason)
     assert reasons == {*EarlyStoppingReason}
 

@@ -240,10 +240,10 @@ def train_until_killed():
 
 def rows_in(folder):
     """Return the rows of both files, which are the same but for digits."""
-    found = read(Path(folder, "metrics.csv"))
+    actual = read(Path(folder, "metrics.csv"))
     exact = read(Path(folder, "metrics.jsonl"))
-    assert found == [{name: pytest.approx(x, rel=1e-5) for name, x in row.items()} for row in exact]
-    return found
+    assert actual == [{name: pytest.approx(x, rel=1e-5) for name, x in row.items()} for row in exact]
+    return actual
 
 
 @pytest.mark.full
@@ -368,8 +368,8 @@ def test_hyperparameters_are_in_hparams_json_without_secrets(kind):
         "on_train_end": lambda t, m: t.logger.log_hyperparams({"rate": 0.2, "best": np.float32(0.5)}),
     }
     fit(Mean(), numbered(1), None, hooks(**steps), logger=kind(), default_root_dir="run")
-    found = json.loads(Path("run/hparams.json").read_text())
-    assert found == {"rate": 0.2, "shape": [1, 2], "token": "<redacted>", "best": "0.5"}
+    actual = json.loads(Path("run/hparams.json").read_text())
+    assert actual == {"rate": 0.2, "shape": [1, 2], "token": "<redacted>", "best": "0.5"}
     fit(Mean(), numbered(1), logger=kind(), default_root_dir="other")
     assert not Path("other/hparams.json").exists()  # unless asked for
     refuses(LoggerError, lambda: kind().log_hyperparams({}), f"{kind.__name__} has no folder yet.*from a hook")

@@ -76,7 +76,7 @@ STOPS = [(name, stop) for name in STRATEGIES for stop in ((0, 1), (1, 3), (2, 0)
 def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tuple[int, int]) -> None:
     epoch, batch = stop
     end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)
-    batches, found = sized(8, 16, 8, 8, 16), []
+    batches, result = sized(8, 16, 8, 8, 16), []
 
     def train(folder: str, *more: Any) -> jl.Trainer:
         given = {"max_epochs": 4, "strategy": splitting(strategy), "default_root_dir": folder, "resume": "auto"}
@@ -84,8 +84,8 @@ def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tu
         return fit(Linear(), batches, None, schedule, keep_all(), *more, **given)
 
     train("parts", end)
-    found = [bytes_of(train(folder)) for folder in ("parts", "whole")]
-    assert found[0] == found[1]
+    result = [bytes_of(train(folder)) for folder in ("parts", "whole")]
+    assert result[0] == result[1]
 
 
 def test_two_accumulation_numbers_are_refused() -> None:

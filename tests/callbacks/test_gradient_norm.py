@@ -51,12 +51,12 @@ def train(norm: Any, strategy: str = "single", model: Any = None, **arguments: A
 def gradients() -> list[dict[str, np.ndarray]]:
     """The gradients of each step of plain SGD, by the parameter's name."""
     graphdef, params = nnx.split(make())
-    grad, found = jax.jit(jax.grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch))), []
+    grad, result = jax.jit(jax.grad(lambda params, batch: nnx.merge(graphdef, params).loss(batch))), []
     for batch in BATCHES:
         grads = grad(params, batch)
         params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
-        found.append({name: np.asarray(get(grads)[...], np.float64).ravel() for name, get in NAMES.items()})
-    return found
+        result.append({name: np.asarray(get(grads)[...], np.float64).ravel() for name, get in NAMES.items()})
+    return result
 
 
 def norm_of(x: np.ndarray, p: float = 2.0) -> float:
@@ -105,6 +105,6 @@ def test_sharded_gradients_are_not_gathered_for_it() -> None:
 
 def test_a_bfloat16_gradient_is_added_up_in_float32() -> None:
     x = jnp.full(4096, 0.01, jnp.bfloat16)  # in bfloat16 the sum of squares would stop growing
-    found = GradientNorm().trace_step({"w": x}, None, None, None)["grad_norm"]
-    assert found.dtype == jnp.float32
-    assert float(found) == pytest.approx(float(np.linalg.norm(np.asarray(x, np.float64))), rel=1e-5)
+    result = GradientNorm().trace_step({"w": x}, None, None, None)["grad_norm"]
+    assert result.dtype == jnp.float32
+    assert float(result) == pytest.approx(float(np.linalg.norm(np.asarray(x, np.float64))), rel=1e-5)

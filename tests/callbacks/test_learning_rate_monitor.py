@@ -41,9 +41,9 @@ def test_an_unreadable_rate_is_a_warning_with_a_cure(caplog: pytest.LogCaptureFi
     for monitors, told in (([], 0), ([LearningRateMonitor()], 1)):
         caplog.clear()
         fit(module(tx=optax.lars(0.1)), numbered(2), None, *monitors, max_epochs=2, **BARE)
-        found = [x.getMessage() for x in caplog.records if "LearningRateMonitor" in x.getMessage()]
-        assert len(found) == told
-        assert all("Made.configure_optimizers" in x and "lr_schedule=" in x and "inject_hyper" in x for x in found)
+        result = [x.getMessage() for x in caplog.records if "LearningRateMonitor" in x.getMessage()]
+        assert len(result) == told
+        assert all("Made.configure_optimizers" in x and "lr_schedule=" in x and "inject_hyper" in x for x in result)
 
 
 def test_a_second_monitor_and_missing_rows_are_refused() -> None:

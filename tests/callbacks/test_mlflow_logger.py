@@ -107,9 +107,9 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
         "mlflow.entities": {"Metric": Metric, "Param": Param},
     }
     for name, members in names.items():
-        found = ModuleType(name)
-        vars(found).update(members)
-        monkeypatch.setitem(sys.modules, name, found)
+        result = ModuleType(name)
+        vars(result).update(members)
+        monkeypatch.setitem(sys.modules, name, result)
     for name in ("tracking", "entities"):
         setattr(sys.modules["mlflow"], name, sys.modules[f"mlflow.{name}"])
 
@@ -141,8 +141,8 @@ def test_rows_hyperparameters_tags_and_media_are_in_the_run() -> None:
     given = BARE | {"logger": logger, "log_every_n_steps": 1}
     trainer = fit(model, numbered(4), numbered(1, 9), rows, media, **given)
     run = the_run()
-    found = {(m.step, m.key): m.value for m in run.data.metrics if m.key != "p/lr"}  # which `Rows` leaves out
-    assert found == {(step, f"p/{name}"): value for step, row in rows.rows for name, value in row.items()}
+    result = {(m.step, m.key): m.value for m in run.data.metrics if m.key != "p/lr"}  # which `Rows` leaves out
+    assert result == {(step, f"p/{name}"): value for step, row in rows.rows for name, value in row.items()}
     assert run.data.params == {
         "width": "7",
         "api_key": "<redacted>",

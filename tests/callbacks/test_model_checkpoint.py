@@ -115,12 +115,12 @@ def test_the_best_and_the_newest_are_on_disk_after_each_epoch(mode, top_k, save_
     callback = ModelCheckpoint(monitor="score", mode=mode, save_top_k=top_k, save_last=save_last)
     watch = train(callback, scores=scores)
     expected, best = rule(scores, mode, top_k, save_last)
-    for step, found in enumerate(expected, 1):
-        assert watch.listings[step] == found, f"after step {step}"
+    for step, result in enumerate(expected, 1):
+        assert watch.listings[step] == result, f"after step {step}"
     assert kept(callback) == best
-    found = (min if mode == "min" else max)(best.values(), default=None)
-    first = next((k for k in best if best[k] == found), None)
-    assert callback.best_model_score == found
+    result = (min if mode == "min" else max)(best.values(), default=None)
+    first = next((k for k in best if best[k] == result), None)
+    assert callback.best_model_score == result
     assert callback.best_model_path == ("" if first is None else str(Path("run/checkpoints", name(first)).absolute()))
     assert callback.last_model_path.endswith(expected[-1][-1])
     assert names() == expected[-1]  # nothing but checkpoints

@@ -82,13 +82,13 @@ def test_texts_of_the_user_are_escaped_and_secrets_hidden(trained: Any) -> None:
 
 def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
     page, _, trainer, rows = trained
-    found = page.rows("Metrics")
+    result = page.rows("Metrics")
     for name in ("train/loss", "val"):
         values = rows.of(name)
-        last, least, largest = (float(cell.split(" at ")[0]) for cell in found[name])
+        last, least, largest = (float(cell.split(" at ")[0]) for cell in result[name])
         assert (last, least, largest) == pytest.approx((values[-1], min(values), max(values)), rel=1e-4)
         at = {step for step, row in rows.rows if row.get(name) == max(values)}
-        assert int(found[name][2].split(" at ")[1]) in at
+        assert int(result[name][2].split(" at ")[1]) in at
     assert [attrs["class"] for tag, attrs in page.tags if tag == "td" and "best" in attrs.get("class", "")] == [
         "n best"
     ]

@@ -41,23 +41,23 @@ class Scaled(Mean):
 def events(folder):
     """Return the events of all files of a folder: each is its length, a checksum of it, the event and another."""
     event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
-    found = []
+    result = []
     for file in sorted(Path(folder).glob("events.*"), key=lambda file: file.stat().st_mtime_ns):
         content = file.read_bytes()
         while content:
             (length,) = struct.unpack("<Q", content[:8])
-            found.append(event_pb2.Event.FromString(content[12 : 12 + length]))
+            result.append(event_pb2.Event.FromString(content[12 : 12 + length]))
             content = content[16 + length :]
-    return found
+    return result
 
 
 def values(folder, plugin=None):
     """Return what was logged: by name a list of (step, value)."""
-    found: dict = {}
+    result: dict = {}
     for event in events(folder):
         for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value))
-    return found
+            result.setdefault(value.tag, []).append((event.step, value))
+    return result
 
 
 def scalars(folder):
@@ -85,15 +85,15 @@ def train(**arguments):
 
 def test_rows_and_what_is_no_number_are_in_the_file():
     trainer = train()
-    found = values("run")
+    result = values("run")
     assert scalars("run") == {"loss": [*enumerate(LOSSES)], "epoch": [(0, 0.0), (1, 0.0), (2, 0.0)]}
     for name, at, pixels in (("image", 2, PIXELS), ("two/0", 7, PIXELS[..., 0])):
-        ((step, value),) = found[name]
+        ((step, value),) = result[name]
         with Image.open(BytesIO(value.image.encoded_image_string)) as image:
             np.testing.assert_array_equal(np.asarray(image.convert("RGB" if pixels.ndim == 3 else "L")), pixels)
         assert step == at
-    assert (found["figure"][0][1].image.width, found["figure"][0][1].image.height) == (40, 20)
-    texts = {k: found[k][0][1].tensor.string_val[0].decode() for k in found if "text_summary" in k}
+    assert (result["figure"][0][1].image.width, result["figure"][0][1].image.height) == (40, 20)
+    texts = {k: result[k][0][1].tensor.string_val[0].decode() for k in result if "text_summary" in k}
     assert texts["note/text_summary"] == "a text" and texts["two/captions/text_summary"] == "first\n\nsecond"
     assert texts["table/text_summary"].splitlines() == [
         "| name | value |",
@@ -101,11 +101,11 @@ def test_rows_and_what_is_no_number_are_in_the_file():
         "| one | 1 |",
         r"| a\|b | None |",
     ]
-    histogram, finite = found["histogram"][0][1].histo, GIVEN[np.isfinite(GIVEN)]
+    histogram, finite = result["histogram"][0][1].histo, GIVEN[np.isfinite(GIVEN)]
     counts, edges = np.histogram(finite, 4)
     assert ([*histogram.bucket], [*histogram.bucket_limit]) == ([*counts], [*edges[1:]])
     assert (histogram.num, histogram.sum, histogram.sum_squares) == (4, finite.sum(), (finite**2).sum())
-    told = found["_hparams_/session_start_info"][0][1].metadata.plugin_data.content
+    told = result["_hparams_/session_start_info"][0][1].metadata.plugin_data.content
     assert all(word in told for word in (b"width", b"[1, 2]", b"<redacted>"))
     logger = trainer.logger
     assert logger.log_dir == Path("run").absolute() and logger.experiment is not None
@@ -141,7 +141,7 @@ def test_a_real_tensorboard_serves_the_run():
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", ".", "--port", "0", "--load_fast", "false"]
     with subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True) as server:
         try:
-            said = next(found for line in server.stdout if (found := re.search(r"http://[^/ ]+/", line)))
+            said = next(result for line in server.stdout if (result := re.search(r"http://[^/ ]+/", line)))
 
             def ask(route, **query):
                 url = f"{said[0]}data/{route}?{urllib.parse.urlencode(query)}"

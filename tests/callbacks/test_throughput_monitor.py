@@ -72,8 +72,8 @@ def test_operations_are_those_of_a_formula(strategy: str, monkeypatch: pytest.Mo
     clock, monitor = Clock(monkeypatch), ThroughputMonitor(available_flops=1e6)
     given = BARE | {"strategy": strategy, "log_every_n_steps": 1}
     trainer = fit(MLP(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
-    found = trainer.step_flops["train_step"]
-    assert (found.count, found.exact, found.by_dtype) == (FLOPS, True, {"float32 fast": FLOPS})
+    result = trainer.step_flops["train_step"]
+    assert (result.count, result.exact, result.by_dtype) == (FLOPS, True, {"float32 fast": FLOPS})
     # A row is read after the next step's hook, that of the last step alone at the end of the epoch.
     assert rows_of(trainer, "train/flops_per_sec") == pytest.approx({1: FLOPS / 2, 2: FLOPS * 2 / 3, 3: FLOPS})
     for step, rate in rows_of(trainer, "train/flops_per_sec").items():
@@ -104,15 +104,15 @@ def test_rates_do_not_count_validations(case: str, monkeypatch: pytest.MonkeyPat
     # One second a batch, ten a validation that do not count; a row comes a batch late but at the end of an epoch.
     late = lambda s: (s + 1) * window + (0 if (s + 1) * window % len(sizes) == 0 else 1)  # noqa: E731
     points = [(1, 1), *(((s + 1) * window, late(s)) for s in steps)]
-    found = rows_of(trainer, "train/samples_per_sec")
+    result = rows_of(trainer, "train/samples_per_sec")
     for at, (batch, second) in enumerate(points[1:], 1):
         if (step := batch // window - 1) == 0 and batch == 1:  # the clock begins here
             continue
         begins = [i for i in range(at) if batch - points[i][0] >= 2] or [0]
         since, then = points[begins[-1]]
-        assert found[step] == pytest.approx(scale * (taken[batch] - taken[since]) / (second - then)), (step, points)
+        assert result[step] == pytest.approx(scale * (taken[batch] - taken[since]) / (second - then)), (step, points)
         assert rows_of(trainer, "train/batches_per_sec")[step] == pytest.approx((batch - since) / (second - then))
-    assert len(found) == len(steps) - (steps[0] == 0 and window == 1)
+    assert len(result) == len(steps) - (steps[0] == 0 and window == 1)
 
 
 def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:

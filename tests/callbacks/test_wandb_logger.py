@@ -105,8 +105,8 @@ def test_without_a_run_logging_is_refused_or_goes_to_files(stage):
     run_stage(trainer_of(logger, hooks(setup=try_it, teardown=try_it), logger=False, max_epochs=0), stage)
     refused()
     suffixes = {"note": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
-    found = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
-    assert found == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))
+    result = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
+    assert result == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))
 
 
 # Which run
@@ -236,23 +236,23 @@ def test_offline_media_and_a_copy_of_each_checkpoint_are_kept():
             getattr(trainer.logger, name)(*given)
         trainer.logger.log_hyperparams({"later": 1})
 
-    found = {}
+    result = {}
     # Before the logger, which sends each checkpoint as soon as it is there.
-    saved = lambda t, m, callback, path: found.update({path.name: files_of(path)})  # noqa: E731
+    saved = lambda t, m, callback, path: result.update({path.name: files_of(path)})  # noqa: E731
     logger = WandbLogger(offline=True, log_model="all", watch="all", watch_every_n_steps=1)
     saves = ModelCheckpoint(monitor="loss", every_n_train_steps=1, save_top_k=-1)
     run_stage(trainer_of(hooks(on_checkpoint_saved=saved, on_train_end=log), logger, saves))
     left = summary()
     names = {given[0] for given in CALLS.values()} | {"gradients/w", "parameters/w", "best/loss"}
     assert names <= left["summary"].keys() and left["config"]["later"] == 1
-    assert [*found] == ["step_00000001", "step_00000002"]
+    assert [*result] == ["step_00000001", "step_00000002"]
     shutil.rmtree("run/checkpoints")
     sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
     for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
         (step,) = {*artifact["aliases"]} - {"latest", "best"}
         copies = {entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
-        assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == found.pop(step)
-    assert not found
+        assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == result.pop(step)
+    assert not result
 
 
 def test_another_process_than_the_first_has_no_run(monkeypatch, capsys):

@@ -62,11 +62,11 @@ def fit_and_test_with_everything():
 
 def joined(rows):
     """Return rows as files have them: one for each step and epoch."""
-    found = []
+    result = []
     for row in rows:
-        same = found and all(found[-1].get(name) == row.get(name) for name in ("step", "epoch"))
-        found[-1:] = [found[-1] | row] if same else [*found[-1:], row]
-    return found
+        same = result and all(result[-1].get(name) == row.get(name) for name in ("step", "epoch"))
+        result[-1:] = [result[-1] | row] if same else [*result[-1:], row]
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -125,16 +125,16 @@ def test_media_arrive_as_they_were_when_logged(served):
         with Image.open(io.BytesIO(served.run.files[path])) as image:
             return np.asarray(image)
 
-    found = {key: value for row in served.run.history for key, value in row.items()}
+    result = {key: value for row in served.run.history for key, value in row.items()}
     for name, expected in (("image", [PIXELS]), ("from a file", [PIXELS]), ("two", [PIXELS, PIXELS + 1])):
-        for path, picture in zip(found[name]["filenames"], expected, strict=True):
+        for path, picture in zip(result[name]["filenames"], expected, strict=True):
             np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
-    assert found["two"]["captions"] == ["first", "second"]
-    figure = pixels(found["figure"]["filenames"][0])
+    assert result["two"]["captions"] == ["first", "second"]
+    figure = pixels(result["figure"]["filenames"][0])
     assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
-    table = json.loads(served.run.files[found["table"]["path"]])
+    table = json.loads(served.run.files[result["table"]["path"]])
     assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
-    assert (found["histogram"]["values"], found["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert (result["histogram"]["values"], result["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
     texts = [(row["note"], row[STEP]) for row in served.run.history if "note" in row]
     assert texts == [("a text", 5), ("another", 7)]
 

@@ -34,13 +34,13 @@ class Validated(Linear):
 def by_hand(steps: int) -> list[list[np.ndarray]]:
     """Return the weights after each step of plain SGD, in float64."""
     start = Linear()
-    params, found = [np.asarray(start.kernel[...], np.float64), np.zeros(1)], []
+    params, result = [np.asarray(start.kernel[...], np.float64), np.zeros(1)], []
     for k in range(steps):
         x, y = (np.asarray(BATCHES[k % len(BATCHES)][name], np.float64) for name in "xy")
         error = x @ params[0] + params[1] - y
         params = [params[0] - RATE * 2 * x.T @ error / len(x), params[1] - RATE * 2 * error.mean(0)]
-        found.append(params)
-    return found
+        result.append(params)
+    return result
 
 
 def ema(weights: list[Any], decay: float) -> list[np.ndarray]:

@@ -21,11 +21,11 @@ from jaxlit.errors import CheckpointError
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
     """The states at the ends of the epochs of a training that nothing has interrupted."""
-    found = {}
-    look = hooks(on_train_epoch_end=lambda t, m: found.update({t.current_epoch + 1: bytes_of(t)}))
+    result = {}
+    look = hooks(on_train_epoch_end=lambda t, m: result.update({t.current_epoch + 1: bytes_of(t)}))
     train(tmp_path_factory.mktemp("whole"), 3, look)
-    assert len({*map(tuple, found.values())}) == 3
-    return found
+    assert len({*map(tuple, result.values())}) == 3
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +96,8 @@ def test_damage_of_any_file_is_named_and_an_older_one_used(how, newest, tmp_path
             with pytest.raises(CheckpointError) as raised:
                 files.locate(newest, "here")  # by its own path it is an error, though an older one is whole
             assert name in str(raised.value) and str(newest) in str(raised.value)
-            found, skipped = files.newest(newest.parent)
-            assert found is not None and found.path.name == OLDER and skipped == [str(raised.value)]
+            result, skipped = files.newest(newest.parent)
+            assert result is not None and result.path.name == OLDER and skipped == [str(raised.value)]
         shutil.rmtree(newest)
         shutil.copytree(whole, newest)
     assert damaged >= len(every) - 1
@@ -131,9 +131,9 @@ def test_training_is_refused_if_no_checkpoint_verifies(root, newest):
 
 
 def newest_of(folder):
-    found, skipped = files.newest(Path(folder))
-    assert found is not None and skipped == []
-    return found.path.name
+    result, skipped = files.newest(Path(folder))
+    assert result is not None and skipped == []
+    return result.path.name
 
 
 def test_a_shorter_history_that_was_written_later_is_the_newest(root, ends):
@@ -176,11 +176,11 @@ def test_a_list_that_changes_meanwhile_is_read_again(root, monkeypatch):
 
 def test_a_runs_folder_means_its_newest_checkpoint(root, newest):
     for path in ("run", Path("run"), "run/", root, "run/checkpoints"):
-        found, skipped = files.locate(path, "here")
-        assert found.path == newest and skipped == []
+        result, skipped = files.locate(path, "here")
+        assert result.path == newest and skipped == []
     damage(newest / "state.json", "first byte")
-    found, skipped = files.locate("run", "here")
-    assert found.path.name == OLDER and len(skipped) == 1 and "state.json is damaged" in skipped[0]
+    result, skipped = files.locate("run", "here")
+    assert result.path.name == OLDER and len(skipped) == 1 and "state.json is damaged" in skipped[0]
     (root / "checkpoints" / OLDER).rename("mine")
     for path in ("mine", Path("mine"), "mine/", Path("mine").absolute()):
         assert files.locate(path, "here")[0].state["global_step"] == 3
@@ -238,8 +238,8 @@ def test_a_removal_begins_by_hiding_the_checkpoint(newest):
 def test_what_is_read_is_what_was_trained_and_no_more_than_asked(one, ends):
     checkpoint = files.read(one)
     (k,) = [i for i, (name, _, _) in enumerate(checkpoint.specs) if name == "module.kernel"]
-    found = checkpoint.arrays({k: None})
-    assert list(found) == [k] and found[k].shape == (3, 1) and np.asarray(found[k]).tobytes() in ends[1]
+    result = checkpoint.arrays({k: None})
+    assert list(result) == [k] and result[k].shape == (3, 1) and np.asarray(result[k]).tobytes() in ends[1]
 
 
 LIES = [
@@ -297,13 +297,13 @@ def executed(tmp_path, monkeypatch):
     if not getattr(sys, "_jaxlit_hears", False):
         sys._jaxlit_hears = True
         sys.addaudithook(_hear)
-    found = []
+    result = []
     sys.modules.pop("hostile_code", None)
     (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\nclass A:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    _watching.append(found)
+    _watching.append(result)
     try:
-        yield lambda: found + ["import"] * ("hostile_code" in sys.modules) + ["file"] * Path("pwned").exists()
+        yield lambda: result + ["import"] * ("hostile_code" in sys.modules) + ["file"] * Path("pwned").exists()
     finally:
         _watching.pop()
 
@@ -331,11 +331,11 @@ def test_orbax_metadata_imports_no_code(name, one, executed):
         path.write_bytes(content)
         seal(one)
         try:
-            found = files.read(one).arrays(wanted)
+            result = files.read(one).arrays(wanted)
         except CheckpointError as error:
             assert "its arrays cannot be read" in str(error)
         else:
-            assert {i: np.asarray(x).tobytes() for i, x in found.items()} == true
+            assert {i: np.asarray(x).tobytes() for i, x in result.items()} == true
         assert executed() == []
 
 
@@ -353,7 +353,7 @@ def test_no_source_file_of_the_package_can_turn_data_into_code():
     assert len(every) > 60
     texts = {path.name: path.read_text() for path in every}
     # The import of an optional package, whose name is written out at each call.
-    assert {name: found[0] for name, text in texts.items() if (found := FORBIDDEN.search(text))} == {
+    assert {name: result[0] for name, text in texts.items() if (result := FORBIDDEN.search(text))} == {
         "checks.py": ".import_module"
     }
     calls = [call for text in texts.values() for call in re.findall(r"(?<!def )import_package\((.)", text)]

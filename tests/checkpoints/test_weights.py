@@ -64,12 +64,12 @@ def train(trained, root="run", epochs=2, **arguments):
     return fit(trained, random(2), default_root_dir=root, max_epochs=epochs, **arguments)
 
 
-def assert_same(found, expected):
-    found, expected = arrays_of(found), arrays_of(expected)
-    assert found.keys() == expected.keys()
+def assert_same(result, expected):
+    result, expected = arrays_of(result), arrays_of(expected)
+    assert result.keys() == expected.keys()
     for name, x in expected.items():
-        assert found[name].dtype == x.dtype, name
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
+        assert result[name].dtype == x.dtype, name
+        np.testing.assert_array_equal(result[name], x, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +123,9 @@ def test_an_override_wins_and_the_weights_must_still_fit(trained):
     with pytest.raises(CheckpointError, match=words):
         Rich.load_from_checkpoint(run, width=5)
     # What does not fit is drawn from the caller's own keys.
-    found = Rich.load_from_checkpoint(run, width=5, strict=False, rngs=nnx.Rngs(9))
+    result = Rich.load_from_checkpoint(run, width=5, strict=False, rngs=nnx.Rngs(9))
     expected = Rich(5, rngs=nnx.Rngs(9)).layers[0].kernel
-    np.testing.assert_array_equal(np.asarray(found.layers[0].kernel[...]), np.asarray(expected[...]))
+    np.testing.assert_array_equal(np.asarray(result.layers[0].kernel[...]), np.asarray(expected[...]))
 
 
 class Misspelt(Rich):
@@ -372,8 +372,8 @@ def test_keys_with_dots_are_not_those_of_a_dict_inside_a_dict():
     fit(Dicts(1.0, 0.0), random(1), default_root_dir="run")
     loaded, resumed = Dicts.load_from_checkpoint("run", outer=5.0, inner=7.0), Dicts(5.0, 7.0)
     fit(resumed, random(1), default_root_dir="run", max_epochs=2, resume="auto")
-    for found in (loaded, resumed):
-        assert np.array_equal(found.d["a.b"][...], [1, 1]) and np.array_equal(found.d["a"]["b"][...], [0, 0])
+    for result in (loaded, resumed):
+        assert np.array_equal(result.d["a.b"][...], [1, 1]) and np.array_equal(result.d["a"]["b"][...], [0, 0])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "pmap"])
@@ -395,8 +395,8 @@ def test_a_training_in_bfloat16_can_be_loaded_and_validated():
     expected = np.mean([float(loaded.loss(batch)) for batch in batches])
     for precision, rel in (("32-true", 1e-5), ("bf16-true", 2**-6)):  # of 8 bits
         trainer = jl.Trainer(strategy="single", default_root_dir="other", precision=precision)
-        (found,) = trainer.validate(Linear(), batches, ckpt_path="run")
-        assert found["val"] == pytest.approx(expected, rel=rel)
+        (result,) = trainer.validate(Linear(), batches, ckpt_path="run")
+        assert result["val"] == pytest.approx(expected, rel=rel)
 
 
 class Evil:
@@ -427,8 +427,8 @@ def test_a_hyperparameter_is_a_value_and_never_code(scaled, tmp_path, monkeypatc
     folder = Path(shutil.copytree(scaled, "step_00000001"))
     for value in HOSTILE:
         edit(folder, put("module", value={"class": "hostile_code.A", "hparams": {"scale": value}}))
-        found = Scaled.load_from_checkpoint(folder)
-        assert type(found) is Scaled and found.hparams["scale"] == value
+        result = Scaled.load_from_checkpoint(folder)
+        assert type(result) is Scaled and result.hparams["scale"] == value
         assert "hostile_code" not in sys.modules and not Path("pwned").exists()
 
 

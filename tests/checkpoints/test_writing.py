@@ -63,8 +63,8 @@ def root(half):
 @pytest.fixture
 def state(half):
     """The state of a checkpoint with two arrays, one of them without elements."""
-    found = state_of(half / "checkpoints" / OLDER)
-    return found | {"arrays": [["module.a", [2, 3], "float32"], ["module.b", [0], "int32"]]}
+    result = state_of(half / "checkpoints" / OLDER)
+    return result | {"arrays": [["module.a", [2, 3], "float32"], ["module.b", [0], "int32"]]}
 
 
 def save(path, state, value=1.0, order=1):
@@ -73,9 +73,9 @@ def save(path, state, value=1.0, order=1):
 
 def value_of(path):
     """Return what a checkpoint holds, verified."""
-    found = files.read(Path(path)).arrays({0: None, 1: None})
-    assert found[0].shape == (2, 3) and found[1].shape == (0,) and found[1].dtype == np.int32
-    (value,) = {*np.asarray(found[0]).ravel().tolist()}
+    result = files.read(Path(path)).arrays({0: None, 1: None})
+    assert result[0].shape == (2, 3) and result[1].shape == (0,) and result[1].dtype == np.int32
+    (value,) = {*np.asarray(result[0]).ravel().tolist()}
     return value
 
 
@@ -104,8 +104,8 @@ def test_a_saves_operations_are_in_a_crash_safe_order(state):
     stages += [rf"jaxlit\.fsync {aside}/MANIFEST\.json", rf"jaxlit\.fsync {aside}", r"os\.rename step_00000002"]
     stages += [rf"os\.rename {aside}", r"jaxlit\.fsync \.", r"os\.rename step_00000002-replaced_\w+"]
     stages += [r"shutil\.rmtree \.trash-step_00000002-replaced_[\w-]+"]
-    found = [next(i for i, line in enumerate(text) if re.fullmatch(stage, line)) for stage in stages]
-    assert found == sorted(found)
+    result = [next(i for i, line in enumerate(text) if re.fullmatch(stage, line)) for stage in stages]
+    assert result == sorted(result)
     # Every file is on the disk before the manifest that vouches for it is written.
     sealed = next(i for i, line in enumerate(text) if "open" in line and "MANIFEST.json" in line)
     files_of = lambda start: {line.split("/")[-1] for line in text[:sealed] if line.startswith(start)}  # noqa: E731
@@ -148,7 +148,7 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
         save("counted/step_00000002", state, 2.0, order=2).wait()
     text = [f"{what} {os.path.relpath(path, 'counted')}" for what, path in seen.operations]
     named = text.index("jaxlit.fsync .") + 1  # after it, it can only be deleted
-    found = []
+    result = []
     for at in range(1, len(text) + 1) if every else some(text):
         folder, error = shutil.copytree("first", f"{at}"), None
         with faults(folder, at=at, kind=kind):
@@ -166,18 +166,18 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
         else:
             words = {"denied": "[Errno 13] Permission denied", "broken": "[Errno 5] Input/output error"}[kind]
             assert error is not None and f"could not be written: {words}" in str(error), text[at - 1]
-        found.append(value_of(newest_of(folder, text[at - 1]).path))
+        result.append(value_of(newest_of(folder, text[at - 1]).path))
         files.sweep(Path(folder))
         assert {p.name.split("-")[0] for p in Path(folder).iterdir()} == {"step_00000002"}
     # The first until the second has its name, the second from there on.
-    assert {*found} == {1.0, 2.0} and found == sorted(found)
+    assert {*result} == {1.0, 2.0} and result == sorted(result)
 
 
 def fail_and_count_lines(kinds, chosen=None):
     """Let saves fail in this process at some operations, or all; tell how many lines each has written to stderr."""
     train("mine", 1, logger=False, enable_progress_bar=False, enable_model_summary=False)
-    found = state_of(Path("mine/checkpoints", OLDER)) | {"arrays": [["module.a", [2, 3], "float32"]]}
-    write = lambda path, order: writing.save(Path(path), {0: jnp.full((2, 3), 1.0)}, found, order)  # noqa: E731
+    result = state_of(Path("mine/checkpoints", OLDER)) | {"arrays": [["module.a", [2, 3], "float32"]]}
+    write = lambda path, order: writing.save(Path(path), {0: jnp.full((2, 3), 1.0)}, result, order)  # noqa: E731
     write("first/step_00000002", 1).wait()
     shutil.copytree("first", "counted")
     with faults("counted") as seen:
@@ -296,8 +296,8 @@ def test_a_checkpoint_is_the_state_at_its_save(strategy):
     train("run", 1, copies, keep_all(every_n_train_steps=1), strategy=strategy)
     assert sorted(n for n in at if n) == [1, 2, 3] and at[1] != at[2] != at[3]
     for step in (1, 2, 3):
-        found = files.read(Path("run/checkpoints", f"step_{step:08d}"))
-        kept = found.arrays(dict.fromkeys(range(len(found.specs)))).values()
+        result = files.read(Path("run/checkpoints", f"step_{step:08d}"))
+        kept = result.arrays(dict.fromkeys(range(len(result.specs)))).values()
         assert {*at[step]} <= {np.asarray(x).tobytes() for x in kept}, f"step {step}"
 
 
@@ -342,8 +342,8 @@ def test_a_crash_at_any_operation_loses_no_checkpoint(every, half, operations, w
     few = [k for k, line in enumerate(operations, 1) if re.search("rename|MANIFEST", line)]
     assert 30 < len(operations) < 80 and len(few) > 3
     chosen = range(1, len(operations) + 1, 3) if every else few
-    found = [crash_at(at, half, operations, whole, tmp_path) for at in chosen]
-    assert {*found} == {3, 6} and found == sorted(found)
+    result = [crash_at(at, half, operations, whole, tmp_path) for at in chosen]
+    assert {*result} == {3, 6} and result == sorted(result)
 
 
 def test_a_full_disk_is_an_error_and_the_older_one_loads(half, operations, tmp_path):

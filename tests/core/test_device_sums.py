@@ -82,9 +82,9 @@ def test_an_infinity_among_the_values_spoils_no_other_metric() -> None:
 def test_tables_are_refit_for_another_number_of_replicas(replicas: int | None) -> None:
     table = Table([Metric("x"), Metric("least", reduce_fx="min"), Metric("total", reduce_fx="sum")])
     parts = [np.asarray(table.entry([jnp.float32(v)] * 3, [jnp.float32(w)] * 3)) for v, w in ((1, 1), (4, 3))]
-    found = table.refit(np.stack(parts), replicas)
-    assert found.shape == (*([] if replicas is None else [replicas]), 2, 3)
-    assert table.read(found) == [13 / 4, 1.0, 5.0]
+    result = table.refit(np.stack(parts), replicas)
+    assert result.shape == (*([] if replicas is None else [replicas]), 2, 3)
+    assert table.read(result) == [13 / 4, 1.0, 5.0]
 
 
 def test_steps_that_log_nothing_have_no_metrics() -> None:

@@ -120,11 +120,11 @@ class Deep(jl.TrainModule):
 @pytest.mark.parametrize("width", thinned([128, 1024], 128, full=()))
 def test_the_guard_needs_no_memory_for_all_gradients(width) -> None:
     batch = {"x": np.ones((16, width), np.float32)}
-    found = {}
+    result = {}
     for policy in ("ignore", "raise"):
         trainer = fit(Deep(width, 10, optax.adamw(1e-3), rngs=nnx.Rngs(0)), [batch], nan_policy=policy, **BARE)
-        found[policy] = program(trainer, batch)
-    (without, least), (text, most) = found["ignore"], found["raise"]
+        result[policy] = program(trainer, batch)
+    (without, least), (text, most) = result["ignore"], result["raise"]
     gradients = 10 * (width * width + width) * 4
     assert " conditional(" not in text
     assert copied(text) <= copied(without)
@@ -135,9 +135,9 @@ def test_the_guard_needs_no_memory_for_all_gradients(width) -> None:
 @pytest.mark.parametrize("policy", thinned(["ignore", "skip"], "ignore"))
 def test_the_guard_changes_no_bit_of_a_finite_step(policy, name, accumulate) -> None:
     batches = [{"x": batch["x"]} for batch in random(6, rows=64, features=64)]
-    found = [Deep(64, 3, OPTIMIZERS[name][0], rngs=nnx.Rngs(0)) for _ in range(2)]
-    for made, how in zip(found, (policy, "raise"), strict=True):
+    result = [Deep(64, 3, OPTIMIZERS[name][0], rngs=nnx.Rngs(0)) for _ in range(2)]
+    for made, how in zip(result, (policy, "raise"), strict=True):
         fit(made, batches, nan_policy=how, accumulate_grad_batches=accumulate, **BARE)
-    expected = state_of(found[0])
-    for key, x in state_of(found[1]).items():
+    expected = state_of(result[0])
+    for key, x in state_of(result[1]).items():
         np.testing.assert_array_equal(x, expected[key], err_msg=key)

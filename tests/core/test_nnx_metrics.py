@@ -59,8 +59,8 @@ def batches(*rows: int, seed: int) -> list[dict[str, np.ndarray]]:
 def merged(batches: list[dict[str, np.ndarray]], suffix: str = "") -> dict[str, float]:
     whole = {k: np.concatenate([batch[k] for batch in batches]).astype(np.float64) for k in batches[0]}
     right = np.argmax(whole["logits"], -1) == whole["label"]
-    found = {f"average{suffix}": whole["values"].mean(), f"accuracy{suffix}": right.mean()}
-    return found if suffix == "_step" else found | {"single": whole["logits"].mean()}
+    result = {f"average{suffix}": whole["values"].mean(), f"accuracy{suffix}": right.mean()}
+    return result if suffix == "_step" else result | {"single": whole["logits"].mean()}
 
 
 HELD = [*((s, False) for s in STRATEGIES), ("single", True), ("pmap", True)]
@@ -72,7 +72,7 @@ def test_nnx_metrics_equal_numpy_over_replicas(strategy: str, held: bool) -> Non
     arguments = {"log_every_n_steps": 1, "num_sanity_val_steps": 0}
     fit(Measured(held), train, val, rows, strategy=strategy, max_epochs=2, **arguments)
     expected = [*(merged([batch], "_step") for batch in train), merged(val), merged(train, "_epoch")]
-    found = [row for _, row in rows.rows]
-    assert [row.pop("epoch") for row in found] == [0] * 5 + [1] * 5
+    result = [row for _, row in rows.rows]
+    assert [row.pop("epoch") for row in result] == [0] * 5 + [1] * 5
     # All sums are of small integers and eighths, so float32 rounds only the quotients.
-    assert found == [pytest.approx(wanted, rel=1e-6) for wanted in expected * 2]
+    assert result == [pytest.approx(wanted, rel=1e-6) for wanted in expected * 2]

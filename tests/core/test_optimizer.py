@@ -101,9 +101,9 @@ def test_the_state_of_groups_is_split_as_their_parameters_are() -> None:
     lying = lambda tree: jax.tree_util.tree_leaves_with_path(tree)  # noqa: E731
     split = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in lying(lies.params)}
     moments = [(path, x) for path, x in lying(lies.opt_state) if "count" not in str(path[-1])]
-    found = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in moments}
-    assert found == split and len(moments) == len(split) + 3  # two for each of three kernels, one for each other
-    assert any(spec != jax.sharding.PartitionSpec() for spec in found.values())
+    result = {jax.tree_util.keystr(path[-2:]): x.spec for path, x in moments}
+    assert result == split and len(moments) == len(split) + 3  # two for each of three kernels, one for each other
+    assert any(spec != jax.sharding.PartitionSpec() for spec in result.values())
 
 
 REFUSED: list[tuple[Any, str, str]] = [

@@ -66,11 +66,11 @@ def test_bf16_true_holds_float32_statistics(strategy: str) -> None:
 )
 def test_gradients_accumulate_in_float32(strategy: str, precision: str) -> None:
     # 2048 + 1 + 1 is 2048 in either 16-bit type.
-    found: list[Any] = []
-    keep = hooks(on_train_batch_end=lambda t, *_: found.append((floats(t.state.window.grads), t.state.window.grads)))
+    result: list[Any] = []
+    keep = hooks(on_train_batch_end=lambda t, *_: result.append((floats(t.state.window.grads), t.state.window.grads)))
     made = scalar(lambda w, batch: jnp.mean(w * batch["x"]) / 4096, optax.sgd(1.0))
     fit(made, constant(2048, 1, 1), None, keep, strategy=strategy, precision=precision, accumulate_grad_batches=3)
-    assert [dtypes for dtypes, _ in found] == [{jnp.dtype(jnp.float32)}] * 3
+    assert [dtypes for dtypes, _ in result] == [{jnp.dtype(jnp.float32)}] * 3
     rounded = jnp.asarray(-2050 / 3 / 4096, jnp.bfloat16 if precision == "bf16-true" else jnp.float32)
     assert float(made.w[...]) == pytest.approx(float(rounded), rel=1e-6)
 

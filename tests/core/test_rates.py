@@ -55,12 +55,12 @@ PARAMS = {"a": {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}, "bias": jn
 
 def updates(tx: Any, steps: int) -> list[Any]:
     """Return the updates of each step, by optax alone, on parameters that stay."""
-    state, found = tx.init(PARAMS), []
+    state, result = tx.init(PARAMS), []
     for k in range(steps):
         grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), PARAMS)
         made, state = optax.with_extra_args_support(tx).update(grads, state, PARAMS, value=1.0, grad=grads)
-        found.append(np.asarray(made["a"]["kernel"]))
-    return found
+        result.append(np.asarray(made["a"]["kernel"]))
+    return result
 
 
 @pytest.mark.parametrize("lr", [0.01, SCHEDULE], ids=["number", "schedule"])
@@ -105,8 +105,8 @@ def test_a_rate_that_cannot_be_read_can_be_told() -> None:
     ],
 )
 def test_several_rates_have_numbers_and_factors_count_together(tx: Any, expected: dict[str, float]) -> None:
-    found = rates_along(jl.Optimizer(tx), PARAMS, steps=1)
-    assert {name: rate for name, (rate,) in found.items()} == pytest.approx(expected)
+    result = rates_along(jl.Optimizer(tx), PARAMS, steps=1)
+    assert {name: rate for name, (rate,) in result.items()} == pytest.approx(expected)
 
 
 class Groups(Net):
@@ -161,13 +161,13 @@ def test_a_reset_optimizer_restarts_its_schedule() -> None:
     def lars(lr: Any) -> jl.Optimizer:
         return jl.Optimizer(optax.lars(lr), lr_schedule=lr)
 
-    found = []
+    result = []
     for epochs, resume in ((1, {}), (2, {"ckpt_path": "last", "reset_optimizer": True})):
         rows, model = Rows(rates=True), module(base=Linear, configure_optimizers=lambda self: lars(SCHEDULE))
         given = {"max_epochs": epochs, "default_root_dir": "run", "log_every_n_steps": 1} | resume
         fit(model, random(2), None, rows, keep_all(), **given)
-        found.append(rows.of("lr"))
-    assert found == [pytest.approx([0.2, 0.18]), pytest.approx([0.2, 0.18])]
+        result.append(rows.of("lr"))
+    assert result == [pytest.approx([0.2, 0.18]), pytest.approx([0.2, 0.18])]
 
 
 def test_a_pipeline_shows_the_rates_of_all_its_ranks() -> None:

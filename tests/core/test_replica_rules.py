@@ -219,14 +219,14 @@ def test_a_loss_of_another_reduction_is_refused(kind: str, cls: Any) -> None:
     ),
 )
 def test_a_sum_trains_as_on_one_device_under_loss_reduction_sum(cls: Any, accumulate: int) -> None:
-    found = []
+    result = []
     for strategy, devices in (("single", 1), (cls(loss_reduction="sum"), 4)):
         module, losses = Line(sum_of_errors), Losses()
         arguments = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
         make_trainer(losses, max_epochs=2, **arguments).fit(module, make_batches(*SIZES))
-        found.append((np.asarray(module.w[...]), losses.losses))
-    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
-    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-5)
+        result.append((np.asarray(module.w[...]), losses.losses))
+    np.testing.assert_allclose(result[1][0], result[0][0], rtol=1e-5)
+    np.testing.assert_allclose(result[1][1], result[0][1], rtol=1e-5)
 
 
 def test_a_loss_that_may_not_be_a_mean_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

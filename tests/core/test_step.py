@@ -46,10 +46,10 @@ def with_nan(count: int = 6) -> list[dict[str, np.ndarray]]:
 
 
 def running(batches: list[Any], key: str) -> float:
-    found = 0.0
+    result = 0.0
     for batch in batches:
-        found = 0.5 * found + 0.5 * float(batch[key].mean())
-    return found
+        result = 0.5 * result + 0.5 * float(batch[key].mean())
+    return result
 
 
 @pytest.mark.parametrize(("policy", "accumulate", "strategy"), thinned(CASES, *CASES[:6:2], CASES[3]))

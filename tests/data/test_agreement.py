@@ -30,19 +30,19 @@ def agreed(monkeypatch, make, divisor=8):
             Agreement(loader, "the loader", False, lambda batch: num_rows(batch) % divisor == 0),
             [*loader],
         )
-        found = []
+        result = []
         for k, batch in enumerate(batches):
             part = {key: x[len(x) // 2 * index :][: len(x) - len(x) // 2] for key, x in batch.items()}
             mine = part if type(loader) is jl.ArrayLoader else batch  # of which the source takes this process's rows
-            found.append(agreement(mine, k + 1, last=k == len(batches) - 1))
-        return found
+            result.append(agreement(mine, k + 1, last=k == len(batches) - 1))
+        return result
 
     return as_processes(monkeypatch, work)
 
 
 def test_batches_that_do_not_divide_are_joined_in_process_order(monkeypatch):
-    for found in agreed(monkeypatch, lambda index: cut(8, 8, 5 + index, first=index, step=2)):
-        shapes, parts = zip(*found, strict=True)
+    for result in agreed(monkeypatch, lambda index: cut(8, 8, 5 + index, first=index, step=2)):
+        shapes, parts = zip(*result, strict=True)
         assert [x["x"].shape for x in shapes] == [(16, 3), (16, 3), (11, 3)]
         assert [type(part) for part in parts] == [dict, dict, ReplicatedBatch]
         whole = np.concatenate([ROWS["x"][0::2][16:21], ROWS["x"][1::2][16:22]])
@@ -50,8 +50,8 @@ def test_batches_that_do_not_divide_are_joined_in_process_order(monkeypatch):
 
 
 def test_rows_that_are_all_alike_are_taken(monkeypatch):
-    for found in agreed(monkeypatch, lambda index: [{"x": np.ones((8, 3))}] * 2):
-        assert [shapes["x"].shape for shapes, _ in found] == [(16, 3)] * 2
+    for result in agreed(monkeypatch, lambda index: [{"x": np.ones((8, 3))}] * 2):
+        assert [shapes["x"].shape for shapes, _ in result] == [(16, 3)] * 2
 
 
 def dtype(batches):

@@ -75,9 +75,9 @@ def slow_step(self, batch):
     return {"loss": jnp.mean(self.error(batch) ** 2), "seen": x + 0 * slow.sum()}
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert [k for k, (a, b) in enumerate(zip(found, expected, strict=True)) if not np.array_equal(a, b)] == []
+def assert_same(result, expected):
+    assert len(result) == len(expected)
+    assert [k for k, (a, b) in enumerate(zip(result, expected, strict=True)) if not np.array_equal(a, b)] == []
 
 
 def assert_trained(made, batches):
@@ -93,15 +93,15 @@ CASES += [("fsdp", "shared memory", 0), *[(strategy, "one array", 2) for strateg
 )
 def test_memory_that_a_loader_refills_is_copied(strategy, memory, prefetch, monkeypatch):
     # Every draw takes seconds, for which "auto" starts a thread.
-    monkeypatch.setattr("jaxlit.data.feeder.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr("jaxlit.data.prefetcher.time", SimpleNamespace(perf_counter=itertools.count().__next__))
     steps, starts, kept, made = [], [], [], module(step)
     watch = hooks(
         on_train_batch_start=lambda t, m, batch, idx: (starts.append(np.array(batch["x"])), kept.append(batch["x"])),
         on_train_batch_end=lambda t, m, outputs, batch, idx: steps.append(outputs["seen"]),  # read when all is over
     )
     fit(made, Refilling(MEMORY[memory]()), None, watch, strategy=strategy, prefetch=prefetch, max_epochs=2, **BARE)
-    for found in (steps, starts, kept):
-        assert_same(found, contents() * 2)
+    for result in (steps, starts, kept):
+        assert_same(result, contents() * 2)
     assert_trained(made, contents() * 2)
 
 

@@ -83,7 +83,7 @@ def test_each_run_calls_the_data_modules_hooks_in_order(verb):
     trainer = make_trainer(watch)
     for arguments, named in (((data,), {}), ((), {"datamodule": data})):
         made = module(**of_module)
-        found = getattr(trainer, verb)(made, *arguments, **named)
+        result = getattr(trainer, verb)(made, *arguments, **named)
         before = ["data prepare_data", "module prepare_data"]
         before += [f"{who} setup {verb}" for who in ("data", "callback", "module")]
         assert called[:5] == before and sorted(called[5:-3]) == LOADERS[verb]
@@ -92,10 +92,10 @@ def test_each_run_calls_the_data_modules_hooks_in_order(verb):
         if verb == "fit":
             assert_trained(made, 1, 2, 3)
         elif verb == "predict":
-            assert [x.tolist() for x in found] == [[[31.0]] * 8, [[32.0]] * 8]
+            assert [x.tolist() for x in result] == [[[31.0]] * 8, [[32.0]] * 8]
         else:
             several = [{"test/dataloader_idx_0": 21.0}, {"test/dataloader_idx_1": 22.5}]
-            assert found == ([{"val": 11.5}] if verb == "validate" else several)
+            assert result == ([{"val": 11.5}] if verb == "validate" else several)
 
 
 def test_loaders_see_what_prepare_data_and_setup_made():
@@ -180,11 +180,11 @@ def test_on_before_batch_transfer_changes_every_batch(owner, given, strategy):
     assert [batch["x"][0, 0] for batch in shown.train[0]] == [2, 4, 6], "hooks see what was trained on"
     assert sorted(seen) == [(1, 0), (2, 0), (3, 0), (11, 0), (12, 0)]
     seen.clear()
-    found = trainer.test(make(), data if given == "data" else data.test_dataloader())
-    assert found == [{"test/dataloader_idx_0": 42.0}, {"test/dataloader_idx_1": 45.0}]
+    result = trainer.test(make(), data if given == "data" else data.test_dataloader())
+    assert result == [{"test/dataloader_idx_0": 42.0}, {"test/dataloader_idx_1": 45.0}]
     assert seen == [(21, 0), (22, 1), (23, 1)]
-    found = trainer.predict(make(), data if given == "data" else data.predict_dataloader())
-    assert [x[0, 0] for x in found] == [62.0, 64.0]
+    result = trainer.predict(make(), data if given == "data" else data.predict_dataloader())
+    assert [x[0, 0] for x in result] == [62.0, 64.0]
 
 
 def test_the_data_modules_on_before_batch_transfer_wins():

@@ -10,7 +10,7 @@ import pytest
 from kit import trainers
 from kit.batches import rows_of
 from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
-from kit.inside import feeder_of, position_of
+from kit.inside import position_of, prefetcher_of
 from kit.journal import Batches, hooks
 from kit.modules import Mean
 from kit.refusals import refuses
@@ -100,7 +100,7 @@ def make_source(kind):
 
 def take(source, epoch, count=None, *, limit=None, prefetch=0):
     """Use batches of an epoch and break off; returns them, and where the iteration stood."""
-    fed, used, at = feeder_of(prefetch), [], None
+    fed, used, at = prefetcher_of(prefetch), [], None
     draws = fed.batches(source, epoch, limit)
     for _ in itertools.count() if count is None else range(count):
         if (drawn := next(draws, None)) is None:

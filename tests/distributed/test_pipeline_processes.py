@@ -102,9 +102,9 @@ def test_two_processes_train_a_model_that_is_hard_to_cut(tmp_path: Path) -> None
         assert_found(process.said["language"], language)
 
 
-def assert_found(found: dict[str, Any], module: Any) -> None:
+def assert_found(result: dict[str, Any], module: Any) -> None:
     for path, x in numbers(module).items():
-        np.testing.assert_allclose(found[path], x, rtol=0, atol=1e-5, err_msg=path)
+        np.testing.assert_allclose(result[path], x, rtol=0, atol=1e-5, err_msg=path)
 
 
 def expected_loss(module: Any, batch: Any) -> Any:

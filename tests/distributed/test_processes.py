@@ -133,8 +133,8 @@ def host_keys_of(loader):
     trainer = make_trainer(seen, watch, strategy="ddp", num_sanity_val_steps=0, host_keys=("id",), **BARE)
     trainer.fit(Scale(), loader, loader)
     assert trainer.predict(Scale(), loader, return_predictions=False) is None
-    found = [[list(batch["id"]) for batch in x] for x in (seen.train[0], seen.val[0], predicted)]
-    return found, error_of(lambda: trainer.predict(Scale(), loader))
+    result = [[list(batch["id"]) for batch in x] for x in (seen.train[0], seen.val[0], predicted)]
+    return result, error_of(lambda: trainer.predict(Scale(), loader))
 
 
 class Download(jl.DataModule):
@@ -295,22 +295,22 @@ def refuse_and_leave(loader):
     os._exit(1)
 
 
-def close(found, expected, rtol=1e-6):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def close(result, expected, rtol=1e-6):
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-6)
 
 
-def check_against_numpy(found, global_batches, count):
+def check_against_numpy(result, global_batches, count):
     """Compare what `train_on` found with formulas, given the numbers of the rows of each batch of all processes."""
     x = rows(count)["x"].astype(np.float64)
     seen = x[np.concatenate(global_batches)]
     metrics = {"mean": seen.mean(), "sum": seen.sum(), "min": seen.min(), "max": seen.max()}
-    assert found["metrics"] == pytest.approx(metrics, rel=1e-6)
-    assert found["validation"] == [pytest.approx(metrics, rel=1e-6)]
+    assert result["metrics"] == pytest.approx(metrics, rel=1e-6)
+    assert result["validation"] == [pytest.approx(metrics, rel=1e-6)]
     gradients = sum(x[batch].mean(0) / 3 for batch in global_batches)
-    np.testing.assert_allclose(found["weights"], np.arange(1.0, 4.0) - gradients, rtol=1e-6, atol=1e-6)
-    for batch, prediction in zip(global_batches, found["predictions"], strict=True):
+    np.testing.assert_allclose(result["weights"], np.arange(1.0, 4.0) - gradients, rtol=1e-6, atol=1e-6)
+    for batch, prediction in zip(global_batches, result["predictions"], strict=True):
         assert prediction["row"] == batch.tolist()
         np.testing.assert_allclose(prediction["y"], np.arange(1.0, 4.0) * x[batch], rtol=1e-6)
 
@@ -407,8 +407,8 @@ def check_host_keys(said, process):
     drawn = {"list": [mine[:26], mine[26:]]}
     drawn["ArrayLoader"] = [[*range(half, half + 8)], [*range(16 + half, 24 + half)], [*range(tail, tail + 2)]]
     for name, expected in drawn.items():
-        found, refusal = said[f"{name} with ids"]
-        assert found == [expected] * 3
+        result, refusal = said[f"{name} with ids"]
+        assert result == [expected] * 3
         assert refusal.startswith("ArgumentError") and "host_keys" in refusal and "return_predictions=False" in refusal
 
 
@@ -424,9 +424,9 @@ def test_processes_continue_where_others_stopped(alone, two):
         assert said["step"][0] == said["step"][1] and "step_00000099" in errors and "state.json is damaged" in errors
         assert "as many processes: 1 then, 2 now" in said["refused"] and "ArrayLoader" in said["refused"]
     for strategy, expected in weights.items():
-        found = train_window(strategy, resume=folder / "of_two" / strategy / "window")
-        close(found, two[0].said[f"{strategy} whole"])
-        close(found, expected, rtol=1e-5)
+        result = train_window(strategy, resume=folder / "of_two" / strategy / "window")
+        close(result, two[0].said[f"{strategy} whole"])
+        close(result, expected, rtol=1e-5)
 
 
 @pytest.mark.full

@@ -40,9 +40,9 @@ def train(**given: Any) -> np.ndarray:
 
 def events() -> list[str]:
     """Return a list to which the hits and misses of the cache are added."""
-    found: list[str] = []
-    jax.monitoring.register_event_listener(lambda event, **_: found.append(event.rpartition("/")[2]))
-    return found
+    result: list[str] = []
+    jax.monitoring.register_event_listener(lambda event, **_: result.append(event.rpartition("/")[2]))
+    return result
 
 
 def train_in_a_process() -> None:

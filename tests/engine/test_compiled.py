@@ -82,8 +82,8 @@ def test_a_compiled_step_is_that_of_an_optax_loop(strategy) -> None:
         state, logs = step(state, batch)
         assert sorted(logs) == ["loss", "total", "twice"]
         assert {(x.shape, x.dtype) for x in logs.values()} == {((), jnp.dtype(jnp.float32))}
-        found = [float(logs[name]) for name in ("loss", "twice", "total")]
-        assert found == pytest.approx([loss, 2 * loss, batch["y"].sum(dtype=np.float64)], rel=1e-5, abs=1e-6)
+        result = [float(logs[name]) for name in ("loss", "twice", "total")]
+        assert result == pytest.approx([loss, 2 * loss, batch["y"].sum(dtype=np.float64)], rel=1e-5, abs=1e-6)
         assert_same(params_in(state), params)
     trained = step.module(state)
     assert type(trained) is Line and trained.hparams == {"rate": 0.0}
@@ -224,20 +224,20 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "fsdp"))
 def test_apply_runs_on_the_newest_weights(strategy) -> None:
-    found, traces, inputs = [], [], sized(5, features=8, seed=1)[0]["x"]  # does not divide among 8 devices
+    result, traces, inputs = [], [], sized(5, features=8, seed=1)[0]["x"]  # does not divide among 8 devices
 
     def predict(module: Line, x: jax.Array, shift: Any) -> Any:
         traces.append(x.shape)
         return {"out": module(x) + shift["by"], "rows": x.shape[0] * jnp.ones(())}
 
     def look(trainer: jl.Trainer, *_: Any) -> None:
-        found.append(trainer.apply(predict, inputs, {"by": np.float32(1)}))
+        result.append(trainer.apply(predict, inputs, {"by": np.float32(1)}))
 
     names = ("on_fit_start", "on_train_batch_end", "on_train_epoch_end")
     trainer = fit(make_line(), BATCHES, None, hooks(**dict.fromkeys(names, look)), strategy=splitting(strategy))
     look(trainer)
     _, history = by_hand(make_line())
-    for got, params in zip(found, [*history, history[-1], history[-1]], strict=True):
+    for got, params in zip(result, [*history, history[-1], history[-1]], strict=True):
         assert np.asarray(got["out"]) - 1 == output(params, inputs) and float(got["rows"]) == 5
     assert traces == [(5, 8)]
     trainer.apply(predict, inputs[:3], {"by": np.float32(1)})
@@ -248,7 +248,7 @@ def test_apply_runs_on_the_newest_weights(strategy) -> None:
 @pytest.mark.parametrize("strategy", thinned(["ddp", "shard_map"], "shard_map"))
 def test_apply_runs_a_copy_in_evaluation_mode(strategy) -> None:
     # Half of the inputs would be dropped in training mode; what is written to the copy is lost.
-    model, found = make_line(rate=0.5), []
+    model, result = make_line(rate=0.5), []
 
     def predict(module: Line, x: jax.Array) -> jax.Array:
         out = module(x)
@@ -256,11 +256,11 @@ def test_apply_runs_a_copy_in_evaluation_mode(strategy) -> None:
         module.kernel[...] = jnp.zeros((8, 1))
         return out
 
-    look = hooks(on_train_batch_end=lambda trainer, module, *_: found.append(trainer.apply(predict, X)))
+    look = hooks(on_train_batch_end=lambda trainer, module, *_: result.append(trainer.apply(predict, X)))
     trainer = fit(model, BATCHES[:1], None, look, strategy=strategy)
-    found.append(trainer.apply(predict, X))
+    result.append(trainer.apply(predict, X))
     assert int(model.steps[...]) == 1
-    assert [np.asarray(out) == output(params_of(model)) for out in found] == [True, True]
+    assert [np.asarray(out) == output(params_of(model)) for out in result] == [True, True]
 
 
 def total(module: Line) -> jax.Array:
@@ -268,18 +268,18 @@ def total(module: Line) -> jax.Array:
 
 
 def test_apply_takes_what_the_module_of_the_newest_run_holds_now() -> None:
-    found: list[float] = []
+    result: list[float] = []
 
     def write(trainer: jl.Trainer, module: Line) -> None:
-        module.kernel[...] = jnp.full((8, 1), float(len(found) + 1))
-        found.append(float(trainer.apply(total)))
+        module.kernel[...] = jnp.full((8, 1), float(len(result) + 1))
+        result.append(float(trainer.apply(total)))
 
-    look = hooks(on_train_epoch_start=lambda t, m: found.append(float(t.apply(total))))
+    look = hooks(on_train_epoch_start=lambda t, m: result.append(float(t.apply(total))))
     first, other = make_line(), module(base=Linear, init=lambda self: Linear.__init__(self, 8))
     trainer = make_trainer(hooks(on_train_epoch_start=write, on_train_epoch_end=write), look, strategy="ddp")
     refuses(ArgumentError, lambda: trainer.apply(total), r"Trainer\.apply")
     trainer.fit(first, BATCHES)
-    assert found == [8.0, 8.0, 24.0], "what this hook, or another one, has just written"
+    assert result == [8.0, 8.0, 24.0], "what this hook, or another one, has just written"
     first.kernel[...] = jnp.full((8, 1), 100.0)
     assert float(trainer.apply(total)) == 800.0
     first.eval()  # a mode is no array

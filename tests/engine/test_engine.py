@@ -77,9 +77,9 @@ def test_the_callers_arrays_share_no_buffer_with_the_state() -> None:
 def test_a_weakly_typed_parameter_compiles_each_step_once(strategy) -> None:
     model = module(init=lambda self: setattr(self, "w", nnx.Param(jnp.asarray(0.0))))
     assert model.w.get_value().aval.weak_type
-    with compiles() as found:
+    with compiles() as result:
         fit(model, numbered(3), numbered(1), strategy=strategy, max_epochs=2, **BARE)
-    steps = [name.removeprefix("jit(").removesuffix(")") for name in found if "_step" in name]
+    steps = [name.removeprefix("jit(").removesuffix(")") for name in result if "_step" in name]
     assert sorted(steps) == ["eval_step", "train_step"]
 
 

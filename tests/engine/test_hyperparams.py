@@ -100,17 +100,17 @@ def test_a_hyperparameter_set_inside_a_window_holds_for_its_step() -> None:
 
 
 def test_wrong_hyperparameters_are_refused() -> None:
-    found = fit(sloping(INJECTED(learning_rate=1.0, momentum=0.5)), numbered(1)).hyperparams
+    result = fit(sloping(INJECTED(learning_rate=1.0, momentum=0.5)), numbered(1)).hyperparams
     words = r"'learning_rat'.*Did you mean 'learning_rate'.*learning_rate.*momentum"
-    refuses(KeyError, lambda: found["learning_rat"], words)
-    refuses(KeyError, lambda: found.update(lr=1.0), r"'lr'.*learning_rate.*momentum")
-    refuses(TypeError, lambda: found.pop("momentum"), "deleted")
-    assert sorted(found) == ["learning_rate", "momentum"] and len(found) == 2
+    refuses(KeyError, lambda: result["learning_rat"], words)
+    refuses(KeyError, lambda: result.update(lr=1.0), r"'lr'.*learning_rate.*momentum")
+    refuses(TypeError, lambda: result.pop("momentum"), "deleted")
+    assert sorted(result) == ["learning_rate", "momentum"] and len(result) == 2
     # A schedule would overwrite it in the next step.
     model = sloping(INJECTED(learning_rate=optax.constant_schedule(2.0), momentum=0.5))
-    found = fit(model, numbered(1)).hyperparams
-    assert weight(model) == -2.0 and list(found) == ["momentum"]
-    refuses(KeyError, lambda: found.update(learning_rate=1.0), r"'learning_rate'.*momentum")
+    result = fit(model, numbered(1)).hyperparams
+    assert weight(model) == -2.0 and list(result) == ["momentum"]
+    refuses(KeyError, lambda: result.update(learning_rate=1.0), r"'learning_rate'.*momentum")
 
 
 def test_only_injected_hyperparameters_are_shown() -> None:
@@ -164,5 +164,5 @@ def test_names_of_hyperparameters_with_frozen_parts(
     optimizer = (made if isinstance(made, jl.Optimizer) else jl.Optimizer(made)).of(model)
     held = frozen_parts([jl.callbacks.BackboneFreeze(part, tx=tx) for part, tx in parts.items()], model, nnx.Param)
     state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
-    found: Any = find_hyperparams(state)  # with the numbers in the place of their places
-    assert {name: float(x) for name, x in found.items()} == pytest.approx(expected)
+    result: Any = find_hyperparams(state)  # with the numbers in the place of their places
+    assert {name: float(x) for name, x in result.items()} == pytest.approx(expected)

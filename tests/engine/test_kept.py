@@ -73,8 +73,8 @@ def pointers(array: jax.Array) -> list[int]:
 def by_formula(module: Any, batches: Any = DATA) -> Any:
     """The mean squared error in numpy, of the weights that the module holds now."""
     kernel, bias = np.asarray(module.kernel[...], np.float32), np.asarray(module.bias[...])
-    found = [(b["x"] @ kernel + bias) * module.scale * module.notes[0] - b["y"] for b in batches]
-    return pytest.approx(np.average([np.mean(x**2) for x in found], weights=[len(x) for x in found]), rel=1e-4)
+    result = [(b["x"] @ kernel + bias) * module.scale * module.notes[0] - b["y"] for b in batches]
+    return pytest.approx(np.average([np.mean(x**2) for x in result], weights=[len(x) for x in result]), rel=1e-4)
 
 
 def value(trainer: jl.Trainer, module: Any, batches: Any = DATA, **arguments: Any) -> float:
@@ -124,7 +124,7 @@ def test_what_is_written_between_two_calls_is_used(strategy) -> None:
             fitted = [np.asarray(x) for x in (trainer.state.params["kernel"], *jax.tree.leaves(trainer.state.counters))]
         else:
             trainer.validate(module, DATA)
-        with compiles() as found:
+        with compiles() as result:
             for factor in (2.0, 3.0):
                 module.kernel[...] = jnp.full((8, 1), factor)
                 assert value(trainer, module) == by_formula(module)
@@ -133,7 +133,7 @@ def test_what_is_written_between_two_calls_is_used(strategy) -> None:
             trainer.validate(module, DATA)
             in_place += 4
             assert value(trainer, module) == by_formula(module)
-        assert steps(found) == []
+        assert steps(result) == []
     write = hooks(on_predict_start=lambda t, m: m.kernel.set_value(jnp.full((8, 1), 5.0)))
     trainer.callbacks = [write]
     trainer.predict(module, DATA)
@@ -157,13 +157,13 @@ def test_a_module_that_is_another_now_is_compiled_anew() -> None:
         lambda: setattr(module, "other", nnx.Param(jnp.ones(3))),
     ):
         change()
-        with compiles() as found:
+        with compiles() as result:
             assert value(trainer, module) == by_formula(module)
-        assert steps(found) == ["jit(eval_step)"]
+        assert steps(result) == ["jit(eval_step)"]
     trainer.debug = True
-    with compiles() as found:
+    with compiles() as result:
         trainer.validate(module, DATA)
-    assert steps(found) == ["jit(eval_step)"], "with debug"
+    assert steps(result) == ["jit(eval_step)"], "with debug"
 
 
 class Base(nnx.Module):
@@ -207,9 +207,9 @@ def test_a_method_that_was_replaced_is_used(owner, name, new, factor, more, monk
     plain = value(trainer, module)
     assert plain == pytest.approx(np.mean([b["x"].mean() for b in DATA]), rel=1e-4)
     monkeypatch.setattr(owner, name, new)
-    with compiles() as found:
+    with compiles() as result:
         assert [value(trainer, module) for _ in range(2)] == pytest.approx([factor * plain + more] * 2, rel=1e-5)
-    assert steps(found) == ["jit(eval_step)"]
+    assert steps(result) == ["jit(eval_step)"]
 
 
 def test_another_kind_of_batch_may_log_other_things() -> None:
@@ -230,10 +230,10 @@ def test_the_weights_of_a_checkpoint_are_used_for_one_call(strategy) -> None:
     saved = value(trainer, module)
     later = fit(other, DATA, DATA, strategy=splitting(strategy))
     kernel = np.asarray(later.state.params["kernel"])
-    with compiles() as found:
+    with compiles() as result:
         assert value(later, other, ckpt_path="kept") == saved
         assert value(later, other) == by_formula(other)
-    assert steps(found) == []
+    assert steps(result) == []
     np.testing.assert_array_equal(np.asarray(later.state.params["kernel"]), kernel)
     assert (later.global_step, int(later.state.step), later.current_epoch) == (2, 2, 1)
     later.save_checkpoint("after")
@@ -245,9 +245,9 @@ def test_another_module_in_between_and_a_fit_after_an_evaluation() -> None:
     trainer.validate(one, DATA)
     trainer.fit(one, DATA, DATA)
     trainer.validate(other, DATA)
-    with compiles() as found:
+    with compiles() as result:
         assert value(trainer, one) == by_formula(one)
-    assert steps(found) == [], "the fit's programs are there"
+    assert steps(result) == [], "the fit's programs are there"
     trainer.fit(other, DATA, DATA)
     assert value(trainer, other) == by_formula(other)
 
@@ -293,7 +293,7 @@ def test_programs_of_several_kinds_of_batches_are_kept(strategy) -> None:
     kinds = (large, small, [large[0], small[1]], [small[0], large[1]])
     for data in kinds:
         trainer.validate(module, data)
-    with compiles() as found:
+    with compiles() as result:
         for data in (*reversed(kinds), random(2, features=8, seed=3)):
             assert value(trainer, module, data) == by_formula(module, data)
         for order in ([large, small], [small, large]):
@@ -301,7 +301,7 @@ def test_programs_of_several_kinds_of_batches_are_kept(strategy) -> None:
                 assert metrics[f"val/dataloader_idx_{i}"] == by_formula(module, data)
         trainer.log_every_n_steps, trainer.max_epochs = 10, 7  # which no step reads
         trainer.validate(module, large)
-    assert found == []
+    assert result == []
 
 
 @pytest.mark.full
@@ -310,11 +310,11 @@ def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
     kinds = [sized(rows, features=8) for rows in range(1, 10)]
     for data in (*kinds[:8], kinds[0], kinds[8]):
         trainer.validate(module, data)
-    with compiles() as found:
+    with compiles() as result:
         trainer.validate(module, kinds[0])  # used again after the others
-        assert steps(found) == []
+        assert steps(result) == []
         trainer.validate(module, kinds[1])
-    assert steps(found) == ["jit(eval_step)"]
+    assert steps(result) == ["jit(eval_step)"]
 
 
 def test_a_fit_that_lost_its_arrays_is_not_evaluated() -> None:
@@ -335,9 +335,9 @@ def test_weights_held_in_low_precision_are_placed_once() -> None:
     buffers, module = Buffers(), make_line()
     trainer = make_trainer(buffers, precision="bf16-true")
     trainer.validate(module, DATA)
-    with compiles() as found:
+    with compiles() as result:
         trainer.validate(module, DATA)
-    assert found == [] and buffers.found[0] == buffers.found[1]
+    assert result == [] and buffers.found[0] == buffers.found[1]
     module.kernel[...] = jnp.full((8, 1), 2.0)
     assert value(trainer, module) == pytest.approx(by_formula(module).expected, rel=2e-2)
     assert module.kernel[...].dtype == jnp.float32
@@ -352,15 +352,15 @@ def test_a_step_that_reads_the_trainer_is_another_program(strategy) -> None:
     assert steps(in_fit).count("jit(eval_step)") == 2, "the check's, and one for all validations"
     assert [row["batches"] for _, row in rows.rows if "val" in row] == [3.0] * 3
     assert rows.of("val")[-1] == by_formula(module, data)
-    with compiles() as found:
+    with compiles() as result:
         assert value(trainer, module, data) == by_formula(module, data)
-    assert steps(found) == []
+    assert steps(result) == []
     asks = lambda _: jnp.float32(trainer.max_epochs) + 10 * trainer.should_stop  # noqa: E731
     assert float(trainer.apply(asks)) == 3.0
     trainer.should_stop = True
     assert float(trainer.apply(asks)) == 13.0, "a function of apply is told as well"
     assert value(trainer, module, data) == pytest.approx(100 * by_formula(module, data).expected, rel=1e-4)
     trainer.should_stop = False
-    with compiles() as found:
+    with compiles() as result:
         assert value(trainer, module, data) == by_formula(module, data)
-    assert steps(found) == [], "the first program is kept"
+    assert steps(result) == [], "the first program is kept"

@@ -23,14 +23,14 @@ from jaxlit.errors import ArgumentError, ModuleError
 
 def first_params(model: Any, **arguments: Any) -> dict[str, np.ndarray]:
     """Return the weights with which a fit starts."""
-    found: list[dict[str, np.ndarray]] = []
-    keep = hooks(on_fit_start=lambda trainer, module: found.append(params_of(module)))
+    result: list[dict[str, np.ndarray]] = []
+    keep = hooks(on_fit_start=lambda trainer, module: result.append(params_of(module)))
     fit(model, random(1), None, keep, limit_train_batches=0, **arguments)
-    return found[0]
+    return result[0]
 
 
-def assert_bit_equal(found: dict[str, np.ndarray], model: Any) -> None:
-    assert_same(found, params_of(model), rtol=0, atol=0)
+def assert_bit_equal(result: dict[str, np.ndarray], model: Any) -> None:
+    assert_same(result, params_of(model), rtol=0, atol=0)
 
 
 PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
@@ -40,8 +40,8 @@ PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("
     ("strategy", "devices"), thinned(PLACES, ("fsdp", 2), full=[("shard_map", "auto"), *PLACES[::3]])
 )
 def test_lazy_weights_equal_those_of_the_class(strategy, devices) -> None:
-    found = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
-    assert_bit_equal(found, Net(width=16, rngs=nnx.Rngs(7)))
+    result = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
+    assert_bit_equal(result, Net(width=16, rngs=nnx.Rngs(7)))
 
 
 @pytest.mark.full
@@ -123,20 +123,20 @@ def held() -> int:
 
 @pytest.mark.full
 def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None:
-    width, depth, before, found = 128, 4, held(), []
+    width, depth, before, result = 128, 4, held(), []
     share = (depth * width * width + 3 * width) * 4 * 2 / 8  # of the matrices and their momentum, split over 8
-    look = hooks("Look", on_fit_start=lambda trainer, module: found.append(held() - before))
+    look = hooks("Look", on_fit_start=lambda trainer, module: result.append(held() - before))
     model, read = jl.lazy(Net, width, depth), Checkpoint.arrays
 
     def arrays(checkpoint: Checkpoint, wanted: Any) -> dict[int, Any]:
-        found.append(held() - before)  # where the arrays of the checkpoint are to come
+        result.append(held() - before)  # where the arrays of the checkpoint are to come
         return read(checkpoint, wanted)
 
     monkeypatch.setattr(Checkpoint, "arrays", arrays)
     given: dict[str, Any] = {"strategy": "fsdp", "default_root_dir": tmp_path, "resume": "auto"}
     fit(model, random(1), None, look, **given)
     fit(model, random(1), None, look, max_epochs=2, **given)
-    built, emptied, restored = found
+    built, emptied, restored = result
     small = 64 * width  # vectors, which lie whole
     assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
 

@@ -59,8 +59,8 @@ def test_a_module_goes_from_one_strategy_to_another_and_back(strategy) -> None:
     # Arrays that were held before stay readable and unchanged.
     for x, copy in zip(arrays, before, strict=True):
         np.testing.assert_array_equal(np.asarray(x), copy)
-    found = model(batches[0]["x"])  # and the module may be called
-    np.testing.assert_allclose(found, by_hand(batches[0]["x"]), rtol=1e-5, atol=1e-6)
+    result = model(batches[0]["x"])  # and the module may be called
+    np.testing.assert_allclose(result, by_hand(batches[0]["x"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
@@ -161,9 +161,9 @@ def test_a_write_in_a_batch_hook_is_refused(hook) -> None:
             fit(Net(rngs=nnx.Rngs(0)), random(1), None, nested)
 
 
-def evaluated(verb: str, found: Any) -> float:
+def evaluated(verb: str, result: Any) -> float:
     """Return the weight at which `numbered(2, 11)` were validated, tested or predicted."""
-    return 11.5 - (np.mean([x.mean() for x in found]) if verb == "predict" else next(iter(found[0].values())))
+    return 11.5 - (np.mean([x.mean() for x in result]) if verb == "predict" else next(iter(result[0].values())))
 
 
 @pytest.mark.parametrize(
@@ -193,19 +193,19 @@ PAIRS = [("single", "single"), ("single", "fsdp"), ("shard_map", "ddp")]  # (out
 
 @pytest.mark.parametrize(("outer", "inner"), thinned(PAIRS, ("single", "single")))
 def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer, inner) -> None:
-    found: list[float] = []
+    result: list[float] = []
     seen: list[Any] = []
 
     def use(trainer: jl.Trainer, model: Any) -> None:
         second = make_trainer(strategy=inner, **BARE)
-        found.append(evaluated("validate", second.validate(model, numbered(2, 11))))
+        result.append(evaluated("validate", second.validate(model, numbered(2, 11))))
         second.fit(model, numbered(1, 9))
         seen.append((model.trainer is trainer, model.global_step, model.current_epoch))
 
     model = Mean()
     fit(model, numbered(2), None, on(on_train_epoch_end=use), strategy=outer, max_epochs=2)
     first = mean([[1], [2], [9], [1], [2]])
-    assert found == pytest.approx([mean([[1], [2]]), first], rel=1e-5)
+    assert result == pytest.approx([mean([[1], [2]]), first], rel=1e-5)
     assert weight(model) == pytest.approx(mean([[9]], first), rel=1e-6)
     assert seen == [(True, 2, 0), (True, 4, 1)]  # the first Trainer continues from there
 
@@ -220,8 +220,8 @@ def wide(self: Any) -> None:
 
 def whole_copies() -> list[Any]:
     """Return the shardings of all living arrays of SHAPE that lie whole on several devices."""
-    found = [x.sharding for x in jax.live_arrays() if x.shape == SHAPE]
-    return [s for s in found if len(s.device_set) > 1 and s.is_fully_replicated]
+    result = [x.sharding for x in jax.live_arrays() if x.shape == SHAPE]
+    return [s for s in result if len(s.device_set) > 1 and s.is_fully_replicated]
 
 
 @pytest.mark.parametrize(

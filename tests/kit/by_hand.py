@@ -98,9 +98,9 @@ def state_of(module: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(as_data(x)) for path, x in leaves}
 
 
-def assert_same(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def assert_same(result: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Compare two modules' parameters, or two dicts of arrays."""
-    found, expected = (x if isinstance(x, dict) else params_of(x) for x in (found, expected))
-    assert found.keys() == expected.keys()
+    result, expected = (x if isinstance(x, dict) else params_of(x) for x in (result, expected))
+    assert result.keys() == expected.keys()
     for name, x in expected.items():
-        np.testing.assert_allclose(np.asarray(found[name]), x, rtol=rtol, atol=atol, err_msg=str(name))
+        np.testing.assert_allclose(np.asarray(result[name]), x, rtol=rtol, atol=atol, err_msg=str(name))

@@ -75,8 +75,8 @@ def entry_of(data: bytes) -> list[Any]:
 
 def seal(folder: Path, entries: dict[str, Any] | None = None, **changed: Any) -> None:
     """Write a manifest that fits the files, with some entries and members as told."""
-    found = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    files = {name: entry_of(path.read_bytes()) for name, path in found.items() if name != "MANIFEST.json"}
+    result = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    files = {name: entry_of(path.read_bytes()) for name, path in result.items() if name != "MANIFEST.json"}
     body = {"format": "jaxlit", "format_version": 1, "order": 1, "files": files | (entries or {})} | changed
     body["digest"] = hashlib.sha256(canonical(body)).hexdigest()
     (folder / "MANIFEST.json").write_bytes(canonical(body))

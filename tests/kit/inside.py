@@ -19,7 +19,7 @@ from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import rates_of
 from jaxlit.core.replica import Replica as Replica
-from jaxlit.data.feeder import Feeder
+from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import _client
 from jaxlit.engine.creation import init_state
@@ -60,9 +60,9 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
         batch: The host batch.
     """
     engine = engine_of(trainer)
-    found = [fn for key, fn in engine._programs.items() if (type(key) is tuple if name == "traced" else key == name)]
-    assert len(found) == 1, list(engine._programs)
-    program: Any = found[0].program
+    result = [fn for key, fn in engine._programs.items() if (type(key) is tuple if name == "traced" else key == name)]
+    assert len(result) == 1, list(engine._programs)
+    program: Any = result[0].program
     return program.trace(engine.state.leaves, engine.strategy.shard_batch(batch)).lower()
 
 
@@ -87,15 +87,15 @@ def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: 
 def rates_along(optimizer: jl.Optimizer, params: Any, steps: int) -> dict[str, list[float]]:
     """Return the learning rates that are read off an optimizer, at each of some steps on parameters that stay."""
     rates, state = rates_of(optimizer, params), optimizer.tx.init(params)
-    found: dict[str, list[float]] = {name: [] for name in rates.names}
+    result: dict[str, list[float]] = {name: [] for name in rates.names}
     for k in range(steps):
         for name, rate in zip(
             rates.names, rates.values(state, jnp.float32(1), jnp.int32(k), jnp.int32(0)), strict=True
         ):
-            found[name].append(float(rate))
+            result[name].append(float(rate))
         grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), params)
         _, state = optax.with_extra_args_support(optimizer.tx).update(grads, state, params, value=1.0, grad=grads)
-    return found
+    return result
 
 
 def key_value_store() -> Any:
@@ -137,9 +137,9 @@ def listeners() -> list[Any]:
     return list(monitoring._event_duration_secs_listeners)
 
 
-def feeder_of(prefetch: int) -> Feeder:
-    """Return a feeder that places nothing."""
-    return Feeder(
+def prefetcher_of(prefetch: int) -> Prefetcher:
+    """Return a prefetcher that places nothing."""
+    return Prefetcher(
         lambda batch: batch,
         splits=lambda batch: True,
         prefetch=prefetch,

@@ -101,5 +101,5 @@ class Outputs(jl.Callback):
 def outputs_of(verb: str, module: Any, batches: Any, strategy: Any, **arguments: Any) -> list[dict[str, np.ndarray]]:
     """Return the outputs of each batch of a run."""
     keep = Outputs()
-    found = getattr(make_trainer(keep, strategy=strategy, **arguments), verb)(module, batches)
-    return found if verb == "predict" else keep.outputs
+    result = getattr(make_trainer(keep, strategy=strategy, **arguments), verb)(module, batches)
+    return result if verb == "predict" else keep.outputs

@@ -117,6 +117,6 @@ def losses(strategy: str, steps: int) -> dict[int, float]:
     rows = Rows()
     arguments = {"max_epochs": None, "max_steps": steps, "log_every_n_steps": 1}
     fit(initial(), jl.ArrayLoader(data, 32), None, rows, strategy=strategy, **(BARE | arguments))
-    found = rows.of("loss")
-    assert len(found) == steps
-    return {step: found[step] for step in PRINTED if step < steps}
+    result = rows.of("loss")
+    assert len(result) == steps
+    return {step: result[step] for step in PRINTED if step < steps}

@@ -22,8 +22,8 @@ def blocks(page: str) -> list[str]:
 
 def block_with(page: str, text: str) -> str:
     """Return the block with a text in it."""
-    (found,) = [block for block in blocks(page) if text in block]
-    return found
+    (result,) = [block for block in blocks(page) if text in block]
+    return result
 
 
 def recipe(page: str, package: str) -> str:

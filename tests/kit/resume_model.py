@@ -206,18 +206,18 @@ class RaisesAt(InEveryHook):
 
 def digest(batch: Any) -> str:
     """Return a hash of a batch's bytes."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         x = np.ascontiguousarray(leaf)
-        found.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode() + x.tobytes())
-    return found.hexdigest()
+        result.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape}".encode() + x.tobytes())
+    return result.hexdigest()
 
 
-def assert_same(found: list[Any], wanted: list[Any]) -> None:
+def assert_same(result: list[Any], wanted: list[Any]) -> None:
     """Compare journals line by line: pytest takes seconds to show how long lists differ."""
-    for k, (line, other) in enumerate(zip(found, wanted, strict=False)):
+    for k, (line, other) in enumerate(zip(result, wanted, strict=False)):
         assert line == other, f"line {k}"
-    assert len(found) == len(wanted)
+    assert len(result) == len(wanted)
 
 
 def shown(trainer: jl.Trainer) -> dict[str, str]:

@@ -114,7 +114,7 @@ def problems_of(folder: Path, reference: Path, count: int) -> dict[str, Any]:
     Returns:
         What differs, and as "lost" how many optimizer steps were done again.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     lost = 0
     # Rows are read late, and at once when training ends: they are compared with rows.
     for kind in ("hooks", "rows"):
@@ -124,17 +124,17 @@ def problems_of(folder: Path, reference: Path, count: int) -> dict[str, Any]:
             # A process begins nowhere after what the one before has reached: nothing is left out.
             begins = [at for at in range(reached + 1 if number else 1) if whole[at : at + len(mine)] == mine]
             if not begins:
-                found[f"{kind} of journal{number}"] = f"are no part of the whole: {_difference(whole, mine, number)}"
+                result[f"{kind} of journal{number}"] = f"are no part of the whole: {_difference(whole, mine, number)}"
                 continue
             if kind == "hooks" and number and begins[-1] < reached:
                 lost += whole[reached - 1][2] - whole[begins[-1]][2]
             reached = begins[-1] + len(mine)
         if reached != len(whole):
-            found[f"{kind} at the end"] = f"{len(whole) - reached} are missing"
+            result[f"{kind} at the end"] = f"{len(whole) - reached} are missing"
     for name in ("metrics.csv", "final.json"):
         if (folder / name).read_bytes() != (reference / name).read_bytes():
-            found[name] = "differs"
-    return found | {"lost": lost}
+            result[name] = "differs"
+    return result | {"lost": lost}
 
 
 def _training(path: Path, kind: str) -> list[list[Any]]:

@@ -45,7 +45,7 @@ class Store:
 
 def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], count: int = 2) -> list[Any]:
     """Run `work(index)` as so many processes that talk to each other; return what each returned, or its error."""
-    store, mine, found = Store(), threading.local(), [None] * count
+    store, mine, result = Store(), threading.local(), [None] * count
 
     class Agreements:
         def __next__(self) -> int:
@@ -57,9 +57,9 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], co
     def run(index: int) -> None:
         mine.index, mine.agreements = index, itertools.count()
         try:
-            found[index] = work(index)
+            result[index] = work(index)
         except Exception as error:
-            found[index] = error  # type: ignore[call-overload]
+            result[index] = error  # type: ignore[call-overload]
             store.end()
 
     with monkeypatch.context() as patch:
@@ -74,4 +74,4 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], co
         for thread in threads:
             thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
-    return found
+    return result

@@ -107,9 +107,9 @@ class Backend:
             run.exit_code = sent["exitcode"]
 
     def _operate(self, request: Json) -> Json:
-        found = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
-        assert found, request["query"]
-        name, asked = found.group(1), request.get("variables") or {}
+        result = re.search(r"(?:query|mutation)\s+(\w+)", request["query"])
+        assert result, request["query"]
+        name, asked = result.group(1), request.get("variables") or {}
         if name == "CommitArtifact" and self.artifacts[int(asked["artifactID"])].run_id == self.refused:
             return {"data": None, "errors": [{"message": f"{name} fails on request"}]}
         if name == "UpsertBucket":

@@ -128,9 +128,9 @@ def records(folder: str | Path = "run") -> list[dict[str, Any]]:
     """Return every record of the newest run that has ended, in order."""
     deadline = time.monotonic() + 60
     while True:  # the SDK writes the last of them a little after `finish`
-        found = [json.loads(line) for line in _inspect(folder).splitlines()]
-        if "exit" in {record["type"] for record in found}:
-            return found
+        result = [json.loads(line) for line in _inspect(folder).splitlines()]
+        if "exit" in {record["type"] for record in result}:
+            return result
         assert time.monotonic() < deadline, f"the newest run in {folder} has not ended"
 
 

@@ -64,10 +64,10 @@ def keep(self: Any, arrays: Any, params: Any, grads: Any, global_step: Any) -> A
 
 
 def batches_of(count: int, bad: int | None = None) -> list[dict[str, np.ndarray]]:
-    found = random(count, features=8)
+    result = random(count, features=8)
     if bad is not None:
-        found[bad]["y"][0, 0] = np.nan
-    return found
+        result[bad]["y"][0, 0] = np.nan
+    return result
 
 
 def by_hand(batches: list[Any], keeper: Any, accumulate: int = 1, clip: float | None = None) -> tuple[Any, Any]:

@@ -63,9 +63,9 @@ def decided(monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], steps
 def test_all_processes_find_the_time_over_at_one_step(
     monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], latest: int
 ) -> None:
-    found = decided(monkeypatch, due, paces, 1000)
-    assert len({(step, asks) for step, _, asks in found}) == 1
-    assert found[0][0] == latest
+    result = decided(monkeypatch, due, paces, 1000)
+    assert len({(step, asks) for step, _, asks in result}) == 1
+    assert result[0][0] == latest
 
 
 def test_exchanges_are_rare_and_follow_the_pace_of_steps(

@@ -96,11 +96,11 @@ def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
     bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: raising})
     data = numbered(4), numbered(1)
     trainer = fit(Mean(), *data, max_epochs=2, log_every_n_steps=1, logger=[bad, CSVLogger()], default_root_dir="run")
-    found = [text for text in warnings_of(caplog) if "Mine" in text]
+    result = [text for text in warnings_of(caplog) if "Mine" in text]
     if hook == "on_exception":  # there was none
-        assert found == []
+        assert result == []
     else:
-        (line,) = found
+        (line,) = result
         assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "continues" in line
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
     assert (

@@ -151,8 +151,8 @@ def run_trainer(
 
     def of_callback(name: str) -> Callable[..., Any]:
         def call(self: Any, trainer: jl.Trainer, *args: Any) -> int | None:
-            found = (args[1],) if name == "on_log" else indices_of(args)
-            events.append((name, found, trainer.current_epoch, trainer.global_step))
+            result = (args[1],) if name == "on_log" else indices_of(args)
+            events.append((name, result, trainer.current_epoch, trainer.global_step))
             return -1 if name == "on_train_batch_start" and skip(trainer.current_epoch, args[2]) else None
 
         return call
@@ -220,7 +220,7 @@ def test_hooks_come_in_the_order_of_the_callback_docstring(name: str) -> None:
     program, (events, weight, trainer) = Program(**case), run_trainer(**case)
     # Where max_steps cuts an epoch its place is not over, which the program says in a comment only.
     left_out = ("on_safe_point",) if case["max_steps"] > 0 else ()
-    without = lambda found: [e if e[0] != "on_safe_point" else e[:2] for e in found if e[0] not in left_out]  # noqa: E731
+    without = lambda result: [e if e[0] != "on_safe_point" else e[:2] for e in result if e[0] not in left_out]  # noqa: E731
     assert without(events) == without(program.events)
     assert weight == pytest.approx(mean(program.windows), rel=1e-6)
     assert (trainer.current_epoch, trainer.global_step) == program.events[-1][2:]
@@ -250,8 +250,8 @@ def test_hooks_get_the_host_batch_and_modules_no_trainer() -> None:
     fit(model, batches, None, keep, strategy="ddp")
     assert got[0] == "fit" and [i for *_, i in got[1:]] == [0, 1, 2]
     assert got[1][0] == pytest.approx(1.0) and got[2][0] == pytest.approx((2 - 0.5) ** 2)
-    for found in (seen, [batch for _, batch, _ in got[1:]]):
-        assert all(batch["x"] is given["x"] for batch, given in zip(found, batches, strict=True))
+    for result in (seen, [batch for _, batch, _ in got[1:]]):
+        assert all(batch["x"] is given["x"] for batch, given in zip(result, batches, strict=True))
 
 
 def test_runs_last_holds_for_epoch_ends_and_safe_points() -> None:

@@ -166,8 +166,8 @@ SCRIPTS = {
 def run(case: dict[str, Any], recorder: Lines) -> jl.Trainer:
     """Run a case, and return its trainer; after an error it is in `recorder.trainer`."""
     script = SCRIPTS[case.get("script", "")]
-    found = [script.before and script.before(), recorder, script.after and script.after()]
-    recorder.trainer = trainer = make_trainer(*[c for c in found if c], **({"max_epochs": None} | case["trainer"]))
+    result = [script.before and script.before(), recorder, script.after and script.after()]
+    recorder.trainer = trainer = make_trainer(*[c for c in result if c], **({"max_epochs": None} | case["trainer"]))
     loaders: dict[str, Any] = {stage: numbered(n) for stage, n in case["batches"].items() if stage != "val"}
     val = [numbered(n) for n in case["batches"].get("val", [])]
     loaders["validate"] = val if len(val) > 1 else val[0] if val else None

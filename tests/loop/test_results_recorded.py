@@ -166,9 +166,9 @@ def assert_recorded(recorder: Recorder, rows: list[Row], seen: list[Seen]) -> No
     for (step, values), (_, expected) in zip(recorder.rows, rows, strict=True):
         assert values == approximately(expected), f"row at step {step}"
     hooks = {where.split()[0] for where, *_ in seen}  # not every case recorded every hook
-    found = [line for line in recorder.seen if line[0].split()[0] in hooks]
-    assert [where for where, *_ in found] == [where for where, *_ in seen]
-    for (where, *mappings), (_, *wanted) in zip(found, seen, strict=True):
+    result = [line for line in recorder.seen if line[0].split()[0] in hooks]
+    assert [where for where, *_ in result] == [where for where, *_ in seen]
+    for (where, *mappings), (_, *wanted) in zip(result, seen, strict=True):
         for mapping, values, expected in zip(MAPPINGS, mappings, wanted, strict=True):
             assert values == approximately(expected), f"{mapping} at {where}"
 

@@ -117,10 +117,10 @@ def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch:
     for part, at in zip(parts, (7, 4), strict=False):
         with pytest.raises(Stopped):
             run("cut", part, RaisesAt("on_safe_point", at), resume="auto")
-    found = run("cut", parts[2], resume="auto")
+    result = run("cut", parts[2], resume="auto")
     assert [len(part.batches) for part in parts] == [8, 5, 13]
     assert [batch for part in parts for batch in part.batches] == whole.batches
-    assert {name: x.tobytes() for name, x in found.items()} == {name: x.tobytes() for name, x in expected.items()}
+    assert {name: x.tobytes() for name, x in result.items()} == {name: x.tobytes() for name, x in expected.items()}
 
 
 # Killed by SIGKILL, and started again; tests/sweeps/resume.py kills at every step under every strategy.
@@ -142,6 +142,6 @@ def test_killed_training_goes_on_exactly(tmp_path: Path) -> None:
     finally:
         code, output = ended(last)
     assert code == 0, output
-    found = problems_of(killed, whole, 2)
-    assert found.pop("lost") > 0  # something was done again, so the kill came where it should
-    assert not found
+    result = problems_of(killed, whole, 2)
+    assert result.pop("lost") > 0  # something was done again, so the kill came where it should
+    assert not result

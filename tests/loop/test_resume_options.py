@@ -168,8 +168,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict
     trainer = fit(make_trainer("single", folder / "run", [saver], max_epochs=1, enable_checkpointing=True))
     trainer.save_checkpoint(folder / "kept" / "after")
     assert trainer.checkpoint_callback is not None
-    found = {"its own": Path(trainer.checkpoint_callback.last_model_path), "after fit": saver.folder / "after"}
-    return trainer, found | {place[0]: saver.path(place) for place in saver.places}
+    result = {"its own": Path(trainer.checkpoint_callback.last_model_path), "after fit": saver.folder / "after"}
+    return trainer, result | {place[0]: saver.path(place) for place in saver.places}
 
 
 ENDS = ("its own", "on_train_end", "on_fit_end", "after fit")

@@ -144,14 +144,14 @@ def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
 
 
 def test_on_load_checkpoint_sees_the_restored_module() -> None:
-    found: list[float] = []
+    result: list[float] = []
     read = lambda module: float(module.w[...][0])  # noqa: E731
     watch = hooks(
         on_train_batch_end=lambda trainer, module, *_: read(module),
-        on_load_checkpoint=lambda trainer, module, checkpoint: found.append(read(module)),
+        on_load_checkpoint=lambda trainer, module, checkpoint: result.append(read(module)),
     )
     train([1.0, 2.0, 3.0, BAD, 5.0, 6.0], watch, ModelCheckpoint(every_n_train_steps=2))
-    assert found == [pytest.approx(by_hand([[1.0], [2.0]]), abs=1e-6)]
+    assert result == [pytest.approx(by_hand([[1.0], [2.0]]), abs=1e-6)]
 
 
 def test_what_hooks_log_before_a_rollback_is_in_no_row() -> None:

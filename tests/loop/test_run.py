@@ -44,8 +44,8 @@ def test_a_limit_is_a_count_or_a_floored_fraction(limit: float, of_5: int, of_3:
     assert weight(model) == pytest.approx(w, rel=1e-6)
     means = [11 + (of_5 - 1) / 2 - w, 21 + (of_3 - 1) / 2 - w]
     assert tested == [{f"test/dataloader_idx_{i}": pytest.approx(x, rel=1e-6)} for i, x in enumerate(means)]
-    found = [[float(x[0, 0] + w) for x in outputs] for outputs in predicted]
-    assert found == [pytest.approx(range(11, 11 + of_5)), pytest.approx(range(21, 21 + of_3))]
+    result = [[float(x[0, 0] + w) for x in outputs] for outputs in predicted]
+    assert result == [pytest.approx(range(11, 11 + of_5)), pytest.approx(range(21, 21 + of_3))]
 
 
 @pytest.mark.parametrize(("overfit", "count"), [(2, 2), (0.5, 3)])

@@ -114,20 +114,20 @@ def test_missing_callbacks_are_named_and_new_ones_are_empty(caplog: pytest.LogCa
 
 
 def test_values_that_hooks_save_are_there_on_load() -> None:
-    found: list[Any] = []
+    result: list[Any] = []
     own = hooks(
         on_save_checkpoint=lambda t, m, c: c.update(own={"step": c["global_step"], "val": t.callback_metrics["loss"]}),
-        on_load_checkpoint=lambda t, m, c: found.append(("callback", c["own"]["step"], c["words"])),
+        on_load_checkpoint=lambda t, m, c: result.append(("callback", c["own"]["step"], c["words"])),
     )
     mine = module(
         on_save_checkpoint=lambda self, c: c.update(words=["a", "b"]),
-        on_load_checkpoint=lambda self, c: found.append(("module", c["own"]["step"], c["words"])),
+        on_load_checkpoint=lambda self, c: result.append(("module", c["own"]["step"], c["words"])),
     )
     train(own, module=mine)
     w = 1.25  # before the third batch
-    assert state()["own"] == {"step": 3, "val": (3 - w) ** 2} and state()["words"] == ["a", "b"] and not found
+    assert state()["own"] == {"step": 3, "val": (3 - w) ** 2} and state()["words"] == ["a", "b"] and not result
     train(own, module=mine, epochs=2, resume="auto")
-    assert found == [("callback", 3, ["a", "b"]), ("module", 3, ["a", "b"])]
+    assert result == [("callback", 3, ["a", "b"]), ("module", 3, ["a", "b"])]
 
 
 def test_values_that_hooks_save_must_be_json() -> None:

@@ -29,8 +29,8 @@ class Sees(jl.Callback):
         self.told: list[Any] = [] if told is None else told
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
-        found = {"array": jnp.stack([grads["w"][0], params["w"][0]])}
-        return found | ({self.scalar: grads["w"][0]} if self.scalar else {})
+        result = {"array": jnp.stack([grads["w"][0], params["w"][0]])}
+        return result | ({self.scalar: grads["w"][0]} if self.scalar else {})
 
     def on_trace(self, trainer: jl.Trainer, values: dict[str, np.ndarray], step: int) -> None:
         self.told.append(("trace", step, *np.round(values["array"].astype(float), 4).tolist()))
@@ -48,12 +48,12 @@ class Sees(jl.Callback):
         return [event[1:] for event in self.told if event[0] == "trace"]
 
     def rows(self) -> dict[int, dict[str, float]]:
-        found: dict[int, dict[str, float]] = {}
+        result: dict[int, dict[str, float]] = {}
         for event in self.told:
             if event[0] == "log":
-                assert event[1] not in found
-                found[event[1]] = {k: v for k, v in event[2].items() if k != "epoch"}
-        return found
+                assert event[1] not in result
+                result[event[1]] = {k: v for k, v in event[2].items() if k != "epoch"}
+        return result
 
 
 def fit(callbacks: Any, values: Sequence[float] = range(1, 6), *, val: Any = None, **arguments: Any) -> jl.Trainer:
@@ -136,9 +136,9 @@ def test_only_traced_scalars_make_rows() -> None:
 def shows(value: Any, every: Any = 100) -> jl.Callback:
     """Return a callback whose `trace_step` returns a value, or a function's of the gradients."""
     seen = lambda grads, updates, params, opt_state: value(grads) if callable(value) else value  # noqa: E731
-    found = hooks("Shows", trace_step=seen)
-    found.trace_every_n_steps = every
-    return found
+    result = hooks("Shows", trace_step=seen)
+    result.trace_every_n_steps = every
+    return result
 
 
 def fails(grads: Any) -> Any:
@@ -156,9 +156,9 @@ REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_shown_is_refused_before_the_first_step(case: str) -> None:
     kind, words, made = REFUSED[case]
-    with compiles() as found:
+    with compiles() as result:
         fit_refuses(kind, words, callbacks=made())
-    assert not any("train_step" in name for name in found)
+    assert not any("train_step" in name for name in result)
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
@@ -190,10 +190,10 @@ def saves(told: list[Any], at: dict[tuple[str, int], int]) -> jl.Callback:
             trainer.save_checkpoint(name_of(place))
             at[place] = len(told)
 
-    found = shows({"unused": jnp.zeros(2)}, 2)
+    result = shows({"unused": jnp.zeros(2)}, 2)
     for hook, _ in PLACES:
-        setattr(found, hook, lambda trainer, *_, hook=hook: save(hook, trainer))
-    return found
+        setattr(result, hook, lambda trainer, *_, hook=hook: save(hook, trainer))
+    return result
 
 
 @pytest.mark.full

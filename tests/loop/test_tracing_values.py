@@ -65,11 +65,11 @@ class Norm(jl.Callback):
 
 
 def named(**trees: Any) -> dict[str, Any]:
-    found = {}
+    result = {}
     for tree, leaves in trees.items():
         for path, x in jax.tree_util.tree_leaves_with_path(leaves):
-            found[f"{tree}/{leaf_name(path)}"] = x
-    return found
+            result[f"{tree}/{leaf_name(path)}"] = x
+    return result
 
 
 def train(callbacks: Any, batches: Any, strategy: str = "single", **arguments: Any) -> tuple[jl.Trainer, Any]:
@@ -84,7 +84,7 @@ def weights_of(model: Any) -> dict[str, np.ndarray]:
 def by_hand(windows: list[Any], clip: bool = False, low: Any = jnp.float32, scale: float = 1.0) -> list[dict[str, Any]]:
     """Train in plain JAX and optax; returns what each step has."""
     params, tx = {k: jnp.asarray(x) for k, x in weights_of(Wide()).items()}, Wide().configure_optimizers()
-    opt_state, found = tx.init(params), []
+    opt_state, result = tx.init(params), []
 
     def low_loss(params: Any, batch: Any) -> jax.Array:
         return loss_of(*jax.tree.map(lambda x: x.astype(low), (params, batch))).astype(jnp.float32) * scale
@@ -99,9 +99,9 @@ def by_hand(windows: list[Any], clip: bool = False, low: Any = jnp.float32, scal
 
     for window in windows:
         after, opt_state, grads, updates = step(params, opt_state, window)
-        found.append(named(grads=grads, updates=updates, params=params, opt_state=opt_state))
+        result.append(named(grads=grads, updates=updates, params=params, opt_state=opt_state))
         params = after
-    return found
+    return result
 
 
 def assert_seen(seen: dict[int, Any], expected: list[dict[str, Any]], steps: list[int], rtol: float = 2e-5) -> None:
@@ -138,7 +138,7 @@ def test_traced_values_match_a_loop_by_hand(strategy: str, accumulate: int) -> N
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": CLIP, "max_epochs": 2}
     callbacks = [looks, Norm(3), jl.callbacks.GradientNorm(every_n_steps=1)]
     _, looked = train(callbacks, BATCHES, strategy, **arguments)
-    assert min(np.linalg.norm(found["grads/kernel"]) for found in expected) > 2 * CLIP  # so that clipping matters
+    assert min(np.linalg.norm(result["grads/kernel"]) for result in expected) > 2 * CLIP  # so that clipping matters
     assert_seen(looks.seen, expected, list(range(1, len(expected), 2)))
     _, plain = train([], BATCHES, strategy, **arguments)
     for name, x in weights_of(looked).items():
@@ -180,8 +180,8 @@ def test_traced_values_of_sharded_arrays_stay_sharded() -> None:
     assert traced.count("all-gather") == plain.count("all-gather")
 
 
-def count(found: list[str]) -> dict[str, int]:
-    names = [name.removeprefix("jit(").removesuffix(")") for name in found]
+def count(result: list[str]) -> dict[str, int]:
+    names = [name.removeprefix("jit(").removesuffix(")") for name in result]
     return dict(Counter(name for name in names if name in ("train_step", "train_step_traced", "micro_step")))
 
 
@@ -195,10 +195,10 @@ def test_each_set_of_callbacks_that_fire_together_is_one_program(intervals: Any,
     callbacks = (
         [Norm(every, f"norm{i}") for i, every in enumerate(intervals)] if intervals != "none" else [jl.Callback()]
     )
-    with compiles() as found:
+    with compiles() as result:
         train(callbacks, random(6, rows=16), max_epochs=2, log_every_n_steps=2)
     expected = {"train_step": int(intervals != (1,)), "train_step_traced": traced}
-    assert count(found) == {name: number for name, number in expected.items() if number}
+    assert count(result) == {name: number for name, number in expected.items() if number}
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single"))

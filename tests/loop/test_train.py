@@ -195,14 +195,14 @@ def test_a_trainer_may_fit_again_after_an_error() -> None:
 
 def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     """Count how often a run of 24 batches waits for a result."""
-    found: list[int] = []
+    result: list[int] = []
     cls = type(jnp.zeros(()))
     original = cls.block_until_ready
     with monkeypatch.context() as patch:
-        patch.setattr(cls, "block_until_ready", lambda self: (found.append(1), original(self))[1])
+        patch.setattr(cls, "block_until_ready", lambda self: (result.append(1), original(self))[1])
         trainer = make_trainer(log_every_n_steps=0, prefetch=0, nan_policy="ignore", **BARE, **arguments)
         getattr(trainer, verb)(Mean(), numbered(24))
-    return len(found)
+    return len(result)
 
 
 @pytest.mark.parametrize(("limit", "times"), [(1, 24), (2, 23), (8, 5)])

@@ -33,20 +33,20 @@ def cut_of(
     with marking():
         closed = inline(jax.make_jaxpr(fn)(*args), also=holds_mark)
     inputs = [Input(KINDS[kind], update=(updates or {}).get(i)) for i, kind in enumerate(kinds)]
-    found = cut(closed, inputs, stages, **({"balance": "count"} | more))
-    for mine, theirs in zip(run(found, args), jax.tree.leaves(fn(*args)), strict=True):
+    result = cut(closed, inputs, stages, **({"balance": "count"} | more))
+    for mine, theirs in zip(run(result, args), jax.tree.leaves(fn(*args)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)  # of sums of numbers up to a thousand
-    return found
+    return result
 
 
-def run(found: Cut, args: Sequence[Any]) -> list[Any]:
+def run(result: Cut, args: Sequence[Any]) -> list[Any]:
     """Run the pieces one after the other, each with what it says that it needs."""
     sent, results = dict[Any, Any](), dict[int, Any]()
-    for piece in found.pieces:
-        outs, made = found.runner(piece)([args[i] for i in piece.inputs], [sent[x] for x in piece.ins])
+    for piece in result.pieces:
+        outs, made = result.runner(piece)([args[i] for i in piece.inputs], [sent[x] for x in piece.ins])
         sent |= dict(zip(piece.outs, outs, strict=True))
-        results |= {i: x for i, x in zip(piece.results, made, strict=True) if found.made_at[i] == piece.stage}
-    return [results[i] for i in range(len(found.made_at))]
+        results |= {i: x for i, x in zip(piece.results, made, strict=True) if result.made_at[i] == piece.stage}
+    return [results[i] for i in range(len(result.made_at))]
 
 
 def chain(*weights: Any, x: Any) -> Any:
@@ -56,24 +56,24 @@ def chain(*weights: Any, x: Any) -> Any:
     return x
 
 
-def shapes_into(found: Cut, stage: int) -> list[tuple[int, ...]]:
-    return sorted(x.aval.shape for x in found.pieces[stage].ins)
+def shapes_into(result: Cut, stage: int) -> list[tuple[int, ...]]:
+    return sorted(x.aval.shape for x in result.pieces[stage].ins)
 
 
 def test_a_chain_sends_one_activation_to_the_next_stage() -> None:
     def loss(a: Any, b: Any, c: Any, d: Any, x: Any, y: Any) -> Any:
         return jnp.mean((chain(a, b, c, d, x=x) - y) ** 2)
 
-    found = cut_of(loss, "wwwwbb", 4)
-    assert [piece.inputs for piece in found.pieces] == [[0, 4], [1], [2], [3, 5]]
-    assert [shapes_into(found, stage) for stage in range(4)] == [[], *[[(ROWS, WIDTH)]] * 3]
-    assert found.home_of[:4] == [0, 1, 2, 3] and found.made_at == [3]
+    result = cut_of(loss, "wwwwbb", 4)
+    assert [piece.inputs for piece in result.pieces] == [[0, 4], [1], [2], [3, 5]]
+    assert [shapes_into(result, stage) for stage in range(4)] == [[], *[[(ROWS, WIDTH)]] * 3]
+    assert result.home_of[:4] == [0, 1, 2, 3] and result.made_at == [3]
 
 
 def test_tied_weights_belong_to_their_first_stage() -> None:
-    found = cut_of(lambda a, b, x: jl.pipeline_yield(jnp.tanh(x @ a) @ b) @ a.T, "wwb", 2)
-    assert found.home_of[:2] == [0, 0] and found.pieces[1].inputs == [0]
-    assert shapes_into(found, 1) == [(ROWS, WIDTH)]  # neither the weights nor their transpose are sent
+    result = cut_of(lambda a, b, x: jl.pipeline_yield(jnp.tanh(x @ a) @ b) @ a.T, "wwb", 2)
+    assert result.home_of[:2] == [0, 0] and result.pieces[1].inputs == [0]
+    assert shapes_into(result, 1) == [(ROWS, WIDTH)]  # neither the weights nor their transpose are sent
 
 
 def test_a_skip_goes_straight_to_the_stage_that_uses_it() -> None:
@@ -81,8 +81,8 @@ def test_a_skip_goes_straight_to_the_stage_that_uses_it() -> None:
         first = jnp.sin(x @ a)
         return jl.pipeline_yield(jl.pipeline_yield(first) @ b) @ c + jnp.cos(first)
 
-    found = cut_of(loss, "wwwb", 3)
-    assert len(shapes_into(found, 1)) == 1 and len(shapes_into(found, 2)) == 2
+    result = cut_of(loss, "wwwb", 3)
+    assert len(shapes_into(result, 1)) == 1 and len(shapes_into(result, 2)) == 2
 
 
 def test_values_of_the_batch_alone_are_recomputed() -> None:
@@ -90,8 +90,8 @@ def test_values_of_the_batch_alone_are_recomputed() -> None:
         mask = jnp.where(x > 0, 1.0, 0.0)
         return jl.pipeline_yield((x @ a) * mask) @ b * mask
 
-    found = cut_of(loss, "wwb", 2)
-    assert found.pieces[1].inputs == [1, 2] and shapes_into(found, 1) == [(ROWS, WIDTH)]
+    result = cut_of(loss, "wwb", 2)
+    assert result.pieces[1].inputs == [1, 2] and shapes_into(result, 1) == [(ROWS, WIDTH)]
 
 
 def test_layer_losses_and_norms_stay_on_their_stage() -> None:
@@ -101,9 +101,9 @@ def test_layer_losses_and_norms_stay_on_their_stage() -> None:
         h = jl.pipeline_yield(jnp.tanh(h @ b))
         return jnp.mean(h @ c) + extra + sum(jnp.sum(w**2) for w in (a, b, c))
 
-    found = cut_of(loss, "wwwb", 3)
-    assert [piece.inputs for piece in found.pieces] == [[0, 3], [1], [2]]
-    *numbers, activation = shapes_into(found, 2)
+    result = cut_of(loss, "wwwb", 3)
+    assert [piece.inputs for piece in result.pieces] == [[0, 3], [1], [2]]
+    *numbers, activation = shapes_into(result, 2)
     assert numbers and {*numbers} == {()} and activation != ()
 
 
@@ -113,9 +113,9 @@ def test_every_stage_that_draws_counts_for_itself() -> None:
         keep = lambda x, i: x * jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, x.shape)  # noqa: E731
         return keep(jl.pipeline_yield(keep(x @ a, 0)) @ b, 1), count + 1
 
-    found = cut_of(step, "wwsb", 2, updates={2: 1})
-    assert [2 in piece.inputs and 1 in piece.results for piece in found.pieces] == [True, True]
-    assert found.home_of[2] == 0 and shapes_into(found, 1) == [(ROWS, WIDTH)]
+    result = cut_of(step, "wwsb", 2, updates={2: 1})
+    assert [2 in piece.inputs and 1 in piece.results for piece in result.pieces] == [True, True]
+    assert result.home_of[2] == 0 and shapes_into(result, 1) == [(ROWS, WIDTH)]
 
 
 def test_state_may_not_be_read_on_another_stage() -> None:
@@ -145,8 +145,8 @@ def test_state_that_is_only_written_lives_where_it_is_written() -> None:
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
 def test_a_mark_inside_a_call_counts(wrap: Callable[..., Any]) -> None:
     layer = wrap(lambda w, x: jl.pipeline_yield(jnp.tanh(x @ w)))
-    found = cut_of(lambda a, b, c, x: layer(b, layer(a, x)) @ c, "wwwb", 3)  # a layer that jax traces once
-    assert found.home_of[:3] == [0, 1, 2]
+    result = cut_of(lambda a, b, c, x: layer(b, layer(a, x)) @ c, "wwwb", 3)  # a layer that jax traces once
+    assert result.home_of[:3] == [0, 1, 2]
 
 
 def test_a_mark_inside_a_scan_is_refused() -> None:

@@ -49,12 +49,12 @@ def test_a_clip_by_global_norm_runs_where_its_arrays_are(places: Places) -> None
     leaves = jax.tree.leaves((params, state))
     lies = [x.sharding for x in leaves]
     placed = Placed(update, at(places.meshes, 2), "update", outputs=lies, donate=range(len(leaves)))
-    found = placed(params, state, grads)
-    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    result = placed(params, state, grads)
+    for mine, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
-    assert [x.sharding for x in jax.tree.leaves(found)] == lies
+    assert [x.sharding for x in jax.tree.leaves(result)] == lies
     assert all(x.is_deleted() for x in leaves) and not any(x.is_deleted() for x in grads)
-    assert jax.tree.leaves(placed(*found, grads))  # and again
+    assert jax.tree.leaves(placed(*result, grads))  # and again
 
 
 def test_large_arrays_of_two_ranks_are_refused(places: Places) -> None:
@@ -73,8 +73,8 @@ def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
 
     placed = Placed(choose, places, "choose")
     for ok in (True, False):
-        found = placed(np.asarray(ok), old, new)
-        for mine, theirs in zip(found, new if ok else old, strict=True):
+        result = placed(np.asarray(ok), old, new)
+        for mine, theirs in zip(result, new if ok else old, strict=True):
             np.testing.assert_array_equal(mine, theirs)
             assert mine.sharding.device_set == theirs.sharding.device_set
 
@@ -95,8 +95,8 @@ def test_weights_stay_and_what_is_computed_goes_to_them(places: Places) -> None:
             x = x @ w * count
         return x, count + 1
 
-    found, after = Placed(model, at(places.meshes, 2), "apply", follows=True)(
+    result, after = Placed(model, at(places.meshes, 2), "apply", follows=True)(
         weights, count, np.ones((2, 4), np.float32)
     )
-    np.testing.assert_array_equal(found, 4.0**3 * 6 * 5**3)
-    assert found.sharding.device_set == {jax.devices()[2]} and int(after) == 6
+    np.testing.assert_array_equal(result, 4.0**3 * 6 * 5**3)
+    assert result.sharding.device_set == {jax.devices()[2]} and int(after) == 6

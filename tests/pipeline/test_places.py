@@ -61,12 +61,12 @@ def test_what_no_device_has_room_for_goes_to_the_host_or_stays(has_host: bool, m
     monkeypatch.setattr(places, "_room", lambda device: 63)
     if not has_host:
         monkeypatch.setattr(places, "_host", lambda: None)
-    found, where = Places(ranks, 0, jax.jit).gather(arrays)
-    assert [x.tolist() for x in found] == [[0] * 8, [1] * 8]
+    result, where = Places(ranks, 0, jax.jit).gather(arrays)
+    assert [x.tolist() for x in result] == [[0] * 8, [1] * 8]
     if has_host:
-        assert where.startswith("the host") and {x.sharding for x in found} == {found[0].sharding}
+        assert where.startswith("the host") and {x.sharding for x in result} == {result[0].sharding}
     else:
-        assert "stays where it is" in where and all(x is y for x, y in zip(found, arrays, strict=True))
+        assert "stays where it is" in where and all(x is y for x, y in zip(result, arrays, strict=True))
     monkeypatch.setattr(places, "_room", lambda device: 64)
-    found, where = Places(ranks, 0, jax.jit).gather(arrays)
-    assert where == str(jax.devices()[0]) and all(x.devices() == {jax.devices()[0]} for x in found)
+    result, where = Places(ranks, 0, jax.jit).gather(arrays)
+    assert where == str(jax.devices()[0]) and all(x.devices() == {jax.devices()[0]} for x in result)

@@ -87,8 +87,8 @@ def test_remat_keeps_only_what_goes_into_a_stage() -> None:
 def test_the_summary_names_the_stage_of_each_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     fitted(jl.strategies.Pipeline(2, layers=["blocks.1"], microbatches=3))
     out = capsys.readouterr().out
-    found = {line.split()[0]: line for line in out.splitlines() if line.startswith("blocks[")}
-    assert len(found) == 8
-    for name, line in found.items():
+    result = {line.split()[0]: line for line in out.splitlines() if line.startswith("blocks[")}
+    assert len(result) == 8
+    for name, line in result.items():
         stage = int(name[len("blocks[")]) // 2
         assert f"stage {stage}" in line and f"stage {1 - stage}" not in line

@@ -52,8 +52,8 @@ def test_along_a_v_the_first_rank_holds_the_last_stage() -> None:
 
 
 def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
-    found = {name: repr(SCHEDULES[name](4)) for name in SCHEDULES}
-    assert found == {
+    result = {name: repr(SCHEDULES[name](4)) for name in SCHEDULES}
+    assert result == {
         "gpipe": "GPipe(4)",
         "1f1b": "Std1F1B(4)",
         "eager_1f1b": "Eager1F1B(4)",

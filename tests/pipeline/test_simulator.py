@@ -26,8 +26,8 @@ def test_bubble_and_live_microbatches_are_those_of_the_formulas(ranks: int, coun
     assert simulate(S.Eager1F1B(ranks), count).peak_live == tuple(min(count, 2 * n + 1) for n in after)
     if count % ranks == 0:
         for chunks in (2, 3):
-            found = simulate(S.Interleaved1F1B(chunks * ranks, ranks), count)
-            assert found.bubble == pytest.approx((ranks - 1) / (chunks * count + ranks - 1))
+            result = simulate(S.Interleaved1F1B(chunks * ranks, ranks), count)
+            assert result.bubble == pytest.approx((ranks - 1) / (chunks * count + ranks - 1))
     if count >= ranks:  # a third of 1F1B's bubble: what is left are the forwards of the first microbatch
         assert simulate(S.ZeroBubbleH1(ranks), count).makespan == 3 * count + ranks - 1
         # What the second half of a backward needs is held until then.
@@ -66,13 +66,13 @@ def by_clock(schedule: S.Schedule, count: int) -> tuple[float, dict[Any, float]]
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 1), (3, 6), (4, 8), (5, 5)])
 def test_tasks_begin_by_a_clock_and_in_order(name, ranks, count) -> None:
     schedule = SCHEDULES[name](ranks)
-    found, (makespan, begun) = simulate(schedule, count), by_clock(schedule, count)
+    result, (makespan, begun) = simulate(schedule, count), by_clock(schedule, count)
     share = ranks / schedule.num_stages
-    assert found.makespan == makespan * share
-    assert found.start == {task: tick * share for task, tick in begun.items()}
-    assert found.bubble == pytest.approx(1 - 3 * count / found.makespan)
-    assert found.busy == (3.0 * count,) * ranks
-    order = [*flat([*found.order])]
+    assert result.makespan == makespan * share
+    assert result.start == {task: tick * share for task, tick in begun.items()}
+    assert result.bubble == pytest.approx(1 - 3 * count / result.makespan)
+    assert result.busy == (3.0 * count,) * ranks
+    order = [*flat([*result.order])]
     assert len(order) == len(begun)
     place = {task: i for i, task in enumerate(order)}
     for task in order:
@@ -119,7 +119,7 @@ def test_an_incomplete_or_deadlocked_schedule_is_refused(rows, words) -> None:
 
 
 def test_what_is_fused_waits_for_what_its_first_task_waits_for() -> None:
-    found = simulate(S.Std1F1B(2), 2)
-    fused = [task for task in found.order if isinstance(task, jl.pipeline.FusedTask)]
+    result = simulate(S.Std1F1B(2), 2)
+    fused = [task for task in result.order if isinstance(task, jl.pipeline.FusedTask)]
     assert [str(task) for task in fused] == [f"FusedTask(fwd_1__{mb}, bwd_1__{mb})" for mb in (0, 1)]
-    assert [found.start[task] for task in flat([*fused])] == [1.0, 2.0, 4.0, 5.0]
+    assert [result.start[task] for task in flat([*fused])] == [1.0, 2.0, 4.0, 5.0]

@@ -31,9 +31,9 @@ def stages(request: pytest.FixtureRequest) -> list[Stage]:
     with marking():
         closed = jax.make_jaxpr(loss)(*arrays())
     inputs = [Input(Role.WEIGHT), Input(Role.WEIGHT), Input(Role.STATE), Input(Role.BATCH)]
-    found, flow = cut(closed, inputs, 2, balance="count"), flow_of(closed.jaxpr, [0, 1])
+    result, flow = cut(closed, inputs, 2, balance="count"), flow_of(closed.jaxpr, [0, 1])
     jit = lambda fn, what, **options: jax.jit(fn, **options)  # noqa: E731
-    return [Stage(found, piece, flow, PASSES, jit, request.param) for piece in found.pieces]
+    return [Stage(result, piece, flow, PASSES, jit, request.param) for piece in result.pieces]
 
 
 def test_a_backward_pass_in_two_parts_is_that_in_one(stages: list[Stage]) -> None:

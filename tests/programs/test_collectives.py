@@ -48,8 +48,8 @@ def test_collectives_in_loops_count_by_the_turns() -> None:
     def body(x: Any) -> Any:
         return jax.lax.psum(jax.lax.scan(turn, x, None, length=5)[0].sum(), "data")[None]
 
-    found = of_replicas(body, ROWS)
-    assert found == (
+    result = of_replicas(body, ROWS)
+    assert result == (
         Collective("all-reduce", 5 * 3 + 1, 15 * 16 * 6 * 4 + 4),
         Collective("collective-permute", 5, 5 * 16 * 6 * 4),
     )

@@ -31,15 +31,15 @@ def make_batch(rows: int) -> dict[str, np.ndarray]:
 
 def trace(fn: Callable[..., Any], rows: int) -> Any:
     """Return the program that each replica runs."""
-    found = []
+    result = []
 
     def body(w: Any, batch: Any) -> jax.Array:
-        found.append(jax.make_jaxpr(fn)(w, batch))
+        result.append(jax.make_jaxpr(fn)(w, batch))
         return jnp.zeros(())
 
     mapped = jax.shard_map(body, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
     jax.eval_shape(mapped, W, make_batch(REPLICAS * rows))
-    return found[0]
+    return result[0]
 
 
 def relation_of(fn: Callable[..., Any], given: Relation = SAME) -> Relation:

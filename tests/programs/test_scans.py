@@ -71,8 +71,8 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("fn", [*SCANS, *OTHERS])
 def test_a_scanned_dim_is_found_wherever_the_scan_is(fn: Callable[..., Any]) -> None:
-    found = scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1])
-    assert found == ({0: {0}} if fn in SCANS else {})
+    result = scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1])
+    assert result == ({0: {0}} if fn in SCANS else {})
 
 
 def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
@@ -116,8 +116,8 @@ def test_arrays_without_a_gradient_are_scanned(dtype: Any, whole: bool) -> None:
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
     w = (4 * w).astype(dtype)
     lies = NamedSharding(mesh, P() if whole else P(None, None, "data")), NamedSharding(mesh, P())
-    found = jax.jit(jax.grad(by_layer(shifted, [lies, None], NOTHING), 1))(jax.device_put(w, lies[0]), x)
-    np.testing.assert_allclose(found, jax.grad(shifted, 1)(w, x), rtol=1e-5)
+    result = jax.jit(jax.grad(by_layer(shifted, [lies, None], NOTHING), 1))(jax.device_put(w, lies[0]), x)
+    np.testing.assert_allclose(result, jax.grad(shifted, 1)(w, x), rtol=1e-5)
 
 
 NOTHING = jax.checkpoint_policies.nothing_saveable

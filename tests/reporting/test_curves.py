@@ -12,11 +12,11 @@ from jaxlit.reporting.curves import curves_svg, thinned, together
 
 def lines_of(svg: str) -> list[tuple[str, np.ndarray]]:
     """Return each line's title and its points, (n, 2)."""
-    found = []
+    result = []
     for line in ET.fromstring(svg).iter("polyline"):
         points = [list(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        found.append(("".join(line.itertext()), np.array(points)))
-    return found
+        result.append(("".join(line.itertext()), np.array(points)))
+    return result
 
 
 def ticks_of(svg: str, anchor: str) -> list[tuple[str, float]]:

@@ -94,8 +94,8 @@ def test_nothing_finite_counts_nothing():
 def test_counts_on_the_host_are_numpys_own_of_what_is_finite():
     x = with_bad(np.nan, np.inf, -np.inf)
     for given in (x, x.tolist()):
-        for found, known in zip(count(given, 10), np.histogram(x[np.isfinite(x)].astype(np.float64), 10), strict=True):
-            np.testing.assert_array_equal(found, known)
+        for actual, known in zip(count(given, 10), np.histogram(x[np.isfinite(x)].astype(np.float64), 10), strict=True):
+            np.testing.assert_array_equal(actual, known)
 
 
 # Sharded
@@ -103,20 +103,20 @@ def test_counts_on_the_host_are_numpys_own_of_what_is_finite():
 
 def collectives(program):
     """Return how many numbers each collective of a compiled program has, by its kind."""
-    found = {}
+    actual = {}
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
     for result, kind in re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.compile().as_text()):
         shapes = [dims.split(",") for dims in re.findall(r"\w+\[([\d,]*)\]", result)]
-        found.setdefault(kind, []).extend(int(np.prod([int(d) for d in dims if d])) for dims in shapes)
-    return found
+        actual.setdefault(kind, []).extend(int(np.prod([int(d) for d in dims if d])) for dims in shapes)
+    return actual
 
 
 @pytest.mark.parametrize("spec", [P("fsdp"), P(None, None, "fsdp")])
 def test_a_sharded_array_stays_where_it_is(spec):
     sharding = NamedSharding(Mesh(np.asarray(jax.devices()), ("fsdp",), axis_types=(AxisType.Auto,)), spec)
     x = rng.normal(size=(16, 32, 24)).astype(np.float32)
-    found = collectives(traced.lower(sharded := jax.device_put(x, sharding), BINS))
-    assert set(found) == {"all-reduce"} and max(found["all-reduce"]) == BINS
+    actual = collectives(traced.lower(sharded := jax.device_put(x, sharding), BINS))
+    assert set(actual) == {"all-reduce"} and max(actual["all-reduce"]) == BINS
     np.testing.assert_array_equal(np.asarray(traced(sharded, BINS)), np.asarray(traced(x, BINS)))
     moved = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(sharding.mesh, P())).lower(sharded)
     assert collectives(moved) == {"all-gather": [x.size]}  # which are found where there are some

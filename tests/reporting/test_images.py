@@ -28,9 +28,9 @@ def test_arrays_become_the_pixels_that_they_mean_and_are_copied():
         (np.eye(3, dtype=bool), np.eye(3, dtype=np.uint8) * 255),
         (WILD, np.array([[0, 0, 128], [255, 0, 255]], np.uint8)),
     ):
-        found = as_image("here", given)
-        assert found.dtype == np.uint8 and not np.shares_memory(found, given)
-        np.testing.assert_array_equal(found, expected)
+        result = as_image("here", given)
+        assert result.dtype == np.uint8 and not np.shares_memory(result, given)
+        np.testing.assert_array_equal(result, expected)
     picture = Image.fromarray(PIXELS)
     copy = as_image("here", picture)
     picture.putpixel((0, 0), (9, 9, 9))

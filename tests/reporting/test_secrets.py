@@ -30,10 +30,10 @@ ORDINARY = (
 
 @pytest.mark.parametrize("name", " ".join(SECRETS).split())
 def test_a_text_under_the_name_of_a_secret_is_hidden(name: str) -> None:
-    found: list[str] = []
+    result: list[str] = []
     given = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
-    assert hide(given, found) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
-    assert found == [f"deep[0].{name}", name]
+    assert hide(given, result) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
+    assert result == [f"deep[0].{name}", name]
     for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
         assert hide({name: plain}, []) == {name: plain}
 

@@ -49,12 +49,12 @@ def environment(folder, **more):
 
 def kinds(lines):
     """Return what each line is, a line that continues being that of the one before; unknown ones as they are."""
-    found = []
+    result = []
     for line in lines:
         kind = next((name for name, pattern in LINES.items() if re.match(pattern, line)), line)
-        goes_on = (kind == line and line.startswith("  ")) or (kind == "table" and found[-1] == "table")
-        found += [] if goes_on else [kind]
-    return found
+        goes_on = (kind == line and line.startswith("  ")) or (kind == "table" and result[-1] == "table")
+        result += [] if goes_on else [kind]
+    return result
 
 
 class Screen(pyte.HistoryScreen):

@@ -38,12 +38,12 @@ def log(run, row, what=None):
 
 def send(run, rows=1, timeout=30.0, **given):
     """Log rows to a run, which is then finished."""
-    found = WandbRun(run, timeout, **({"raises": False} | given))
-    found.do(lambda: run.define_metric(STEP))
+    result = WandbRun(run, timeout, **({"raises": False} | given))
+    result.do(lambda: run.define_metric(STEP))
     for step in range(rows):
-        log(found, {"loss": 1.0, STEP: step})
-    found.finish(failed=False)
-    return found
+        log(result, {"loss": 1.0, STEP: step})
+    result.finish(failed=False)
+    return result
 
 
 # Rows
@@ -80,11 +80,11 @@ def test_a_call_that_hangs_is_left_and_prints_nothing_later(call, capsys):
     returned = []
     with held() as release:
         run = FakeRun(**{call: lambda *row: returned.append(release.wait(30)) or fail()})
-        found = send(run, 50, 0.1)
+        result = send(run, 50, 0.1)
         assert returned == []
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("W&B: the upload did not finish (no end after") and line.endswith(SYNC)
-    assert found._queue.wait_idle(30) and run.codes == [0]
+    assert result._queue.wait_idle(30) and run.codes == [0]
     assert len(run.rows) == (1 if call == "log" else 50) and capsys.readouterr().out == ""
 
 
@@ -105,11 +105,11 @@ def test_a_run_that_lags_behind_too_far_is_given_up(monkeypatch, capsys):
     monkeypatch.setattr(wandb_run, "_MAX_WAITING", 20)
     with held() as release:
         run = FakeRun(log=lambda row: release.wait(30))
-        found = WandbRun(run, 30.0, raises=False)
+        result = WandbRun(run, 30.0, raises=False)
         for step in range(50):
-            log(found, {STEP: step})
+            log(result, {STEP: step})
         assert capsys.readouterr().out == "W&B: off for the rest of this run (it is 20 rows behind)\n"
-    found.finish(failed=True)
+    result.finish(failed=True)
     assert len(run.rows) <= 1 and run.codes == [1] and capsys.readouterr().out == ""
 
 
@@ -121,12 +121,12 @@ def test_a_failure_of_media_is_printed_once_and_stops_no_rows(capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"/there/{next(paths)}.png")
 
     run = FakeRun(log=lambda row: fail() if "note" in row else None)
-    found = WandbRun(run, 30.0, raises=False)
+    result = WandbRun(run, 30.0, raises=False)
     for step in range(3):
-        log(found, {"note": "a text"}, what="note")
-        log(found, full, what="image")
-        log(found, {STEP: step})
-    found.finish(failed=False)
+        log(result, {"note": "a text"}, what="note")
+        log(result, full, what="image")
+        log(result, {STEP: step})
+    result.finish(failed=False)
     assert [row[STEP] for row in run.rows if STEP in row] == [0, 1, 2]
     assert len(run.rows) == 6 and next(paths) == 3  # each may succeed
     expected = ["W&B: note was not sent (the service is gone)", "W&B: image was not sent (No space left on device)"]
@@ -160,13 +160,13 @@ def upload(run, step, *, lasts=False):
 
 
 def test_a_checkpoint_may_be_deleted_once_it_is_taken():
-    found = WandbRun(run := FakeRun(), 30.0, raises=False)
+    result = WandbRun(run := FakeRun(), 30.0, raises=False)
     for step in (1, 2):
-        upload(found, step)
-    assert found._queue.wait_idle(30)  # the SDK has its copies
+        upload(result, step)
+    assert result._queue.wait_idle(30)  # the SDK has its copies
     shutil.rmtree("checkpoints/step_00000001")
-    upload(found, 3, lasts=True)
-    found.finish(failed=False)
+    upload(result, 3, lasts=True)
+    result.finish(failed=False)
     assert run.sent == ["1", "2", "3"]
     assert sorted(path.name for path in Path("checkpoints").iterdir()) == ["step_00000002", "step_00000003"]
 
@@ -189,9 +189,9 @@ def test_a_refused_upload_is_printed_or_raised_if_asked(capsys):
 
 def test_a_checkpoint_that_cannot_be_read_is_printed_once(capsys):
     run = FakeRun()
-    found = WandbRun(run, 30.0, raises=False)
+    result = WandbRun(run, 30.0, raises=False)
     for _ in range(2):
-        found.log_checkpoint(Path("step_00000001"), name="model", aliases=["x"], metadata={}, lasts=True)
-    found.finish(failed=False)
+        result.log_checkpoint(Path("step_00000001"), name="model", aliases=["x"], metadata={}, lasts=True)
+    result.finish(failed=False)
     assert capsys.readouterr().out == "W&B: step_00000001 was not sent (No such file or directory)\n"
     assert run.sent == []

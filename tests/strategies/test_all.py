@@ -54,10 +54,10 @@ class Scale(jl.TrainModule):
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    found = sized(*SIZES, features=8)
-    for k, batch in enumerate(found):
+    result = sized(*SIZES, features=8)
+    for k, batch in enumerate(result):
         batch["x"][-1] = 100.0 + k  # a row that is left out, doubled or padded shows; the largest is on the last device
-    return found
+    return result
 
 
 def whole(key: str = "x") -> np.ndarray:
@@ -82,14 +82,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     watch = hooks(on_train_batch_start=lambda trainer, *_: held.__setitem__(slice(None), leaves_of(trainer)))
     watch.on_train_batch_end = keep
     Scale.traces = 0
-    with compiles() as found:
+    with compiles() as result:
         root = tmp_path_factory.mktemp("run")
         trainer = make_trainer(watch, strategy=splitting(request.param), max_epochs=2, default_root_dir=root)
         trainer.fit(kept.module, batches(), batches())
         kept.traces, kept.metrics = Scale.traces, dict(trainer.callback_metrics)
         kept.validated = trainer.validate(kept.module, batches())
         kept.predicted = trainer.predict(kept.module, batches())
-    kept.compiles, kept.trainer = Counter(found), trainer
+    kept.compiles, kept.trainer = Counter(result), trainer
     return kept
 
 
@@ -107,8 +107,8 @@ def test_each_loss_and_output_is_that_of_its_batch(run: Any) -> None:
         losses.append((w * x).mean())
         w = w - x.mean(0) / 8
     np.testing.assert_allclose(run.losses, losses, rtol=1e-5)
-    for found, batch in zip(run.outputs, batches() * 2, strict=True):
-        np.testing.assert_allclose(found, batch["x"].sum(1), rtol=1e-5)
+    for result, batch in zip(run.outputs, batches() * 2, strict=True):
+        np.testing.assert_allclose(result, batch["x"].sum(1), rtol=1e-5)
 
 
 def test_metrics_are_those_of_all_rows(run: Any) -> None:
@@ -118,9 +118,9 @@ def test_metrics_are_those_of_all_rows(run: Any) -> None:
 
 def test_predictions_are_exactly_the_real_rows_in_loader_order(run: Any) -> None:
     assert [type(x) for batch in run.predicted for x in batch.values()] == [np.ndarray] * 2 * len(SIZES)
-    for found, batch in zip(run.predicted, batches(), strict=True):
-        np.testing.assert_array_equal(found["first"], batch["x"][:, 0])
-        np.testing.assert_allclose(found["y"], np.asarray(run.module.w[...]) * batch["x"], rtol=1e-6)
+    for result, batch in zip(run.predicted, batches(), strict=True):
+        np.testing.assert_array_equal(result["first"], batch["x"][:, 0])
+        np.testing.assert_allclose(result["y"], np.asarray(run.module.w[...]) * batch["x"], rtol=1e-6)
 
 
 def test_each_kind_of_step_compiles_once_for_each_number_of_rows(run: Any) -> None:
@@ -237,8 +237,8 @@ class Noting(jl.TrainModule):
         low = jnp.where(self.global_step == 0, 32, 0.125).astype(loss.dtype)
         self.log("low", jnp.sum(jnp.broadcast_to(low, out.shape)), on_epoch=True, reduce_fx="sum")
         self.log("high", 257.0 + self.global_step, on_epoch=True)
-        found = {**batch, "kernel": self.kernel[...], "frozen": self.frozen[...], "loss": loss}
-        self.seen.append({name: x.dtype for name, x in found.items()})
+        result = {**batch, "kernel": self.kernel[...], "frozen": self.frozen[...], "loss": loss}
+        self.seen.append({name: x.dtype for name, x in result.items()})
         return {"loss": loss, "out": out}
 
     def configure_optimizers(self) -> jl.Optimizer:
@@ -280,7 +280,7 @@ def test_a_mixed_step_keeps_float32_state(strategy: str, precision: str) -> None
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, *THREE[1:]))
 def test_an_overflow_halves_the_scale_and_changes_nothing_else(strategy: str) -> None:
     # A gradient of 4 overflows float16 at scales 2^15 and 2^14: 2^13 is the first that holds it.
-    found: list[tuple[float, ...]] = []
+    result: list[tuple[float, ...]] = []
 
     class One(jl.TrainModule):
         def __init__(self) -> None:
@@ -294,11 +294,11 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(strategy: str) ->
 
     def note(trainer: jl.Trainer, module: Any, *_: Any) -> None:
         state = trainer.state
-        found.append((float(state.loss_scale[0]), float(state.opt_state[0].trace["w"][0]), float(module.w[...][7])))
+        result.append((float(state.loss_scale[0]), float(state.opt_state[0].trace["w"][0]), float(module.w[...][7])))
 
     data = [{"x": np.full((8, 8), 4, np.float32)}] * 4
     trainer = fit(
         One(), data, None, hooks(on_train_batch_end=note), strategy=splitting(strategy), precision="16-mixed", **BARE
     )
-    assert found == [(2.0**14, 0, 0), (2.0**13, 0, 0), (2.0**13, 4, -0.5), (2.0**13, 6, -1.25)]
+    assert result == [(2.0**14, 0, 0), (2.0**13, 0, 0), (2.0**13, 4, -0.5), (2.0**13, 6, -1.25)]
     assert trainer.global_step == 4

@@ -154,14 +154,14 @@ class Free(Net):
 
 @pytest.mark.parametrize("strategy", thinned(["single", "ddp", "fsdp", "hsdp"], full=["hsdp", "ddp"]))
 def test_a_model_may_say_how_its_values_lie_on_the_mesh(strategy: str) -> None:
-    models, found = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
+    models, result = [Constrained(rngs=nnx.Rngs(0)), Free(rngs=nnx.Rngs(0))], []
     batches = random(2)
     for model in models:
         trainer = fit(model, batches, batches[:1], strategy=splitting(strategy))
         outputs = [trainer.apply(lambda module, batch: module(batch["x"]), batches[0])]
-        found.append([np.asarray(x) for x in outputs + trainer.predict(model, batches[:1])])
+        result.append([np.asarray(x) for x in outputs + trainer.predict(model, batches[:1])])
     assert_same(models[0], models[1])
-    for x, y in zip(*found, strict=True):
+    for x, y in zip(*result, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
@@ -207,7 +207,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType, strategy
         model = Linear()
         model.kernel[...] = jax.device_put(model.kernel[...], P())  # of a type that names its mesh
         trainer = fit(model, batches, strategy=strategy)
-        found = trainer.apply(lambda module, x: module(x), batches[0]["x"])
+        result = trainer.apply(lambda module, x: module(x), batches[0]["x"])
         trainer.validate(model, batches[:1])
         state, step = jl.compile_step(jl.lazy(Linear), batch=batches[0], strategy=strategy)
         for batch in batches:
@@ -215,7 +215,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType, strategy
         trainer.explain()
     assert_same(trainer.module, wanted.module)
     assert_same(step.module(state), wanted.module)
-    np.testing.assert_allclose(found, wanted.module(batches[0]["x"]), rtol=1e-5)
+    np.testing.assert_allclose(result, wanted.module(batches[0]["x"]), rtol=1e-5)
 
 
 def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
@@ -231,8 +231,8 @@ def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
     made = strategy.create_state(init, shardings, key, x)
     assert [a.sharding for a in made] == shardings
     wanted = [x * 2, x + 1, np.asarray(jax.random.normal(key, (4,))), x.sum()]
-    for found, value in zip(made, wanted, strict=True):
-        np.testing.assert_allclose(found, value, rtol=1e-6)
+    for result, value in zip(made, wanted, strict=True):
+        np.testing.assert_allclose(result, value, rtol=1e-6)
     # Nothing is sent to devices whose arrays are not made of it: what is not there any more cannot be.
     gone = jnp.ones(3)
     gone.delete()

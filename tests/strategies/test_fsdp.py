@@ -108,8 +108,8 @@ def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumula
 
 
 def test_hsdp_by_name_takes_all_devices_or_a_mesh() -> None:
-    found = [make_trainer(strategy="hsdp", devices=n).strategy.describe() for n in (1, 3)]
-    assert found == ["FSDP on mesh data=1 x fsdp=1", "FSDP on mesh data=1 x fsdp=3"]
+    result = [make_trainer(strategy="hsdp", devices=n).strategy.describe() for n in (1, 3)]
+    assert result == ["FSDP on mesh data=1 x fsdp=1", "FSDP on mesh data=1 x fsdp=3"]
     assert make_trainer(strategy="hsdp", mesh={"data": 4, "fsdp": 2}).strategy.mesh.shape["fsdp"] == 2
 
 

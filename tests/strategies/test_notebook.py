@@ -6,6 +6,6 @@ from kit.notebook import PRINTED, losses
 
 @pytest.mark.sweep
 def test_the_losses_equal_those_of_the_notebook() -> None:
-    found = losses("ddp", 11)
-    assert [*found] == [0, 10]
-    assert found == pytest.approx({step: PRINTED[step] for step in found}, abs=2e-4)
+    result = losses("ddp", 11)
+    assert [*result] == [0, 10]
+    assert result == pytest.approx({step: PRINTED[step] for step in result}, abs=2e-4)

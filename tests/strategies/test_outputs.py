@@ -28,9 +28,9 @@ def test_an_output_stays_averaged_for_later_batches(strategy: str, verb: str) ->
     # 10 values; the second batch has 80 rows and so 10 a replica, the third has 10 in all.
     scale = lambda module, batch: {"ten": jnp.arange(10.0) * batch["x"].mean(), "row": batch["x"].sum(1)}  # noqa: E731
     batches = make_batches(208, 80, 10)
-    for found, batch in zip(outputs_of(verb, returning(scale), batches, strategy), batches, strict=True):
-        np.testing.assert_allclose(found["ten"], np.arange(10.0) * batch["x"].mean(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(found["row"], batch["x"].sum(1), rtol=1e-6, atol=1e-6)
+    for result, batch in zip(outputs_of(verb, returning(scale), batches, strategy), batches, strict=True):
+        np.testing.assert_allclose(result["ten"], np.arange(10.0) * batch["x"].mean(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result["row"], batch["x"].sum(1), rtol=1e-6, atol=1e-6)
 
 
 def count_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
@@ -43,29 +43,29 @@ def count_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
 )
 def test_a_count_is_that_of_the_whole_batch(strategy: str, rows: int, verb: str) -> None:
     batches = make_batches(rows)
-    (found,) = outputs_of(verb, returning(count_positive), batches, strategy)
-    assert found["correct"] == (batches[0]["x"][:, 0] > 0).sum() > 2
+    (result,) = outputs_of(verb, returning(count_positive), batches, strategy)
+    assert result["correct"] == (batches[0]["x"][:, 0] > 0).sum() > 2
 
 
 CLASSES = 3
 
 
 def confusion(module: Any, batch: Any) -> dict[str, jax.Array]:
-    true, found = ((x > 0).astype(jnp.int32) + (x > 0.8) for x in (batch["x"][:, 0], batch["x"].sum(1)))
-    return {"confusion": jnp.zeros((CLASSES, CLASSES), jnp.int32).at[true, found].add(1), "true": true}
+    true, result = ((x > 0).astype(jnp.int32) + (x > 0.8) for x in (batch["x"][:, 0], batch["x"].sum(1)))
+    return {"confusion": jnp.zeros((CLASSES, CLASSES), jnp.int32).at[true, result].add(1), "true": true}
 
 
 @pytest.mark.parametrize("strategy", thinned(["fsdp", "zero2", "hsdp", *REPLICAS], "fsdp", "shard_map"))
 def test_confusion_matrices_add_up_to_that_of_all_rows(strategy: str) -> None:
     # The tails do not divide among 8 devices, and one has as many rows as the matrix.
     batches = make_batches(16, 24, 13, CLASSES)
-    found = outputs_of("validate", returning(confusion), batches, strategy)
+    result = outputs_of("validate", returning(confusion), batches, strategy)
     x = np.concatenate([batch["x"] for batch in batches])
     true, guess = ((v > 0).astype(int) + (v > np.float32(0.8)) for v in (x[:, 0], x[:, 0] + x[:, 1]))
     expected = np.zeros((CLASSES, CLASSES), int)
     np.add.at(expected, (true, guess), 1)
-    np.testing.assert_array_equal(sum(batch["confusion"] for batch in found), expected)
-    np.testing.assert_array_equal(np.concatenate([batch["true"] for batch in found]), true)
+    np.testing.assert_array_equal(sum(batch["confusion"] for batch in result), expected)
+    np.testing.assert_array_equal(np.concatenate([batch["true"] for batch in result]), true)
 
 
 def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
@@ -87,18 +87,18 @@ def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, ver
 def test_ints_that_are_rows_or_equal_are_returned(strategy: str, verb: str) -> None:
     step = lambda module, batch: {"above": (batch["x"][:, 0] > 0).astype(jnp.int32), "same": jnp.int32(7)}  # noqa: E731
     batches = make_batches(16, 23, 16)
-    for found, batch in zip(outputs_of(verb, returning(step), batches, strategy), batches, strict=True):
-        np.testing.assert_array_equal(found["above"], batch["x"][:, 0] > 0)
-        assert found["same"] == 7
+    for result, batch in zip(outputs_of(verb, returning(step), batches, strategy), batches, strict=True):
+        np.testing.assert_array_equal(result["above"], batch["x"][:, 0] > 0)
+        assert result["same"] == 7
 
 
 @pytest.mark.parametrize("strategy", REPLICAS)
 def test_predictions_are_rows_in_order(strategy: str) -> None:
     step = lambda module, batch: {"sum": batch["x"] @ module.w, "id": jnp.rint(batch["y"]).astype(jnp.int32)}  # noqa: E731
     batches = make_batches(7, 16, 5)
-    for found, batch in zip(outputs_of("predict", returning(step), batches, strategy), batches, strict=True):
-        np.testing.assert_allclose(found["sum"], batch["x"] @ START, rtol=1e-6, atol=1e-6)
-        np.testing.assert_array_equal(found["id"], np.rint(batch["y"]))
+    for result, batch in zip(outputs_of("predict", returning(step), batches, strategy), batches, strict=True):
+        np.testing.assert_allclose(result["sum"], batch["x"] @ START, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(result["id"], np.rint(batch["y"]))
 
 
 PREDICTIONS: dict[str, Step] = {
@@ -116,8 +116,8 @@ def test_predictions_that_are_no_rows_are_refused_by_their_name(strategy: str, n
 @pytest.mark.parametrize("strategy", ["ddp"])
 def test_transposed_predictions_are_returned_as_they_are(strategy: str) -> None:
     batches = make_batches(32)
-    (found,) = outputs_of("predict", returning(PREDICTIONS["transposed"]), batches, strategy)
-    np.testing.assert_array_equal(found["transposed"], batches[0]["x"].T)
+    (result,) = outputs_of("predict", returning(PREDICTIONS["transposed"]), batches, strategy)
+    np.testing.assert_array_equal(result["transposed"], batches[0]["x"].T)
 
 
 def two_loaders() -> list[list[dict[str, np.ndarray]]]:
@@ -139,8 +139,8 @@ def test_outputs_may_differ_by_dataloader_idx(strategy: str) -> None:
             return {"z": batch["z"]} if dataloader_idx else {"x": batch["x"], "mean": batch["x"].mean()}
 
     keep, loaders = Outputs(), two_loaders()
-    found = make_trainer(keep, strategy=strategy).validate(Both(), loaders)
-    assert found == [{"which/dataloader_idx_0": 10.0}, {"which/dataloader_idx_1": 11.0}]
+    result = make_trainer(keep, strategy=strategy).validate(Both(), loaders)
+    assert result == [{"which/dataloader_idx_0": 10.0}, {"which/dataloader_idx_1": 11.0}]
     first, second = keep.outputs
     assert (set(first), set(second)) == ({"x", "mean"}, {"z"})
     np.testing.assert_array_equal(first["x"], loaders[0][0]["x"])
@@ -151,8 +151,8 @@ def test_outputs_may_differ_by_dataloader_idx(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "pmap"])
 def test_an_output_of_a_replicas_length_by_chance_is_no_row(strategy: str) -> None:
     module = returning(lambda m, batch: m.w * 2.0)
-    (found,) = make_trainer(strategy=strategy).predict(module, make_batches(16))
-    np.testing.assert_array_equal(found, START * 2)
+    (result,) = make_trainer(strategy=strategy).predict(module, make_batches(16))
+    np.testing.assert_array_equal(result, START * 2)
 
 
 @pytest.mark.parametrize(

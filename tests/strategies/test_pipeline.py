@@ -166,7 +166,7 @@ def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
     batches = sized(*[8] * 20)
     if name in ("skip", "ignore", "rollback"):
         batches[7]["x"][3] = np.nan
-    found = {}
+    result = {}
     for strategy, devices in (("fsdp", 4), (Pipeline(4, microbatches=1, layers="layers"), 4)):
         module, rows, norm = layered(), Rows(), jl.callbacks.GradientNorm()
         saves = jl.callbacks.ModelCheckpoint(every_n_train_steps=5)
@@ -174,8 +174,8 @@ def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
         trainer = fit(module, batches, batches[:2], rows, norm, saves, **arguments)
         predicted = trainer.predict(module, batches[:2])
         applied = trainer.apply(lambda module, x: module(x), batches[0]["x"])
-        found[strategy] = module, rows.rows, [*predicted, applied]
-    (theirs, expected, outputs), (mine, rows, made) = found.values()
+        result[strategy] = module, rows.rows, [*predicted, applied]
+    (theirs, expected, outputs), (mine, rows, made) = result.values()
     # Of 16 bits, of which bfloat16 has 8 for the digits of what is predicted, only the parameters are held in 32.
     low = name in ("bf16-mixed", "16-mixed")
     tolerance, made, outputs = (2e-2, [], []) if low else (1e-5, made, outputs)
@@ -191,14 +191,14 @@ def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
 def test_a_bad_step_is_undone_and_told_as_under_single(accumulate: int) -> None:
     batches = sized(*[8] * 12)
     batches[7]["x"][5] = np.nan
-    found = {}
+    result = {}
     for strategy, devices in (("single", 1), (Pipeline(4, microbatches=1, layers="layers"), 4)):
         module = layered()
         trainer = make_trainer(strategy=strategy, devices=devices, accumulate_grad_batches=accumulate)
         with pytest.raises(jl.errors.NonFiniteError) as caught:
             trainer.fit(module, batches)
-        found[strategy] = trainer.global_step, str(caught.value), module
-    (step, words, theirs), (mine_step, mine_words, mine) = found.values()
+        result[strategy] = trainer.global_step, str(caught.value), module
+    (step, words, theirs), (mine_step, mine_words, mine) = result.values()
     assert (mine_step, mine_words) == (step, words) and "row 5 of 8" in words
     assert_close(mine, theirs)
 
@@ -261,13 +261,13 @@ def test_a_loss_that_is_a_sum_is_that_of_all_rows() -> None:
         def loss(self, batch: Any) -> jax.Array:
             return super().loss(batch) * batch["x"].shape[0]
 
-    tx, found = optax.sgd(1e-3), []
+    tx, result = optax.sgd(1e-3), []
     for strategy, devices in (("single", 1), (Pipeline(4, layers="layers", loss_reduction="sum"), 4)):
         module = Summed(tx=tx, rngs=nnx.Rngs(0))
         module.layers = nnx.List([layer.linear for layer in module.layers])  # dropout would draw otherwise
         fit(module, BATCHES, None, losses := Losses(), strategy=strategy, devices=devices)
-        found.append((module, losses.losses))
-    (theirs, expected), (mine, losses) = found
+        result.append((module, losses.losses))
+    (theirs, expected), (mine, losses) = result
     assert_close(mine, theirs)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 

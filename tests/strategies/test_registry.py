@@ -77,5 +77,5 @@ def test_a_strategy_object_may_serve_two_trainers(kind: str) -> None:
     np.testing.assert_array_equal(weights[0], weights[2])
     np.testing.assert_allclose(np.asarray(weights[0]), np.asarray(weights[1]), rtol=1e-4)
     # A Trainer keeps its devices when another takes its strategy object.
-    found = trainers[2].apply(Net.predict_step, batches[0])
-    assert found.sharding.device_set == set(jax.devices()[:2])
+    result = trainers[2].apply(Net.predict_step, batches[0])
+    assert result.sharding.device_set == set(jax.devices()[:2])

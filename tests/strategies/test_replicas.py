@@ -261,7 +261,7 @@ def test_stacked_dropouts_draw_a_mask_for_each_replica(strategy: str) -> None:
     keys = keys_of(module)
     assert [x.shape[0] for x in keys] == [3]
     masks = np.stack(
-        [found["masks"] for found in outputs_of("fit", module, batches, strategy)]
+        [result["masks"] for result in outputs_of("fit", module, batches, strategy)]
     )  # (batch, row, layer, 16)
     assert set(np.unique(masks)) == {0.0, 2.0}
     # 96 draws of 16 bits each: equal ones would be a key that was used twice.
@@ -274,8 +274,8 @@ def test_stacked_dropouts_draw_a_mask_for_each_replica(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", thinned(["single", "pmap", "simulate:8"], "pmap"))
 def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
-    for found in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
-        np.testing.assert_array_equal(found["masks"], 1.0)
+    for result in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
+        np.testing.assert_array_equal(result["masks"], 1.0)
 
 
 class Dropped(Line):

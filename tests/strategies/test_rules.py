@@ -135,8 +135,8 @@ def test_nothing_need_be_split_over_one_device() -> None:
 def test_rules_are_there_for_a_strategy_of_ones_own() -> None:
     mesh, rules = jl.sharding.mesh({"data": 4, "tp": 2}), Rules({"up": COLUMNS})
     x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    found = rules.sharding("blocks[0].up.kernel", x, P(), mesh)
-    assert found is not None and found.spec == COLUMNS and rules.sharding("down.kernel", x, P(), mesh) is None
+    result = rules.sharding("blocks[0].up.kernel", x, P(), mesh)
+    assert result is not None and result.spec == COLUMNS and rules.sharding("down.kernel", x, P(), mesh) is None
 
 
 @pytest.mark.parametrize("shape", [(64, 16), (64, 64)])  # there are 64 layers; by size alone they would be split
@@ -215,8 +215,8 @@ def test_a_module_with_named_dims_trains_anywhere() -> None:
     batches = tokens()[:2]
     wanted = fit(model, batches, enable_checkpointing=False).state.params
     for strategy in (TensorParallel({"embed": None, "mlp": "tp"}, tp=2, data=4), "ddp", "shard_map"):
-        found = fit(model, batches, strategy=strategy, enable_checkpointing=False).state.params
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, found)
+        result = fit(model, batches, strategy=strategy, enable_checkpointing=False).state.params
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, result)
     state = fit(model, batches, strategy=TensorParallel({"mlp": "tp"}, tp=2, data=4), max_steps=1).state
     assert state.params["blocks"][0]["up"]["kernel"].sharding.spec == COLUMNS
     assert state.opt_state[0].mu["blocks"][1]["down"]["kernel"].sharding.spec == WHOLE_ROWS

@@ -28,9 +28,9 @@ def by_hand(batches: list[Any], count: int) -> tuple[list[float], Any]:
     """Train by a Python loop over shards: the mean of their gradients, one update a step."""
     params, losses = params_of(Linear()), []
     for batch in batches:
-        found = [loss_and_grads(params, shard) for shard in shards_of(batch, count)]
-        losses.append(float(np.mean([loss for loss, _ in found])))
-        params = jax.tree.map(lambda p, *g: p - RATE * sum(g) / count, params, *(grads for _, grads in found))
+        result = [loss_and_grads(params, shard) for shard in shards_of(batch, count)]
+        losses.append(float(np.mean([loss for loss, _ in result])))
+        params = jax.tree.map(lambda p, *g: p - RATE * sum(g) / count, params, *(grads for _, grads in result))
     return losses, params
 
 

@@ -58,7 +58,11 @@ def largest_error(strategy: str, devices: int, rows: int, batch_size: int) -> fl
     pairs = [
         (np.asarray(module.w[...]), trained_by_numpy(np.arange(1.0, 4.0, dtype=np.float32), data, batch_size)),
         (np.concatenate([batch["y"] for batch in predicted]), np.arange(1.0, 4.0) * x),
-        *((np.array(found[name]), np.array(value)) for found in (trained, validated) for name, value in exact.items()),
+        *(
+            (np.array(result[name]), np.array(value))
+            for result in (trained, validated)
+            for name, value in exact.items()
+        ),
     ]
     return max(float((np.abs(a - b) / np.maximum(np.abs(b), 1)).max()) for a, b in pairs)
 

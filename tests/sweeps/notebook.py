@@ -24,10 +24,10 @@ def main(strategies: list[str]) -> int:
 
     wrong = 0
     for strategy in strategies or STRATEGIES:
-        start, found = time.monotonic(), losses(strategy, STEPS)
-        worst = max(abs(found[step] - printed) for step, printed in PRINTED.items())
+        start, result = time.monotonic(), losses(strategy, STEPS)
+        worst = max(abs(result[step] - printed) for step, printed in PRINTED.items())
         wrong += worst > TOLERANCE
-        told = "ok" if worst <= TOLERANCE else f"DIFFERENT: {found}"
+        told = "ok" if worst <= TOLERANCE else f"DIFFERENT: {result}"
         print(f"{strategy:<10}{worst:.1e} {told}, {time.monotonic() - start:.0f} s", flush=True)
     return wrong
 

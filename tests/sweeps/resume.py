@@ -55,10 +55,10 @@ def run(root: Path, strategy: str, step: int) -> str:
     code, output = ended(start_child(folder, len(kills), strategy, epochs=EPOCHS, every=every))
     if code:
         return f"the last process ended with {code}: {output[-2000:]}"
-    found = problems_of(folder, reference, len(kills) + 1)
-    lost = found.pop("lost")
+    result = problems_of(folder, reference, len(kills) + 1)
+    lost = result.pop("lost")
     told = f"{hook}, checkpoint every {every}: {lost} steps done again, {time.monotonic() - start:.1f} s"
-    return f"{told}; DIFFERENT: {json.dumps(found)[:2000]}" if found else f"ok, {told}"
+    return f"{told}; DIFFERENT: {json.dumps(result)[:2000]}" if result else f"ok, {told}"
 
 
 def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:

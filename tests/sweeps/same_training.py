@@ -27,11 +27,11 @@ def checks() -> dict[str, dict[str, Any]]:
     from kit.modules import Wide
 
     wide: dict[str, Any] = {"model_fn": lambda: Wide(rngs=nnx.Rngs(0)), "data": sized(16, 16, 16)}
-    found = {name: {**wide, "strategies": [name]} for name in own_strategies() if name != "pipeline"}
-    found["single"]["reference"] = train_net
+    result = {name: {**wide, "strategies": [name]} for name in own_strategies() if name != "pipeline"}
+    result["single"]["reference"] = train_net
     example = runpy.run_path(str(ROOT / "examples" / "custom_strategy.py"))
     transformer = {"model_fn": lambda: example["Transformer"](rngs=nnx.Rngs(0)), "data": example["token_batches"](4)}
-    return found | {"TensorParallel": {**transformer, "strategies": [example["TensorParallel"]()]}}
+    return result | {"TensorParallel": {**transformer, "strategies": [example["TensorParallel"]()]}}
 
 
 def main() -> int:
@@ -45,14 +45,14 @@ def main() -> int:
             continue
         start = time.monotonic()
         try:
-            found = jl.testing.assert_same_training(**arguments, factors=jl.testing.FACTORS)
+            result = jl.testing.assert_same_training(**arguments, factors=jl.testing.FACTORS)
         except Exception as error:
             failed += 1
             print(f"{name:<16}FAILED {type(error).__name__}: {error}", flush=True)
             continue
-        worst = [max(found[key] for key in found if f"precision={p}" in key) for p in precisions]
+        worst = [max(result[key] for key in result if f"precision={p}" in key) for p in precisions]
         seconds = f"{time.monotonic() - start:.0f} s"
-        print(f"{name:<16}{len(found):>10}" + "".join(f"{x:>12.1e}" for x in worst) + f"{seconds:>10}", flush=True)
+        print(f"{name:<16}{len(result):>10}" + "".join(f"{x:>12.1e}" for x in worst) + f"{seconds:>10}", flush=True)
     return failed
 
 

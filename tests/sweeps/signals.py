@@ -118,8 +118,8 @@ def forked(stderr: str, *given: Any) -> int:
 def lines(folder: Path, count: int) -> list[Any]:
     """Return the batches that were trained, in all processes."""
     paths = [folder / f"journal{number}" for number in range(count)]
-    found = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
-    return [line for line in found if line[0] == "on_train_batch_end"]
+    result = [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+    return [line for line in result if line[0] == "on_train_batch_end"]
 
 
 def rows(folder: Path) -> list[Any]:
@@ -132,20 +132,20 @@ def problems(root: Path, name: str, times: int, moment: tuple[str, int], stderr:
     folder, reference = root / f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"), root / "whole"
     folder.mkdir()
     at_once = name == "SIGINT" and times == 2
-    found, expected = [], AT_ONCE if at_once else SIGNALS[name]
+    result, expected = [], AT_ONCE if at_once else SIGNALS[name]
     if (code := forked(stderr, folder, 0, moment, [getattr(signal, name)] * times)) != expected:
-        found.append(f"ended with {code}, not {expected}")
+        result.append(f"ended with {code}, not {expected}")
     if code := forked("open", folder, 1, ("", 0), []):
         error = (folder / "error").read_text() if (folder / "error").exists() else ""
-        return [*found, f"the second process ended with {code}: {error}"]
+        return [*result, f"the second process ended with {code}: {error}"]
     done, wanted = lines(folder, 2), lines(reference, 1)
     if at_once:  # which gives up what came since the last checkpoint: it is done again
         done = lines(folder, 1)[: len(wanted) - (len(done) - len(lines(folder, 1)))] + done[len(lines(folder, 1)) :]
-    found += [f"{len(done)} batches, not {len(wanted)}"] if len(done) != len(wanted) else []
-    found += ["the batches differ"] if len(done) == len(wanted) and done != wanted else []
-    found += ["the rows differ"] if rows(folder) != rows(reference) else []
+    result += [f"{len(done)} batches, not {len(wanted)}"] if len(done) != len(wanted) else []
+    result += ["the batches differ"] if len(done) == len(wanted) and done != wanted else []
+    result += ["the rows differ"] if rows(folder) != rows(reference) else []
     same = (folder / "final.json").read_bytes() == (reference / "final.json").read_bytes()
-    return found if same else [*found, "the final state differs"]
+    return result if same else [*result, "the final state differs"]
 
 
 def main(every: int = 1, at_once: int = 2) -> int:
@@ -171,10 +171,10 @@ def main(every: int = 1, at_once: int = 2) -> int:
                 running.add(child)
                 continue
             signal_name, times, moment, stderr = case
-            found = problems(root, signal_name, times, moment, stderr)
-            if found:
-                print(f"{signal_name} x {times} in {moment}, stderr {stderr}: {'; '.join(found)}", flush=True)
-            os._exit(bool(found))
+            result = problems(root, signal_name, times, moment, stderr)
+            if result:
+                print(f"{signal_name} x {times} in {moment}, stderr {stderr}: {'; '.join(result)}", flush=True)
+            os._exit(bool(result))
         print(f"{len(cases)} runs, {failed} of them not as without a signal")
         return failed
 

@@ -168,10 +168,10 @@ def test_each_value_of_a_factor_is_trained_under_and_told_of():
         given.append(values)
         return train_rows(module, batches)
 
-    found = compare("ddp", steps=2, factors={"precision": precisions}, reference=reference)
-    assert list(found) == [f"{name}, precision={p}" for p in precisions for name in ("single on auto", "ddp on 2")]
+    result = compare("ddp", steps=2, factors={"precision": precisions}, reference=reference)
+    assert list(result) == [f"{name}, precision={p}" for p in precisions for name in ("single on auto", "ddp on 2")]
     assert given == [{"precision": p} for p in precisions]
-    exact, rounded = (max(found[name] for name in found if precision in name) for precision in precisions)
+    exact, rounded = (max(result[name] for name in result if precision in name) for precision in precisions)
     assert exact <= 1e-5 < rounded <= 2e-2
 
 

@@ -272,6 +272,6 @@ def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None
 
 def begins_with(path: str) -> float:
     """Return the weight with which a new training begins."""
-    found: list[float] = []
-    train("new", 1, hooks(on_fit_start=lambda t, m: found.append(float(m.w[...][0]))), init_from=path)
-    return found[0]
+    result: list[float] = []
+    train("new", 1, hooks(on_fit_start=lambda t, m: result.append(float(m.w[...][0]))), init_from=path)
+    return result[0]

@@ -27,7 +27,7 @@ def slow(clock: Clock, scale: float = 1.0) -> jl.Callback:
     def spend(seconds: float) -> None:
         clock.now += seconds * scale
 
-    found = hooks(
+    result = hooks(
         "Slow",
         on_train_batch_end=lambda t, m, outputs, batch, i: spend(1 + i),
         on_validation_end=lambda t, m: spend(32),
@@ -36,8 +36,8 @@ def slow(clock: Clock, scale: float = 1.0) -> jl.Callback:
         on_trace=lambda t, values, step: spend(0.5),
         teardown=lambda t, m, stage: spend(64),
     )
-    found.trace_every_n_steps = 2
-    return found
+    result.trace_every_n_steps = 2
+    return result
 
 
 def quick() -> jl.Callback:
@@ -117,13 +117,13 @@ def test_a_hook_inside_another_is_counted_once(clock, fails) -> None:
         refuses(RuntimeError, lambda: trainer.fit(Mean(), numbered(4)), "no")
     else:
         trainer.fit(Mean(), numbered(4))
-    found, explanation = times(trainer), trainer.explain()
-    assert found["Inside", "on_save_checkpoint"] == (2, 10, 5)
-    assert found["Second", "on_save_checkpoint"] == ((1, 5, 5) if fails else (2, 10, 5))
+    result, explanation = times(trainer), trainer.explain()
+    assert result["Inside", "on_save_checkpoint"] == (2, 10, 5)
+    assert result["Second", "on_save_checkpoint"] == ((1, 5, 5) if fails else (2, 10, 5))
     # What follows the error is left out.
-    assert found["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
-    assert found["Inside", "teardown"] == found["Second", "teardown"] == (1, 7, 7)
-    assert found.get(("Inside", "on_exception")) == ((1, 7, 7) if fails else None)
+    assert result["Saves", "on_train_epoch_end"] == ((2, 5, 3) if fails else (2, 6, 3))
+    assert result["Inside", "teardown"] == result["Second", "teardown"] == (1, 7, 7)
+    assert result.get(("Inside", "on_exception")) == ((1, 7, 7) if fails else None)
     assert sum(hook.seconds for hook in explanation.hooks) == explanation.seconds
 
 
@@ -142,11 +142,16 @@ def test_compile_seconds_are_those_jax_reports_for_the_run() -> None:
         trainer = fit(jl.callbacks.GradientNorm(every_n_steps=2), accumulate_grad_batches=2)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    found = trainer.compile_seconds
-    assert found == pytest.approx(said) and set(found) == {"micro_step", "train_step", "train_step_traced", "eval_step"}
-    assert all(seconds > 0 for seconds in found.values())
-    assert trainer.explain().compile_seconds == found
-    assert all(f"{name} {seconds:.2g} s" in str(trainer.explain()) for name, seconds in found.items())
+    result = trainer.compile_seconds
+    assert result == pytest.approx(said) and set(result) == {
+        "micro_step",
+        "train_step",
+        "train_step_traced",
+        "eval_step",
+    }
+    assert all(seconds > 0 for seconds in result.values())
+    assert trainer.explain().compile_seconds == result
+    assert all(f"{name} {seconds:.2g} s" in str(trainer.explain()) for name, seconds in result.items())
     trainer.validate(Mean(), numbered(1))
     newest = trainer.compile_seconds
     assert set(newest) == {"eval_step"}

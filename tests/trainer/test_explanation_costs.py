@@ -87,9 +87,9 @@ CASES = thinned(
 def test_programs_have_flops_memory_and_collectives(strategy, accumulate) -> None:
     trainer = fit(strategy=strategy, accumulate_grad_batches=accumulate, limit_val_batches=1)
     before, seconds = One.traces, trainer.compile_seconds
-    with compiles() as found:
+    with compiles() as result:
         programs = costs(trainer)
-    assert (found, One.traces, trainer.compile_seconds) == ([], before, seconds), "nothing is made for it"
+    assert (result, One.traces, trainer.compile_seconds) == ([], before, seconds), "nothing is made for it"
     train, micro = programs["train_step"], programs.get("micro_step")
     assert [*programs] == ["train_step", *["micro_step"] * (accumulate > 1), "eval_step"]
     # The product and the kernel's gradient; the batch has none.

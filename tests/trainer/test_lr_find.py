@@ -44,7 +44,7 @@ class Deep(Net):
 
 def by_hand(rates: list[float], window: int, threshold: float | None) -> list[float]:
     """Return the mean loss of each step by numpy in float64, as far as the threshold lets it come."""
-    w, b, speed, found, mean = np.linspace(-1.0, 1.0, 3)[:, None], np.zeros(1), [0.0, 0.0], [], 0.0
+    w, b, speed, result, mean = np.linspace(-1.0, 1.0, 3)[:, None], np.zeros(1), [0.0, 0.0], [], 0.0
     draw = itertools.cycle(BATCHES)
     for k, rate in enumerate(rates):
         batches = [next(draw) for _ in range(window)]
@@ -55,12 +55,12 @@ def by_hand(rates: list[float], window: int, threshold: float | None) -> list[fl
             losses.append(np.mean(error**2))
             grads = [grads[0] + 2 * x.T @ error / len(x) / window, grads[1] + 2 * error.mean(0) / window]
         mean = 0.98 * mean + 0.02 * np.mean(losses)
-        found.append(mean / (1 - 0.98 ** (k + 1)))
-        if threshold is not None and len(found) > 10 and not found[-1] <= threshold * min(found[9:-1]):
+        result.append(mean / (1 - 0.98 ** (k + 1)))
+        if threshold is not None and len(result) > 10 and not result[-1] <= threshold * min(result[9:-1]):
             break
         speed = [0.9 * v + g for v, g in zip(speed, grads, strict=True)]
         w, b = w - rate * speed[0], b - rate * speed[1]
-    return found
+    return result
 
 
 RUNS: list[Any] = [
@@ -75,7 +75,7 @@ RUNS: list[Any] = [
 @pytest.mark.parametrize(("arguments", "window"), RUNS)
 def test_rates_and_losses_are_those_of_a_loop_by_hand(arguments: dict[str, Any], window: int, strategy: str) -> None:
     trainer = make_trainer(strategy=splitting(strategy), accumulate_grad_batches=window, **BARE)
-    found = jl.lr_find(trainer, Rated(), BATCHES, **arguments)
+    result = jl.lr_find(trainer, Rated(), BATCHES, **arguments)
     given = {"min_lr": 1e-8, "max_lr": 1.0, "early_stop_threshold": 4.0, "mode": "exponential"} | arguments
     low, high, count = given["min_lr"], given["max_lr"], given["num_training_steps"]
     if given["mode"] == "linear":
@@ -83,8 +83,8 @@ def test_rates_and_losses_are_those_of_a_loop_by_hand(arguments: dict[str, Any],
     else:
         rates = [low * (high / low) ** (k / (count - 1)) for k in range(count)]
     losses = by_hand(rates, window, given["early_stop_threshold"])
-    np.testing.assert_allclose(found.results["loss"], losses, rtol=1e-4)
-    np.testing.assert_allclose(found.results["lr"], rates[: len(losses)], rtol=1e-9)
+    np.testing.assert_allclose(result.results["loss"], losses, rtol=1e-4)
+    np.testing.assert_allclose(result.results["lr"], rates[: len(losses)], rtol=1e-9)
     assert (len(losses) < count) == (given["early_stop_threshold"] == 1.5)
 
 
@@ -133,10 +133,10 @@ def test_a_training_after_lr_find_is_bit_identical(strategy: str) -> None:
         trainer.fit(model, loader)
         return bytes_of(trainer), params_of(model), model.lr
 
-    found = train(Deep(rngs=nnx.Rngs(0)), True)
-    plain = train(Deep(found[2], rngs=nnx.Rngs(0)), False)
-    assert found[2] != 0.1 and found[0] == plain[0]
-    assert all(np.array_equal(x, plain[1][name]) for name, x in found[1].items())
+    result = train(Deep(rngs=nnx.Rngs(0)), True)
+    plain = train(Deep(result[2], rngs=nnx.Rngs(0)), False)
+    assert result[2] != 0.1 and result[0] == plain[0]
+    assert all(np.array_equal(x, plain[1][name]) for name, x in result[1].items())
 
 
 @pytest.mark.parametrize("kind", ["trainer", "module", "lazy"])
@@ -151,8 +151,8 @@ def test_lr_find_keeps_callbacks_that_change_a_step(kind: str) -> None:
         if kind == "module":  # one run before, whose module's callbacks are not the Trainer's
             trainer.fit(Adds(), BATCHES)
         batches = BATCHES * 12  # one epoch, in which a part is frozen and a window holds
-        found = jl.lr_find(trainer, model, batches, num_training_steps=12, min_lr=0.01, early_stop_threshold=None)
-        return found.results["loss"]
+        result = jl.lr_find(trainer, model, batches, num_training_steps=12, min_lr=0.01, early_stop_threshold=None)
+        return result.results["loss"]
 
     plain, frozen = find(lambda: []), find(lambda: [BackboneFreeze("kernel", unfreeze_at_epoch=99)])
     window = find(lambda: [GradientAccumulationScheduler({0: 4})])
@@ -173,10 +173,10 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
 
     given: dict[str, Any] = {"min_lr": 1e-5, "update_attr": True}
     model, other = Rated(), Other()
-    found = jl.lr_find(make_trainer(**BARE), model, LEARNED, **given)
-    assert model.lr == found.suggestion() != 0.1
-    found = jl.lr_find(make_trainer(**BARE), other, LEARNED, attr_name="rate", **given)
-    assert other.hparams.rate == found.suggestion() != 0.1
+    result = jl.lr_find(make_trainer(**BARE), model, LEARNED, **given)
+    assert model.lr == result.suggestion() != 0.1
+    result = jl.lr_find(make_trainer(**BARE), other, LEARNED, attr_name="rate", **given)
+    assert other.hparams.rate == result.suggestion() != 0.1
     words = "Other has no attribute 'lr' or 'learning_rate', nor have its hparams"
     refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), other, BATCHES, **given), words)
     lazy = jl.lazy(Rated)
@@ -184,12 +184,12 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
 
 
 def test_a_picture_shows_the_losses_and_the_suggestion() -> None:
-    found = jl.lr_find(make_trainer(**BARE), Rated(), LEARNED, min_lr=1e-5)
-    (axes,) = found.plot(suggest=True).axes
+    result = jl.lr_find(make_trainer(**BARE), Rated(), LEARNED, min_lr=1e-5)
+    (axes,) = result.plot(suggest=True).axes
     line, mark = axes.get_lines()
-    assert line.get_xdata().tolist() == found.results["lr"] and axes.get_xscale() == "log"
-    assert line.get_ydata().tolist() == found.results["loss"] and mark.get_xdata().tolist() == [found.suggestion()]
-    assert len(found.plot().axes[0].get_lines()) == 1
+    assert line.get_xdata().tolist() == result.results["lr"] and axes.get_xscale() == "log"
+    assert line.get_ydata().tolist() == result.results["loss"] and mark.get_xdata().tolist() == [result.suggestion()]
+    assert len(result.plot().axes[0].get_lines()) == 1
 
 
 @pytest.mark.parametrize(

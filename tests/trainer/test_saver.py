@@ -145,9 +145,9 @@ def of_the_docstring() -> Any:
     """Return the writer that the docstring of `Saver` shows, saving at every second step."""
     lines = [line.strip() for line in (Saver.__doc__ or "").splitlines()]
     code = "\n".join(line[4:] for line in lines if line.startswith((">>>", "...")))
-    found: dict[str, Any] = {}
-    exec(code.replace("% 100", "% 2"), found)
-    return found["EveryHundred"]()
+    result: dict[str, Any] = {}
+    exec(code.replace("% 100", "% 2"), result)
+    return result["EveryHundred"]()
 
 
 @pytest.mark.parametrize("at", thinned([0, 1, 10, 30], 0, 10))

@@ -154,10 +154,10 @@ def test_nohup_ignores_sighup_and_slurm_adds_sigusr1(signals, monkeypatch) -> No
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     trainer, _, error = run("on_train_batch_start", signal.SIGHUP)
     assert error is None and trainer.global_step == 6
-    inside = hooks(on_train_start=lambda *_: found.append(signal.getsignal(signal.SIGUSR1)))
-    found: list[Any] = []
+    inside = hooks(on_train_start=lambda *_: result.append(signal.getsignal(signal.SIGUSR1)))
+    result: list[Any] = []
     fit(Mean(), numbered(1), None, inside, **BARE)
-    assert found == [signal.SIG_DFL]
+    assert result == [signal.SIG_DFL]
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     trainer, _, error = run("on_train_batch_start", signal.SIGUSR1)
     assert error.code == 128 + signal.SIGUSR1 and trainer.global_step == 1

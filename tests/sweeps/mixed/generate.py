@@ -72,7 +72,7 @@ def _draw_parts(pick: Any) -> tuple[str, ...]:
 
 
 def _draw_wrt(pick: Any, parts: tuple[str, ...]) -> str:
-    found = ["all", "all", "head", "no_bias"]
-    found += ["lora"] * 3 * bool({*parts} & {"lora", "lora_around"})
-    found += ["online"] * 3 * bool({*parts} & {"hard_target", "soft_target"})
-    return pick(*found)
+    result = ["all", "all", "head", "no_bias"]
+    result += ["lora"] * 3 * bool({*parts} & {"lora", "lora_around"})
+    result += ["online"] * 3 * bool({*parts} & {"hard_target", "soft_target"})
+    return pick(*result)

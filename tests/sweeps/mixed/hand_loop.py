@@ -103,21 +103,21 @@ def mean_of(window: list[Any]) -> Any:
 
 def validate(net: Net, evaluate: Callable[..., Any], loaders: list[list[Any]]) -> dict[str, float]:
     """Return the metrics of each validation loader."""
-    found = {}
+    result = {}
     for i, loader in enumerate(loaders):
         suffix = f"/dataloader_idx_{i}" if len(loaders) > 1 else ""
         metrics = add_up([(len(batch["x"]), jax.device_get(evaluate(net, batch))) for batch in loader])
-        found |= {f"val/{name}{suffix}": value for name, value in metrics.items()}
-    return found
+        result |= {f"val/{name}{suffix}": value for name, value in metrics.items()}
+    return result
 
 
 def add_up(entries: list[tuple[int, Any]]) -> dict[str, float]:
     """Return the metrics of some batches."""
-    found = {}
+    result = {}
     for name, kind in LOGS.items():
         values = np.array([logs[name][0] for _, logs in entries], np.float64)
         weights = [rows if logs[name][1] is None else float(logs[name][1]) for rows, logs in entries]
         reduced = {"mean": lambda v, w: np.average(v, weights=w), "sum": lambda v, w: v.sum()}
         reduced |= {"max": lambda v, w: v.max(), "min": lambda v, w: v.min()}
-        found[name] = float(reduced[kind](values, weights))
-    return found
+        result[name] = float(reduced[kind](values, weights))
+    return result

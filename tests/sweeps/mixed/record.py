@@ -43,8 +43,8 @@ class Record:
 
 
 def _by_path(state: Any) -> dict[str, np.ndarray]:
-    found = {}
+    result = {}
     for path, x in jax.tree_util.tree_leaves_with_path(nnx.as_pure(state)):
         key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(x) if key else x)
-    return found
+        result[jax.tree_util.keystr(path)] = np.asarray(jax.random.key_data(x) if key else x)
+    return result

@@ -91,14 +91,14 @@ class Listen(jl.Callback):
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking:
-            found = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-            self.record.validations.append((trainer.global_step, found))
+            result = {k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+            self.record.validations.append((trainer.global_step, result))
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         named = {name: "loss_epoch" if name == "loss" else name for name in LOGS}
-        found = {name: float(trainer.callback_metrics[shown]) for name, shown in named.items()}
+        result = {name: float(trainer.callback_metrics[shown]) for name, shown in named.items()}
         # An epoch that was cut ends again where training continues, with all of its batches.
-        self.record.epochs[self.fit, trainer.current_epoch] = found
+        self.record.epochs[self.fit, trainer.current_epoch] = result
 
 
 def train(case: Case) -> Record:

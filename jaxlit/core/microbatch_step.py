@@ -12,7 +12,7 @@ from jaxlit.core.step import TrainStep, count_bad, over_rows
 
 
 @dataclass(frozen=True)
-class Passes:
+class MicrobatchStep:
     """What a training program is made of, for a strategy that takes the gradient itself, pass by pass.
 
     The order is `forward` and `add` for each part of the batch, then `finish`.

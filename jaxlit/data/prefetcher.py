@@ -13,7 +13,7 @@ import jax
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
 from jaxlit.data.agreement import Agreement
-from jaxlit.data.intake import Intake
+from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 
@@ -27,7 +27,7 @@ _END = object()
 _GIVEN_UP = object()  # a signal cut the wait
 
 
-class Feeder:
+class Prefetcher:
     """Draws, checks and places the batches of a run's steps.
 
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
@@ -35,7 +35,7 @@ class Feeder:
 
     Args:
         place: Puts what goes to the step onto the devices.
-        intake_of: Returns the intake of a source's batches.
+        validator_of: Returns the validator of a source's batches.
         splits: See `Agreement`.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
         watchdog: Watches the wait for a batch, which a signal may cut.
@@ -51,14 +51,14 @@ class Feeder:
         self,
         place: Callable[[Any], Any],
         *,
-        intake_of: Callable[[Source], Intake] = lambda source: Intake(source.argument),
+        validator_of: Callable[[Source], BatchValidator] = lambda source: BatchValidator(source.argument),
         splits: Callable[[Any], bool],
         prefetch: int | str,
         watchdog: Watchdog,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
         self._place, self._splits = place, splits
-        self._intake_of, self._prefetch, self._control, self._epoch = intake_of, prefetch, watchdog.control, epoch
+        self._validator_of, self._prefetch, self._control, self._epoch = validator_of, prefetch, watchdog.control, epoch
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
@@ -90,8 +90,8 @@ class Feeder:
     def _batches(
         self, source: Source, epoch: int, limit: int | None, start: int
     ) -> Iterator[tuple[Any, Any, bool, Any]]:
-        intake, source.waited = self._intake_of(source), 0.0
-        agreement = self._agreement(source, intake) if jax.process_count() > 1 else None
+        validator, source.waited = self._validator_of(source), 0.0
+        agreement = self._agreement(source, validator) if jax.process_count() > 1 else None
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
@@ -105,9 +105,9 @@ class Feeder:
                 if isinstance(drawn, BaseException):
                     raise located(drawn, source.argument, self._epoch(), k - 1)
                 try:
-                    host, batch = intake(drawn[0])
+                    host, batch = validator(drawn[0])
                 except Exception as error:
-                    located(error, intake.blamed, self._epoch(), k - 1)
+                    located(error, validator.blamed, self._epoch(), k - 1)
                     raise
                 placed = None
                 if agreement is None:
@@ -128,10 +128,10 @@ class Feeder:
             if thread is None or thread.close(patience):
                 draws.close()
 
-    def _agreement(self, source: Source, intake: Intake) -> Agreement:
+    def _agreement(self, source: Source, validator: BatchValidator) -> Agreement:
         """Return the processes' agreement on a source's batches, made when its first epoch begins."""
         if source not in self._agreements:
-            self._agreements[source] = Agreement(source.loader, source.argument, intake.prepares, self._splits)
+            self._agreements[source] = Agreement(source.loader, source.argument, validator.prepares, self._splits)
         return self._agreements[source]
 
     def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:

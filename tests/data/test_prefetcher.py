@@ -14,14 +14,14 @@ import pytest
 from kit.batches import Stream, counted, numbered, rows_of
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.inside import Clock, feeder_of
+from kit.inside import Clock, prefetcher_of
 from kit.journal import Batches, hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.data import feeder
+from jaxlit.data import prefetcher
 from jaxlit.data.kinds import source_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 from jaxlit.strategies.single import SingleDevice
@@ -61,7 +61,7 @@ class Loader:
 def clock(monkeypatch):
     """Draws take as long as their loader says, whatever else the machine does."""
     stopped = Clock()
-    monkeypatch.setattr(feeder, "time", SimpleNamespace(perf_counter=stopped))
+    monkeypatch.setattr(prefetcher, "time", SimpleNamespace(perf_counter=stopped))
     return stopped
 
 
@@ -217,13 +217,15 @@ def test_errors_of_loaders_name_the_loader_and_batch(prefetch):
     assert compiled == []
     val = Stream(Loader(2), broken(2))
     trainer = make_trainer(max_epochs=3, num_sanity_val_steps=0, prefetch=prefetch)
-    found = notes(lambda: trainer.fit(made, numbered(3, rows=2), [numbered(2, rows=2), val]))
-    assert found == [f"It was raised by {VAL}[1] in epoch 1, batch 2 (global_step 6)."]
+    result = notes(lambda: trainer.fit(made, numbered(3, rows=2), [numbered(2, rows=2), val]))
+    assert result == [f"It was raised by {VAL}[1] in epoch 1, batch 2 (global_step 6)."]
     assert float(made.w[0]) == pytest.approx(mean([[1], [2], [3]] * 2), rel=1e-6)
     for verb, batch in (("validate", 0), ("test", 3), ("predict", 3)):
         run = getattr(make_trainer(prefetch=prefetch), verb)
-        found = notes(lambda: run(Mean(), broken(batch)))  # noqa: B023
-        assert found == [f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch} (global_step 0)."]
+        result = notes(lambda: run(Mean(), broken(batch)))  # noqa: B023
+        assert result == [
+            f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch} (global_step 0)."
+        ]
 
 
 def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():
@@ -244,11 +246,11 @@ def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():
     assert trainer.interrupted
 
 
-def test_a_feeder_gives_what_comes_before_an_error_first():
+def test_a_prefetcher_gives_what_comes_before_an_error_first():
     loader = Loader(9, instead={3: OSError})
     used = []
     with pytest.raises(OSError, match="disk"):
-        for _, host, is_last, _ in feeder_of(3).batches(source_of(loader, "loader"), 0, None):
+        for _, host, is_last, _ in prefetcher_of(3).batches(source_of(loader, "loader"), 0, None):
             used.append((int(host["x"][0, 0]), is_last))
     assert used == [(0, False), (1, False), (2, False)]
 

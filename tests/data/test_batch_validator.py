@@ -142,11 +142,11 @@ def test_64_bit_numbers_that_fit_reach_steps_unchanged():
         assert_followed(made, [b["x"] for b in batches])
         assert [b["x"].dtype for b in record.batches["on_train_batch_end"]] == [dtype] * 3
     raw, limits = follow(predict=lambda self, batch: batch["x"] + 0), np.iinfo(np.int32)
-    (found,) = trainer_of().predict(raw, [{"x": np.array([limits.min, limits.max, -1, 0])}])
-    assert found.dtype == np.int32 and found.tolist() == [limits.min, limits.max, -1, 0]
+    (result,) = trainer_of().predict(raw, [{"x": np.array([limits.min, limits.max, -1, 0])}])
+    assert result.dtype == np.int32 and result.tolist() == [limits.min, limits.max, -1, 0]
     for dtype in (np.bool_, np.uint8, jnp.bfloat16):
-        (found,) = trainer_of().predict(raw, [{"x": np.ones(4, dtype)}])
-        assert found.tolist() == [1] * 4
+        (result,) = trainer_of().predict(raw, [{"x": np.ones(4, dtype)}])
+        assert result.tolist() == [1] * 4
 
 
 def nan_at(*where, dtype=np.float32):
@@ -171,8 +171,8 @@ def test_debug_refuses_nan_of_any_floating_dtype():
         batches = [nan_at(3, 0, dtype=dtype)]
         call = lambda: trainer_of(debug=True).predict(follow(), batches)  # noqa: B023, E731
         refuses(DataError, call, r"batch\['x'\]\[3, 0\] is NaN")
-        (found,) = trainer_of().predict(follow(), batches)
-        assert np.argwhere(np.isnan(found["y"])).tolist() == [[3, 0]]
+        (result,) = trainer_of().predict(follow(), batches)
+        assert np.argwhere(np.isnan(result["y"])).tolist() == [[3, 0]]
 
 
 def repair(self, batch, dataloader_idx):
@@ -213,8 +213,8 @@ def labelled(*sizes):
     ]
 
 
-def assert_labels(found, given):
-    for batch, expected in zip(found, given, strict=True):
+def assert_labels(result, given):
+    for batch, expected in zip(result, given, strict=True):
         for key in ("name", "object", "big"):
             assert (key, batch[key].dtype) == (key, expected[key].dtype)
             np.testing.assert_array_equal(batch[key], expected[key])
@@ -229,9 +229,9 @@ def test_host_keys_reach_hooks_and_predictions_unchanged(strategy):
     predicted = trainer.predict(made, batches)
     stages = ("train", "validation", "predict")
     assert set(record.batches) == {f"on_{stage}_batch_{when}" for stage in stages for when in ("start", "end")}
-    for found in record.batches.values():
-        assert_labels(found, batches)
-        assert [b["x"].tolist() for b in found] == [b["x"].tolist() for b in batches]
+    for result in record.batches.values():
+        assert_labels(result, batches)
+        assert [b["x"].tolist() for b in result] == [b["x"].tolist() for b in batches]
     assert_labels(predicted, batches)
     assert [p["y"].tolist() for p in predicted] == [b["x"].tolist() for b in batches]
     assert all(set(p) == {"y", *HOST_KEYS} for p in predicted)
@@ -241,12 +241,12 @@ def test_host_keys_reach_hooks_and_predictions_unchanged(strategy):
 def test_host_keys_join_only_dict_predictions():
     plain = follow(predict=lambda self, batch: (batch["x"] * 2, batch["x"] + 1))
     batches = labelled(8, 5)
-    for found, batch in zip(trainer_of(host_keys=HOST_KEYS).predict(plain, batches), batches, strict=True):
-        assert type(found) is tuple
-        np.testing.assert_array_equal(found, (batch["x"] * 2, batch["x"] + 1))
+    for result, batch in zip(trainer_of(host_keys=HOST_KEYS).predict(plain, batches), batches, strict=True):
+        assert type(result) is tuple
+        np.testing.assert_array_equal(result, (batch["x"] * 2, batch["x"] + 1))
     named = follow(predict=lambda self, batch: {"name": batch["x"] + 0})
-    (found,) = trainer_of(host_keys=HOST_KEYS).predict(named, labelled(8))
-    assert found["name"].tolist() == [*range(8)]
+    (result,) = trainer_of(host_keys=HOST_KEYS).predict(named, labelled(8))
+    assert result["name"].tolist() == [*range(8)]
 
 
 def test_a_step_does_not_see_host_keys():
@@ -273,8 +273,8 @@ def test_an_index_in_host_keys_is_none_in_the_step(kind, strategy):
     trainer = trainer_of(record, strategy=strategy, host_keys=(1,))
     trainer.fit(made, batches)
     assert set(seen) == {(kind, None)}
-    for found in (record.batches["on_train_batch_start"], record.batches["on_train_batch_end"]):
-        assert [b[1].tolist() for b in found] == [b[1].tolist() for b in batches]
+    for result in (record.batches["on_train_batch_start"], record.batches["on_train_batch_end"]):
+        assert [b[1].tolist() for b in result] == [b[1].tolist() for b in batches]
     assert [p["1"].tolist() for p in trainer.predict(made, batches)] == [b[1].tolist() for b in batches]
 
 

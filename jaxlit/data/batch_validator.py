@@ -28,7 +28,7 @@ class _Kind:
     as_is: bool  # the batch needs neither conversion nor checks
 
 
-class Intake:
+class BatchValidator:
     """Checks the batches of one loader, and splits them into what the step gets and what stays on the host.
 
     A hook of the user's comes first. Then each batch is compared with those before, and checked if it is of a new
