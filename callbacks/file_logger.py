@@ -191,8 +191,8 @@ class FileLogger(Logger, ABC):
             self._rewrite(path, rows)
         except OSError as error:  # rows that come twice are worse than none: nothing has been trained yet
             raise LoggerError(
-                f"{type(self).__name__} cannot drop from {path} the rows that training makes again: {error}. Free the "
-                "disk, or pass Trainer(logger=False)."
+                f"{type(self).__name__} cannot remove the rows that training writes again from {path}: {error}. Free "
+                "the disk, or pass Trainer(logger=False)."
             ) from error
         self.path, self._rows, self._tail = path, len(rows), tail if rows[len(rows) - len(tail) :] == tail else []
 

@@ -212,7 +212,7 @@ class ModelCheckpoint(Callback):
             self._save(trainer, epoch_over=False, forced=True)
             self.finish(trainer)
         except Exception as error:
-            _logger.warning("No checkpoint of the error's place was written: %s", error)
+            _logger.warning("No checkpoint was written at the error: %s", error)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Wait for the last checkpoint, before other callbacks print its path."""

@@ -73,8 +73,8 @@ def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[A
         same = jax.tree.structure(indices) == jax.tree.structure(index.params)
         if not same or [known.get(i) for i in jax.tree.leaves(indices)] != wanted:
             raise ModuleError(
-                f"{type(keepers[key]).__name__}.eval_params must return leaves of its arrays as they are, in a pytree "
-                "like the parameters, of their shapes and dtypes. What is computed belongs into update_arrays."
+                f"{type(keepers[key]).__name__}.eval_params must return leaves of its arrays unchanged, in a pytree "
+                "with the parameters' structure, shapes and dtypes. Compute new values in update_arrays."
             )
         return indices
     return index.params

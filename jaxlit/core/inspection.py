@@ -107,9 +107,9 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
         if origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
             raise StateError(
                 f"{pure.name}.{STAGES[stage].step} wrote to {leaves[i].name}. Only training changes the state, so the "
-                "write would be lost. Return the value, or log it, of an nnx metric the metric itself: "
-                f"self.log('acc', metric); write to the variable in on_{stage}_end; draw from an nnx.Rngs that the "
-                "module holds, whose streams differ between batches."
+                "write would be lost. Return the value, or log it; log an nnx metric itself: "
+                f"self.log('acc', metric). Or write to the variable in on_{stage}_end. Draw random numbers from an "
+                "nnx.Rngs that the module holds, whose streams differ between batches."
             )
 
 

@@ -23,7 +23,7 @@ _logger = logging.getLogger("jaxlit")
 def tell_taken(what: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
     """Say which checkpoint is taken, and why newer ones are not."""
     for reason in skipped:
-        _logger.warning("A newer checkpoint was passed over. %s", reason)
+        _logger.warning("A newer checkpoint was skipped. %s", reason)
     if jax.process_index() == 0:
         state = checkpoint.state
         say(f"{what}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")

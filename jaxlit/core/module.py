@@ -33,8 +33,8 @@ else:
             def refuse(*_: Any, **__: Any) -> None:
                 name = type(instance).__name__
                 raise ModuleError(
-                    f"{name}.{method.__name__} returns a new module, and was called on one that it would leave as "
-                    f"it is. Call it on the class: module = {name}.{method.__name__}(...)."
+                    f"{name}.{method.__name__} returns a new module, and was called on one that it does not "
+                    f"change. Call it on the class: module = {name}.{method.__name__}(...)."
                 )
 
             return refuse

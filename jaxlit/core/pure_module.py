@@ -164,7 +164,7 @@ class PureModule:
                 raise StateError(
                     f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
                     f"{after.get(name, 'nothing')}. State must keep its structure, shapes and dtypes: create "
-                    "variables in __init__, and take what layers sow out again: nnx.pop(self, nnx.Intermediate)."
+                    "variables in __init__, and remove what layers sow: nnx.pop(self, nnx.Intermediate)."
                 )
 
     def _keep(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:
@@ -199,8 +199,8 @@ def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) ->
         )
     if first.reduction is not None and first.batch != now.batch:
         raise ModuleError(
-            f"{name} is given batches of another structure than the first, {now.batch}, and each replica sees its own "
-            "rows of them. Take dataloader_idx as an argument, so that each loader has its own step, or use "
+            f"{name} is given a batch of a different structure than the first, {now.batch}, and each replica sees its "
+            "own rows of it. Take dataloader_idx as an argument, so that each loader has its own step, or use "
             "strategy='ddp'."
         )
 

@@ -170,8 +170,8 @@ def _outputs(related: _Related, traces: StepTraces, rows_of: tuple[bool, ...]) -
             floating = jnp.issubdtype(x.dtype, jnp.floating)
             if relation == ROWS or not floating or traces.step.endswith("predict_step"):
                 raise ModuleError(
-                    f"{traces.step} returned {name or 'an array'}, {x.dtype}{list(x.shape)}, which is another on each "
-                    "replica and has no row for each row of the batch. Return rows, log it with self.log, or use "
+                    f"{traces.step} returned {name or 'an array'}, {x.dtype}{list(x.shape)}, which differs between the "
+                    "replicas and has no row for each row of the batch. Return rows, log it with self.log, or use "
                     "strategy='ddp', whose steps see the entire batch."
                 )
             relation = MEAN

@@ -62,8 +62,8 @@ class Agreement:
         else:
             raise DataError(
                 f"{argument}: a batch in the middle of an epoch has {rows} rows in process {process}, those before had "
-                f"{self._rows[process]}. In several processes only the last batch of an epoch may have other rows: the "
-                "processes do not know of each other's."
+                f"{self._rows[process]}. Only the last batch of an epoch may differ in rows between processes: "
+                "in the middle of an epoch, a process does not ask the others for their number of rows."
             )
         shapes = with_rows(batch, sum(rows_of))
         splits = len(set(rows_of)) == 1 and self._splits(shapes)
@@ -90,7 +90,7 @@ class Agreement:
             raise DataError(
                 f"{argument}: the processes differ in the number of batches or in the rows of the first one: batches "
                 f"{lengths}, rows {sizes}, by process. Give each the same: leave the remainder of the data out when "
-                "you share it, by drop_remainder=True say."
+                "you share it, for example with drop_remainder=True."
             )
         distinct = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
         if not shared and distinct and all(theirs["digest"] == mine["digest"] for theirs in rows_of):

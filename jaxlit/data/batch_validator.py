@@ -222,8 +222,8 @@ def check_batch(batch: Any, where: str) -> None:
         name = _name(path)
         if _is_number_list(leaf):
             raise DataError(
-                f"{where}: {name} is a list of Python numbers, which jax takes for as many scalars. Make it an array, "
-                "by np.asarray; if it is a row's, batch the rows."
+                f"{where}: {name} is a list of Python numbers, which jax treats as that many scalars. Make it an "
+                "array with np.asarray; if it belongs to a single row, batch the rows."
             )
         x = np.asarray(leaf)
         is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_
@@ -245,7 +245,7 @@ def check_batch(batch: Any, where: str) -> None:
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this is "
-            "a single row, batch the rows. Of graphs, give a row for each, padded, and join them in the step."
+            "a single row, batch the rows. For graphs, make each one a padded row, and join the rows in the step."
         )
     if 0 in sizes.values() and jax.process_count() == 1:  # a process's share of a last batch may have no rows
         raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")

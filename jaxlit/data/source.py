@@ -182,7 +182,7 @@ class Source(ABC):
                 )
             _logger.warning("%s is another loader than before the resume: %s.", self.argument, what)
         if at is not None and not self.may_start(at):
-            raise DataError(f"{self.argument}: the iteration's position {at!r:.60} is none of this kind of loader.")
+            raise DataError(f"{self.argument}: the saved position {at!r:.60} is not one of this loader's kind.")
         self._start, self._peeked, self._stream = (int(state["epoch"]), at), None, None
         self.gave |= at is not None
 

@@ -47,8 +47,8 @@ def agree(topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
             )
         except jax.errors.JaxRuntimeError as error:
             raise ProcessError(
-                f"Process {process} did not come to '{topic}' within {timeout:g} s, where process {index} waits. It "
-                "has ended, hangs, or has another number of batches: look at its log."
+                f"Process {process} did not reach '{topic}' within {timeout:g} s, where process {index} waits. It "
+                "has ended, hangs, or has a different number of batches: look at its log."
             ) from error
         if their_topic != topic:
             raise ProcessError(

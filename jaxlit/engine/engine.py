@@ -151,7 +151,7 @@ class Engine:
         table, written = traced.table, tuple(itertools.compress(jax.tree.leaves(index.variables), traced.changed))
         if self._restored is None or self._restored.metrics != table.metrics:
             if self._restored is not None:
-                _logger.warning("training_step logs other metrics than in the checkpoint: this epoch's start again.")
+                _logger.warning("training_step logs other metrics than in the checkpoint: epoch sums start again.")
             # How many columns the metrics have is known only now, as the step was traced.
             state.put(index.sums, table.empty_sums())
             self._empty_table(table)

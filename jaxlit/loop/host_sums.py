@@ -116,7 +116,7 @@ class HostLog:
     def _into(self, totals: Any, key: Any, metric: Metric, value: Any, weight: Any) -> Total:
         if (total := totals.get(key)) is None:
             if any(metric.names & other.metric.names for other in totals.values() if other.metric.name != metric.name):
-                raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: another metric shows under this name.")
+                raise LogError(f"self.log({metric.name!r}, ...) in {self.hook}: another metric already has this name.")
             total = totals[key] = Total(metric, self.hook)
         if (total.metric, total.hook) != (metric, self.hook):
             raise LogError(

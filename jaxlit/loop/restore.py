@@ -95,7 +95,7 @@ def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     count = 3 if position["phase"] > Phase.EPOCH_START else 1
     if stated[:count] != counted[:count]:
         raise CheckpointError(
-            f"{checkpoint.path} is of (step, epoch, batch) {stated[:count]}, and its arrays of {counted[:count]}."
+            f"{checkpoint.path} is at (step, epoch, batch) {stated[:count]}, but its arrays are at {counted[:count]}."
         )
 
 

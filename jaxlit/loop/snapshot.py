@@ -93,8 +93,8 @@ def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
             run.hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{type(owner).__name__}.load_state_dict cannot take what the checkpoint keeps: {error!r}. It was "
-                "saved by another version of it, or is damaged. Leave the callback out, or resume from another one."
+                f"{type(owner).__name__}.load_state_dict cannot load its state from the checkpoint: {error!r}. The "
+                "state is of another version, or damaged. Leave the callback out, or resume from another checkpoint."
             ) from error
     # A callback with an empty state loses nothing.
     return [key for key, kept in saved.items() if kept and key not in known]
@@ -122,7 +122,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
         raise DataError(
             f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader continues "
-            f"only in as many processes: {len(theirs)} then, {processes} now. Resume with as many, use a "
+            f"only with as many processes as before: {len(theirs)}, not {processes}. Resume with as many, use a "
             "jl.ArrayLoader or a grain MapDataset, or resume from the end of an epoch."
         )
     # The fingerprint of another kind of loader is of each process's share.

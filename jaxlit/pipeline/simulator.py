@@ -120,7 +120,7 @@ def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: in
         for task in flat(tasks):
             if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count):
                 raise ArgumentError(
-                    f"{owner}: {task} is of no stage below {schedule.num_stages} and microbatch below {count}."
+                    f"{owner}: {task} is outside of {schedule.num_stages} stages and {count} microbatches."
                 )
             if (home := schedule.rank_of(task.stage)) != rank:
                 raise ArgumentError(f"{owner}: {task} is on rank {rank}, and stage {task.stage} is on rank {home}.")

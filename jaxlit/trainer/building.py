@@ -87,17 +87,17 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -
     if start.init_from is not None and (start.ckpt_path is not None or settings.resume not in (None, "auto")):
         raise ArgumentError(
             f"Trainer.fit(init_from={str(start.init_from)!r}) begins a new training with the weights of a checkpoint, "
-            "and ckpt_path= and Trainer(resume=path) continue an old one. Leave one out; resume='auto' goes with it."
+            "and ckpt_path= and Trainer(resume=path) continue an old one. Leave one out, or use resume='auto'."
         )
     if start.ckpt_path is None and settings.resume is None and (start.reset_optimizer or not start.strict):
         raise ArgumentError(
             "Trainer.fit(strict=False) and reset_optimizer=True apply to ckpt_path= and resume=, and neither was "
-            "given. Pass ckpt_path=..., or Trainer(resume=...); init_from=... takes what fits, and a new optimizer."
+            "given. Pass ckpt_path=..., or Trainer(resume=...); init_from=... loads what fits, with a new optimizer."
         )
     if not (settings.has_limit or any(c.limits_time for c in callbacks)):
         raise ArgumentError(
             "Trainer.fit has no limit. Pass Trainer(max_epochs=...), Trainer(max_steps=...), Trainer(max_time=...) or "
-            "a jl.callbacks.Timer(...). Or a callback that ends it sets limits_time = True."
+            "a jl.callbacks.Timer(...), or set limits_time = True in a callback that ends training."
         )
 
 

@@ -152,7 +152,7 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
                 f"{shown(sorted(names - known))}. It has: {shown(sorted(known))}."
             )
         if both := sorted(name for part in parts for name in part.names & names):
-            raise ArgumentError(f"{whose} has {both[0]}, which another one has as well. Give each other parameters.")
+            raise ArgumentError(f"{whose} has {both[0]}, which another one also has. Give each its own parameters.")
         if label in {part.label for part in parts}:
             raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
         parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))

@@ -83,8 +83,8 @@ class LRFinder:
                 falls[k] = float(before[-width:].mean() - after)
         if not falls:
             _logger.warning(
-                "lr_find suggests no rate of %d: the loss falls clearly at none of them. Try more steps, a wider range "
-                "of rates or larger batches.",
+                "lr_find suggests none of its %d rates: at none of them does the loss clearly fall. Try more steps, a "
+                "wider range of rates or larger batches.",
                 len(rates),
             )
             return None
@@ -162,7 +162,7 @@ def lr_find(
         check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
     if isinstance(train_dataloaders, Iterator):
         raise ArgumentError(
-            "jl.lr_find(train_dataloaders=...) takes a loader that starts again, got an iterator. Pass a list of it."
+            "jl.lr_find(train_dataloaders=...) takes a re-iterable loader, got an iterator. Pass a list of its batches."
         )
     holder, name = _attribute(model, attr_name) if update_attr else (None, "")
     rates = _rates(min_lr, max_lr, num_training_steps, mode)
@@ -252,8 +252,8 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
             return model.hparams, name
     wanted = repr(attr_name) if attr_name else "'lr' or 'learning_rate'"
     raise ArgumentError(
-        f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute {wanted}, nor have its hparams. Keep "
-        "the rate in one, which configure_optimizers reads, or name another by attr_name."
+        f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute or hparam {wanted}. Keep the rate in "
+        "one that configure_optimizers reads, or pass the name of another one as attr_name."
     )
 
 

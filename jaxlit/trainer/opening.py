@@ -54,8 +54,8 @@ def warn_of_eval_mode(run: Setup) -> None:
     """Warn of a module that a fit would train in evaluation mode."""
     if is_in_eval_mode(run.module):
         _logger.warning(
-            "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics do "
-            "not move. Call module.train() before fit, and eval() on the parts that are frozen.",
+            "%s is entirely in evaluation mode, and stays so in training: dropout drops nothing, statistics are "
+            "not updated. Call module.train() before fit, and eval() on the parts that are frozen.",
             type(run.module).__name__,
         )
 

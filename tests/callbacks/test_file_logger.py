@@ -278,7 +278,7 @@ def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     before = path_of(kind()).read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(kind, "_rewrite", full)
-        refuses(LoggerError, lambda: go_on(2), f"{kind.__name__} cannot drop.*No space")
+        refuses(LoggerError, lambda: go_on(2), f"{kind.__name__} cannot remove.*No space")
     assert path_of(kind()).read_bytes() == before
     assert go_on(2) == 4  # once there is room
     assert [row["step"] for row in read(path_of(kind()))] == [0, 1, 2, 3]

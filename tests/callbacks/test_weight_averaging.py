@@ -120,8 +120,8 @@ class Chooses(jl.Callback):
 
 
 CHOICES: dict[str, Any] = {
-    "what is computed": (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays as they are"),
-    "another tree": (lambda a: a["n"], "in a pytree like the parameters"),
+    "what is computed": (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays unchanged"),
+    "another tree": (lambda a: a["n"], "in a pytree with the parameters"),
 }
 
 

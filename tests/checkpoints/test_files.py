@@ -113,7 +113,7 @@ def test_training_after_a_damaged_checkpoint_is_bit_identical(name, how, newest,
     trainer = train("run", 3, keep_all(), resume="auto")
     assert trainer.global_step == 9 and bytes_of(trainer) == ends[3]
     (warning,) = warnings_of(caplog)
-    assert warning.startswith("A newer checkpoint was passed over.") and name in warning and str(newest) in warning
+    assert warning.startswith("A newer checkpoint was skipped.") and name in warning and str(newest) in warning
     assert files.read(newest).state["global_step"] == 6
     assert names() == [OLDER, NEWER, "step_00000009"]
 

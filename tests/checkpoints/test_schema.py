@@ -134,8 +134,8 @@ def data_of(count):
     ("change", "error", "words"),
     [
         (put("optimizer", value="x"), CheckpointError, r"does not fit Linear:(?s:.*)the optimizer +x +\(TraceState"),
-        (put("position", "phase", value=7), CheckpointError, r"batch\) \[3, 1, 0\], and its arrays of \[3, 0, 3\]"),
-        (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is none of this kind of loader"),
+        (put("position", "phase", value=7), CheckpointError, r"batch\) \[3, 1, 0\], but its arrays are at \[3, 0, 3\]"),
+        (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is not one of this loader's kind"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
         (put("latest", "data", value=data_of(3)), CheckpointError, r"3 bytes for an array of shape \(2, 4\)"),
         (put("latest", "shape", value=[2**40, 2**40]), CheckpointError, r"32 bytes for an array of shape \(1099511"),
@@ -143,7 +143,7 @@ def data_of(count):
             (
                 put("callbacks", "ModelCheckpoint", member, value=value),
                 CheckpointError,
-                r"ModelCheckpoint\.load_state_dict cannot take .*TypeError",
+                r"ModelCheckpoint\.load_state_dict cannot load .*TypeError",
             )
             for member, value in (("best_k_models", 7), ("last_model", ["../../outside"]))
         ],

@@ -32,7 +32,7 @@ def test_agree_names_the_process_that_is_elsewhere(monkeypatch):
 
 def test_agree_names_the_process_that_does_not_come(monkeypatch):
     error, _ = as_processes(monkeypatch, lambda index: index or agree("alone", None, timeout=0.01))
-    assert type(error) is ProcessError and str(error).startswith("Process 1 did not come to 'alone' within 0.01 s")
+    assert type(error) is ProcessError and str(error).startswith("Process 1 did not reach 'alone' within 0.01 s")
 
 
 @pytest.mark.parametrize(

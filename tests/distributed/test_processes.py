@@ -422,7 +422,7 @@ def test_processes_continue_where_others_stopped(alone, two):
                 assert said[f"{strategy} resumed"] == said[f"{strategy} whole"], "as many continue bit by bit"
             close(said[f"{strategy} resumed"], expected)
         assert said["step"][0] == said["step"][1] and "step_00000099" in errors and "state.json is damaged" in errors
-        assert "as many processes: 1 then, 2 now" in said["refused"] and "ArrayLoader" in said["refused"]
+        assert "as many processes as before: 1, not 2" in said["refused"] and "ArrayLoader" in said["refused"]
     for strategy, expected in weights.items():
         result = train_window(strategy, resume=folder / "of_two" / strategy / "window")
         close(result, two[0].said[f"{strategy} whole"])

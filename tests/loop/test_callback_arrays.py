@@ -230,7 +230,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Made defines one of init_arrays and update_arrays", {"update_arrays": keep}),
     (CALLED, {"init_arrays": zeros, "update_arrays": lambda self, arrays, params: (arrays, params)}),
     (
-        r"Made\.eval_params must return leaves of its arrays .* of their shapes and dtypes",
+        r"Made\.eval_params must return leaves of its arrays .* structure, shapes and dtypes",
         {
             "init_arrays": lambda self, params: jax.tree.map(lambda x: x.astype("float16"), params),
             "update_arrays": keep,

@@ -163,7 +163,7 @@ def test_an_error_in_load_state_dict_names_the_callback() -> None:
             raise KeyError("an older version")
 
     train(Strict())
-    with pytest.raises(CheckpointError, match=r"Strict\.load_state_dict cannot take .*another version") as raised:
+    with pytest.raises(CheckpointError, match=r"Strict\.load_state_dict cannot load .*another version") as raised:
         train(Strict(), epochs=2, resume="auto")
     assert repr(raised.value.__cause__) == "KeyError('an older version')"
     assert state()["global_step"] == 3

@@ -110,7 +110,7 @@ class Given(S.Schedule):
         (("0F0 0B0", "1F0 1I0"), r"needs bwd_1__0, or both .* and has \['bwdA_1__0'\]"),
         (("0F0 0B0", "1F0 1F0 1B0"), "fwd_1__0 occurs twice"),
         (("0F0 0B0 1B0", "1F0"), "bwd_1__0 is on rank 0, and stage 1 is on rank 1"),
-        (("0F0 0B0", "1F0 1B0 1F1"), "fwd_1__1 is of no stage below 2 and microbatch below 1"),
+        (("0F0 0B0", "1F0 1B0 1F1"), "fwd_1__1 is outside of 2 stages and 1 microbatches"),
         (("0B0 0F0", "1F0 1B0"), "rank 0 with bwd_0__0 for fwd_0__0, rank 1 with fwd_1__0 for fwd_0__0"),
     ],
 )

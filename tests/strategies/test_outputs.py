@@ -77,7 +77,7 @@ def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
     [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
 )
 def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, verb: str) -> None:
-    with pytest.raises(ModuleError, match=r"largest, int32\[\].*another on each replica"):
+    with pytest.raises(ModuleError, match=r"largest, int32\[\].*differs between the replicas"):
         outputs_of(verb, returning(most_positive), make_batches(rows), strategy)
 
 

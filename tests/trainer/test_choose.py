@@ -165,7 +165,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ckpt_path": 3}, ArgumentTypeError, r"Trainer\.fit\(ckpt_path=\.\.\.\) takes .*'best' or a path, got 3"),
     (RUN | {"resume": "auto", "fast_dev_run": True}, ArgumentError, "resume='auto'.*fast_dev_run"),
     ({"strict": False}, ArgumentError, "strict=False.*ckpt_path"),
-    ({"strict": False, "init_from": "run"}, ArgumentError, "strict=False.*init_from=... takes what fits"),
+    ({"strict": False, "init_from": "run"}, ArgumentError, "strict=False.*init_from=... loads what fits"),
     (
         {"ckpt_path": "run", "init_from": "run"},
         ArgumentError,

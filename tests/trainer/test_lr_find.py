@@ -177,7 +177,7 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
     assert model.lr == result.suggestion() != 0.1
     result = jl.lr_find(make_trainer(**BARE), other, LEARNED, attr_name="rate", **given)
     assert other.hparams.rate == result.suggestion() != 0.1
-    words = "Other has no attribute 'lr' or 'learning_rate', nor have its hparams"
+    words = "Other has no attribute or hparam 'lr' or 'learning_rate'"
     refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), other, BATCHES, **given), words)
     lazy = jl.lazy(Rated)
     refuses(ArgumentError, lambda: jl.lr_find(make_trainer(**BARE), lazy, BATCHES, **given), "lazy has no attribute")
