@@ -40,7 +40,7 @@ def check_extras(
                 changed = next((x for x in [*old, *new] if x not in old or x not in new), "a container")
                 raise ModuleError(
                     f"{type(keeper).__name__}.update_arrays changed {changed}. Arrays and parameters must keep their "
-                    "structure, shapes and dtypes: init_arrays makes them as they stay."
+                    "structure, shapes and dtypes: create them as such in init_arrays."
                 )
         except Exception as error:
             if not tolerates(error, keeper, hook):
