@@ -48,6 +48,9 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
     def __len__(self) -> int:
         return len(self._curves)
 
+    def __repr__(self) -> str:
+        return f"History({ {name: len(curve.steps) for name, curve in self._curves.items()} })"
+
     def _repr_png_(self) -> bytes | None:
         """Return a picture for a notebook, None where there is nothing to draw or nothing to draw with."""
         if not self._curves:
