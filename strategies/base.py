@@ -20,7 +20,7 @@ from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
-from jaxlit.strategies.program import Out, Program, ReplicatedBatch, jit, named, state_shardings
+from jaxlit.strategies.program import EACH, SHARED, Program, ReplicatedBatch, jit, named, state_shardings
 
 
 class Strategy(Configured, ABC):
@@ -342,7 +342,7 @@ class Strategy(Configured, ABC):
         body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
         # XLA chooses the shardings of what a step returns next to the state and the metrics.
         out = tuple(
-            sharding if sharding is not None else self.replicated if isinstance(x, Out) else None
+            sharding if sharding is not None else self.replicated if x is SHARED or x is EACH else None
             for sharding, x in zip(state_shardings(program), program.outputs, strict=True)
         )
         return jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlit.core.device_sums import Table
 from jaxlit.core.log import Metric, active_collector
@@ -51,6 +50,9 @@ class MetricView(Mapping[str, float]):
             raise KeyError(f"No metric {name!r} was logged.{did_you_mean(name, names)} Logged: {names}.")
         return float(slot)
 
+    def __contains__(self, name: object) -> bool:  # without a read, for which a mapping's own would wait
+        return (slot := self._slots.get(name)) is not None and self._shows(slot)  # type: ignore[call-overload]
+
     def __iter__(self) -> Iterator[str]:
         return (name for name, slot in self._slots.items() if self._shows(slot))
 
@@ -74,6 +76,7 @@ class Results:
         self._shows_loss = False
         self.history = History()
         self._table, self._rates = Table([]), tuple[str | None, ...]()
+        # The newest table that was read: on the device, its values, and on the host.
         self._read_of: tuple[Any, list[float], Any] = (None, [], None)
         self._slots: dict[str, Slot] = {}
         self._count = 0  # values of epochs put here
@@ -95,7 +98,7 @@ class Results:
         """Show the values of an evaluation step, given as its table, with a suffix of each metric's name."""
         for i, metric in enumerate(table.metrics):
             if metric.on_step:
-                read = lambda i=i: table.read(np.asarray(values))[i]  # noqa: E731
+                read = lambda i=i: table.read(fetch(values))[i]  # noqa: E731
                 self.put_step(metric, read, suffix(metric), evaluating=True)
 
     def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
@@ -113,9 +116,10 @@ class Results:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.latest, self._read_of = None, (None, [], None)
-        self.newest_loss = None
+        self.latest = self.newest_loss = None
         self._slots.clear()
+        self.show_steps(Table([]))
+        self._read_of = None, [], None
 
     @property
     def loss(self) -> float | None:

@@ -19,8 +19,7 @@ def row_of_step(run: Run) -> Row | None:
     """Return the row of the optimizer step, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
-    every = run.settings.log_every_n_steps
-    every = control.log_every if isinstance(every, str) else every
+    every = run.log_every
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
@@ -56,8 +55,8 @@ def log_pending(run: Run) -> None:
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
-    # The last column is the guard's flag: the row is on the host, so reading it costs nothing.
-    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1]:
+    # The last column names the guard's bad step: the row is on the host, so reading it costs nothing.
+    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1] != run.seen_bad_step + 1:
         check_finite(run)
     else:
         run.found_finite(step + 1)

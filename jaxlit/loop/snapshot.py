@@ -141,7 +141,7 @@ def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, the metrics, the row that was not read yet, and a validation that was cut."""
     table = table_of(state["metrics"])
-    run.resumed = True
+    run.resumed, run.seen_bad_step = True, run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
     keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
     run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else given

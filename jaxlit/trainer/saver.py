@@ -91,7 +91,8 @@ class Saver:
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
-            run.written.append(saving)
+            if run.settings.nan_policy == "rollback":  # each holds its state.json
+                run.written.append(saving)
         return saving
 
     def finish(self, first: BaseException | None) -> BaseException | None:

@@ -341,7 +341,8 @@ class Session:
             if fitting:
                 if resume is not None:  # sums and counters go to the device, so not before there is an engine
                     snapshot.load_run(run, resume.checkpoint.state)
-                    run.written.append(resume.checkpoint.path)
+                    if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
+                        run.written.append(resume.checkpoint.path)
                     hooks("on_load_checkpoint", dict(resume.checkpoint.state))
                 log_hyperparams(hooks)
                 hooks("on_fit_start")

@@ -21,6 +21,7 @@ from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.testing.pairwise import pairwise
 
@@ -414,3 +415,16 @@ def test_a_window_that_was_skipped_is_no_place_to_go_back_to() -> None:
         fit(Mean(), Once(), None, skips, **given)
     position = saved_state("run/checkpoints/step_00000001")["position"]
     assert (position["global_step"], position["epoch"], position["batch_idx"]) == (1, 1, 0)
+
+
+def test_each_skipped_step_is_read_and_warned_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    reads, bad_step = [], Engine.bad_step
+    monkeypatch.setattr(Engine, "bad_step", lambda self: reads.append(1) or bad_step(self))
+    batches = [{"x": np.full((8, 1), np.nan if k in (2, 9) else 1.0, np.float32)} for k in range(20)]
+    given = {"nan_policy": "skip", "log_every_n_steps": 1, "default_root_dir": "run", "resume": "auto"}
+    fit(Mean(), batches, max_epochs=1, **given)
+    assert caplog.text.count("The update was skipped") == 2
+    assert len(reads) < 8  # at the two steps, and where the epoch and training end
+    caplog.clear()
+    fit(Mean(), batches[:1] * 20, max_epochs=2, **given)
+    assert "The update was skipped" not in caplog.text

@@ -72,3 +72,17 @@ def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: fl
 
     trainer = fit(logging(), sized(8, 8, 10), None, hooks(on_train_batch_end=log))
     assert trainer.callback_metrics["x"] == pytest.approx(expected)
+
+
+def test_asking_for_a_name_reads_no_value() -> None:
+    results = Results()
+    results.put_step(Metric("x"), lambda: pytest.fail("it was read"))
+    assert "x" in results.callback_metrics and "y" not in results.callback_metrics
+
+
+def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
+    trainer = fit(logging(lambda m, batch, i: m.log("x", 1.0)), numbered(1))
+    other = logging()
+    type(other).on_train_start = lambda self: self.log("x", 2.0)
+    trainer.fit(other, numbered(1))
+    assert trainer.callback_metrics["x"] == 2.0

@@ -170,3 +170,12 @@ def test_each_epoch_has_its_mean_also_after_a_rollback_to_an_earlier_one(bad: in
     save = ModelCheckpoint(every_n_train_steps=3)
     fit(module(epoch_mean), loader, None, rows, save, nan_policy="rollback", max_epochs=2, log_every_n_steps=1)
     assert len(rows.of("seen")) == 2
+
+
+def test_a_rollback_does_not_bring_a_reset_optimizer_back() -> None:
+    made = lambda: module(tx=optax.adam(0.1))  # noqa: E731
+    trainer, _ = train([1.0, 2.0, 3.0], made=made())
+    trainer.save_checkpoint("kept")
+    with pytest.raises(NonFiniteError, match="no checkpoint yet to go back to"):
+        resets = {"ckpt_path": "kept", "reset_optimizer": True}
+        fit(made(), batches([1.0, 2.0, 3.0, BAD]), nan_policy="rollback", max_epochs=2, **resets)

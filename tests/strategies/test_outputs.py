@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
+from kit.journal import hooks
 from kit.line import (
     START,
     Line,
@@ -162,3 +164,11 @@ def test_an_output_of_a_replicas_length_by_chance_is_no_row(strategy: str) -> No
 def test_a_prediction_of_a_replicas_length_is_refused(strategy: str, step: Step) -> None:
     with pytest.raises(ModuleError, match=r"predict_step returned .*no row for each row"):
         make_trainer(strategy=strategy).predict(returning(step), make_batches(16))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_prediction_of_rows_is_split_over_the_devices(strategy: str) -> None:
+    specs: list[Any] = []
+    see = hooks(on_predict_batch_end=lambda t, m, outputs, *_: specs.append(outputs.sharding.spec))
+    make_trainer(see, strategy=strategy).predict(returning(lambda m, batch: batch["x"]), make_batches(16))
+    assert specs == [P("data")]
