@@ -284,7 +284,7 @@ class ModelCheckpoint(Callback):
             self._failed(error)
             return
         self._saving = None  # only now: a Ctrl-C in the wait leaves it to the next one
-        self._rests_until = time.monotonic() + 9 * saving.seconds
+        self._rests_until = time.monotonic() + 9 * saving.seconds  # writing takes a tenth of the time
         self._delete_replaced(trainer)
         trainer.saver.announce(self, saving.path)
 

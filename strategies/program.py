@@ -16,7 +16,7 @@ class Program:
     """A step to compile: `fn(replica, *states, batch)`, where a state is a flat list of arrays.
 
     Attributes:
-        name: The name under which it compiles, `train_step` say.
+        name: The name under which it compiles, for example `train_step`.
         kind: "train" for an optimizer step, "micro" for a batch of a window that continues, "eval" for an evaluation.
         fn: The body.
         inputs: The spec of each array of each state.

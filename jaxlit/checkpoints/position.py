@@ -82,7 +82,7 @@ class Position:
         self.over, self.data = True, data
 
     def drop_window(self) -> None:
-        """Move before the first batch of an accumulation window."""
+        """Forget the batches of an unfinished window; `batch_idx` does not move back."""
         self.filled = 0
 
     def advance_epoch(self, data: Any) -> None:

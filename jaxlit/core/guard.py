@@ -55,7 +55,7 @@ def guarded(
         finite: Of each gradient, () bool, whether it is finite.
         wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
     """
-    every = (1 << len(finite)) - 1
+    every = (1 << len(finite)) - 1  # bit i stands for gradient i
     # One comparison for all of them, where most optimizers that clip by the global norm end.
     good = {every: early & jnp.stack(finite).all()}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def _waits(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) 
     # and single numbers such as counts, wait for all: they must agree with each other.
     every = (1 << num_grads) - 1
     pairs = zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False)
-    return [every if wait_for_all or not x.ndim else bits & every or every for x, bits in pairs]
+    return [every if wait_for_all or not x.ndim else (bits & every) or every for x, bits in pairs]
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[tuple[jax.Array, Any]]) -> list[Any]:

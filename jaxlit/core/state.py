@@ -71,7 +71,7 @@ class TrainState:
 
     @property
     def bad_step(self) -> jax.Array:
-        """() int32, step of a non-finite loss or gradient, -1 if there was none."""
+        """() int32, the first non-finite step under "raise", the newest under "skip"; -1 if there was none."""
         return self.counters[3]
 
     def advance(self, *, steps: int, bad_step: jax.Array | None = None) -> "TrainState":
@@ -95,7 +95,7 @@ class TrainState:
         return {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(self.variables)}
 
     def next_start(self) -> WindowStart | None:
-        """Return the start of the window that the next batch is in."""
+        """Return `window_start` after one more batch: the first of a window stores the module's arrays."""
         if (start := self.window_start) is None:
             return None
         begins, module = start.batches == 0, self.module

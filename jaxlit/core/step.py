@@ -211,7 +211,7 @@ class TrainStep:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
         if self.plan.nan_policy == "ignore":
             return new
-        # The window itself may turn NaN: the update step sees it. Statistics have no second chance.
+        # The optimizer step finds NaN in the window's gradients. Nothing checks batch statistics again, so do it here.
         stopped = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
 
         def keep(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -247,6 +247,7 @@ class TrainStep:
             ok, weights = early & jnp.stack(finite).all(), holds_weights(self.plan.tx, old.params)
             optimize = partial(guarded, self._optimize, early=early, finite=finite, wait_for_all=weights)
             fields, updates = self._updated(optimize, old, new, grads, loss)
+            # `guarded` has selected opt_state leaf by leaf: keep_unless leaves an object that is both alone.
             kept = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
             fields, sums = keep_unless(ok, (kept, old.sums), (fields, sums))
             updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None

@@ -145,6 +145,6 @@ def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, 
 
 
 @lru_cache(maxsize=64)
-def epoch_starter(home: NamedSharding) -> Callable[..., jax.Array]:
-    """Return a program of (counters, epoch), the same for all engines whose counters lie alike."""
-    return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=home)
+def epoch_starter(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """Return a program of (counters, epoch), the same for all engines whose counters have this sharding."""
+    return jax.jit(lambda counters, epoch: counters.at[1].set(epoch).at[2].set(0), out_shardings=sharding)

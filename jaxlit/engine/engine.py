@@ -39,7 +39,7 @@ from jaxlit.engine.diagnosis import Diagnosis
 from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.program_key import program_key
 from jaxlit.engine.step_traces import trace_step
-from jaxlit.engine.window_start import WindowStart
+from jaxlit.engine.window_start import WindowBackup
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program
 
@@ -122,6 +122,7 @@ class Engine:
         # A program of its own: the step counter is on the devices, and is not waited for.
         self._next_epoch = epoch_starter(strategy.replicated)
         self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
+        # prepare_training adds train_step, micro_step, window_start and diagnose: they need the first batch.
 
     def evaluator(self) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
@@ -178,7 +179,7 @@ class Engine:
         self._train_program = train
         # Under "raise" a bad window is undone: what its batches have written is restored.
         restores = index.window is not None and written and self.nan_policy == "raise"
-        self.window_start = WindowStart(state, written) if restores else None
+        self.window_start = WindowBackup(state, written) if restores else None
         self.diagnose = Diagnosis(train, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
@@ -245,7 +246,7 @@ class Engine:
             self.window_start.restore()
 
     def bad_step(self) -> int:
-        """Return the last step with a non-finite loss or gradient, or -1; waits for the device."""
+        """Return the non-finite step, the first under "raise", the newest under "skip", or -1; waits for the device."""
         return self.state.counters()[3]
 
     def restore(self, arrays: Mapping[int, Any], table: Table | None) -> None:

@@ -74,8 +74,8 @@ class FlatState:
             state = jax.tree.map(_spec, abstract, self.sharding_tree)
             raise out_of_memory(error, "in making the state of step 0", state=state) from error
         index = self.index = jax.tree.unflatten(self.layout.treedef, range(len(self.leaves)))
-        own = set(jax.tree.leaves(index.window)) if self.per_replica else set()
-        self.array_specs = [ArraySpec(sharding, per_replica=i in own) for i, sharding in enumerate(self.shardings)]
+        stacked = set(jax.tree.leaves(index.window)) if self.per_replica else set()
+        self.array_specs = [ArraySpec(sharding, per_replica=i in stacked) for i, sharding in enumerate(self.shardings)]
         self.eval_index = self.evaluated(index.params)
         self.eval_layout = Layout((abstract.counters, *abstract.variables))
         self._variable_index: list[int] = []  # of each Variable of the module

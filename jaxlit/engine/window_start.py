@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxlit.engine.flat_state import FlatState
 
 
-class WindowStart:
+class WindowBackup:
     """Keeps copies, on the devices, of what the steps of a window write: statistics, counts and random keys.
 
     A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.

@@ -121,7 +121,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
     number = idx if takes_loader(engine.module, stage) else None
     wait = Bound(run.max_in_flight)
-    now = run.evaluation or Evaluation()
+    now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
     sums, kept, waiting = None, [], None
     for i, (batch, host_batch, _, at) in enumerate(prefetcher.batches(source, 0, limit, now.batch_idx), now.batch_idx):
         if sums is None:

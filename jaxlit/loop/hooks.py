@@ -79,7 +79,8 @@ class Hook:
         if not self.functions:
             return skip
         log, live = hooks.log, hooks.live
-        outer = log.hook, log.named, hooks.inside  # of a hook that has called this one, for example by a checkpoint
+        # Of the hook that has called this one, for example by a checkpoint.
+        outer_hook, outer_named, outer_inside = log.hook, log.named, hooks.inside
         log.hook, hooks.inside = self.name, 0.0
         if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
@@ -105,8 +106,8 @@ class Hook:
                         function.add(now - start - hooks.inside)
                         start, hooks.inside = now, 0.0
         finally:
-            log.hook, log.named = outer[:2]  # the hook that called this one may continue
-            hooks.inside = outer[2] + start - begun
+            log.hook, log.named = outer_hook, outer_named
+            hooks.inside = outer_inside + start - begun
         return skip
 
 
@@ -187,6 +188,7 @@ class Hooks:
             args: Its arguments.
         """
         position, name = self._position, f"{type(owner).__name__}.{hook}"
+        # Arguments of a batch hook: (batch, batch_idx), at the end (outputs, batch, batch_idx).
         batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
         at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
         # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.

@@ -49,7 +49,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     evaluates, filled = engine.evaluates_only, checkpoint.state["position"]["filled"]
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
-    then, now = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
+    saved_keys, wanted_keys = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
 
     def skip(name: str) -> bool:
         """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
@@ -57,7 +57,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
             return not name.startswith("module.")
         fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
         fresh = fresh or (name.startswith("window.") and not filled)
-        return fresh or (_is_bookkeeping(name) and name not in same) or _callback(name) in then ^ now
+        return fresh or (_is_bookkeeping(name) and name not in same) or _callback(name) in (saved_keys ^ wanted_keys)
 
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
@@ -67,7 +67,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
-    again = {*(now - then), *(key for name, _, _ in rows if (key := _callback(name)))}
+    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback(name)))}
     pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
     # The engine's arrays are freed first: both states together may not fit into the devices' memory.
@@ -80,8 +80,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
         for keys, text in (
-            (then - now, "keeps the arrays of %s, which is not among the callbacks now."),
-            (now - then, "has no arrays of %s: they start again, from the restored parameters."),
+            (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
+            (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
         ):
             if keys:
                 _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))

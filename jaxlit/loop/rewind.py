@@ -156,7 +156,10 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         before = run.resume and run.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."
         error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
-    took = [] if reloaded else engine.diagnose.took(None) if took is None else took
+    if reloaded:  # the optimizer's state is the checkpoint's again
+        took = []
+    elif took is None:  # not known: name all that the step may have changed
+        took = engine.diagnose.took(None)
     batches = [start.batch_idx, end]
     run.not_finite = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": took}
 

@@ -37,7 +37,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class Start(NamedTuple):
-    """Where an optimizer step begins; one that a checkpoint was taken in, where training continues from it."""
+    """Where an optimizer step begins; after a resume inside its window, where training continues."""
 
     step: int
     batch_idx: int
@@ -196,6 +196,7 @@ class Run(Setup):
             self._next_validation, self.is_timed = self._look(ask=True) + interval.total_seconds(), True
 
     def _look(self, *, ask: bool = False) -> float:
+        """Return the clock's seconds; the next limit decides when processes compare their clocks."""
         dues = [limit.due for limit in self.limits if not limit.at_epoch_end]
         dues += [] if self._next_validation is None else [self._next_validation]
         return self.clock.look(min((due for due in dues if due > self.clock.now), default=None), ask=ask)

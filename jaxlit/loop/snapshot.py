@@ -130,7 +130,7 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
 
 
 def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
-    """Return whether the number that hooks had set still holds: the Trainer has the same, and no `setup` set another.
+    """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
 
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
     """

@@ -66,7 +66,7 @@ def train_epoch(run: Run) -> None:
         hooks("on_train_epoch_start")
         # After the hook, which may set it; all windows of an epoch have one length.
         run.accumulate = run.settings.accumulate_grad_batches
-    if position.phase > Phase.STEP:  # a checkpoint was taken between a step and its row, validation or safe point
+    if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         after_step(run)
     run.resumed = run.ready = False
     for batch, host_batch, last, at in batches_left(run):
@@ -77,7 +77,7 @@ def train_epoch(run: Run) -> None:
         logs, loss, outputs = take_step(run, batch, last, at)
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
-            ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)
+            ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)  # take_step has counted it
         wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
         if after_step(run):
             break
@@ -107,7 +107,7 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     engine, position, tracing = run.engine, run.position, run.tracing
     if not run.ready:
         begin_steps(run)
-    # At the first batch of each window: a later check may end training before this step.
+    # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
     if engine.nan_policy == "raise" and not (position.filled and run.starts):
         note_start(run)
     stepping = last or position.filled + 1 >= run.accumulate
@@ -168,7 +168,7 @@ def validate(run: Run) -> None:
 
 
 def safe_point(run: Run, *, training_over: bool) -> None:
-    """Call `on_safe_point`: nothing of the batches so far is left to do, except a validation that was cut."""
+    """Call `on_safe_point` after a batch; only a validation that a stop has cut may be left to do."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
         run.position.reaches(Phase.SAFE_POINT)  # what is saved here continues with the next batch
     if (hook := run.hooks.bound["on_safe_point"]).functions:
@@ -197,7 +197,7 @@ def end_batches(run: Run) -> None:
 def end_epoch(run: Run) -> None:
     """Call the end hooks of an epoch and log its metrics; the position stays in an epoch that a stop has cut."""
     position, log = run.position, run.hooks.log
-    cut = not position.over or run.evaluation is not None
+    cut = not position.over or run.evaluation is not None  # a resume continues in this epoch
     if position.over and position.filled:  # a hook skipped the rest of the window: its gradients are dropped
         run.engine.clear_window()
         log.take_window()

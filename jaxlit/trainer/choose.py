@@ -71,7 +71,7 @@ def resolve_checkpoint(
 
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint of several folders that has seen most, and why others were passed over."""
+    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others."""
     found, errors = [], list[CheckpointError]()
     for folder in folders:
         try:

@@ -182,7 +182,7 @@ class Saver:
         run = self._training()
         now, position = run.evaluation, run.position
         inside = (now.loader, now.batch_idx, now.phase) if now else None
-        # Before a bad step training is in a phase that no other checkpoint has: so one is written, with the note.
+        # After a rewind the phase is STEP, as in no other checkpoint: so one with `not_finite` is written.
         return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
 
     def _training(self) -> Run:

@@ -246,7 +246,7 @@ class Session:
             if self.current is not None:
                 self.current.ended = time.monotonic()
             self.running = False
-            if self.fitted is None and before[0] is not None:  # a fit that could not begin keeps the last one's results
+            if self.fitted is None and before[0] is not None:  # a fit that could not begin leaves the last one in place
                 self.fitted, self.position, self.module = before
             if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)

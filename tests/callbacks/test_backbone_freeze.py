@@ -267,7 +267,7 @@ class Own(BackboneFreeze):
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("result", "words"),
     [
         (
             ["inner/kernel"],
