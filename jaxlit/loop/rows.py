@@ -19,7 +19,8 @@ def row_of_step(run: Run) -> Row | None:
     """Return the row of the optimizer step, to be read one step late, when its values are ready."""
     control, position, log = run.control, run.position, run.hooks.log
     window = log.take_window() if log.window else {}
-    every = run.log_every
+    every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
+    every = control.log_every if isinstance(every, str) else every
     step = position.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
     if every and (position.global_step % every == 0 or control.should_stop):
