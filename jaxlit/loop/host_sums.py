@@ -97,8 +97,8 @@ class HostLog:
         if isinstance(value, jax.Array):
             value = jnp.copy(value)  # it may be the module's, which a later step overwrites
         training = self.hook.startswith("on_train")
-        if training and self._results.has_column(metric):
-            raise LogError(f"self.log({name!r}, ...) in {self.hook}: training_step logs this name. Use another.")
+        if training:
+            self._check_column(metric, self.hook)
         if metric.on_step and training:
             self._results.put_step(metric, self._into(self.window, name, metric, value, weight))
         elif metric.on_step:
@@ -108,6 +108,19 @@ class HostLog:
             total = self._into(self._epoch if training else self._evaluation, key, metric, value, weight)
             if not batch:  # there is no more to come
                 self._results.put_epoch(metric, total)
+
+    def check_columns(self) -> None:
+        """Refuse what hooks have logged before the first step under a name that the step logs too.
+
+        Raises:
+            LogError: Naming it.
+        """
+        for total in (*self.window.values(), *self._epoch.values()):
+            self._check_column(total.metric, total.hook)
+
+    def _check_column(self, metric: Metric, hook: str) -> None:
+        if hook != TRACED and self._results.has_column(metric):
+            raise LogError(f"self.log({metric.name!r}, ...) in {hook}: training_step logs this name. Use another.")
 
     def suffix(self, metric: Metric) -> str:
         """Return what is appended to a metric's name for the loader at hand."""

@@ -133,6 +133,7 @@ def begin_steps(run: Run) -> None:
     run.ready = True
     run.engine.prepare_training(run.prefetcher.example)
     run.results.show_steps(run.engine.training_table, run.engine.rates.names)
+    run.hooks.log.check_columns()
     run.tracing.check(run.engine, run.results)
 
 

@@ -11,6 +11,7 @@ from kit.modules import logging, module
 from kit.trainers import fit
 
 from jaxlit.core.log import Metric
+from jaxlit.errors import LogError
 from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -86,3 +87,10 @@ def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
     type(other).on_train_start = lambda self: self.log("x", 2.0)
     trainer.fit(other, numbered(1))
     assert trainer.callback_metrics["x"] == 2.0
+
+
+def test_a_name_that_a_hook_has_logged_before_the_step_is_refused() -> None:
+    made = logging(lambda m, batch, i: m.log("x", 1.0, on_epoch=True))
+    early = hooks(on_train_start=lambda trainer, module: module.log("x", 42.0))
+    with pytest.raises(LogError, match=r"'x', \.\.\.\) in on_train_start: training_step logs this name"):
+        fit(made, numbered(1), None, early)
