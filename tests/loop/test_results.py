@@ -94,3 +94,15 @@ def test_a_name_that_a_hook_has_logged_before_the_step_is_refused() -> None:
     early = hooks(on_train_start=lambda trainer, module: module.log("x", 42.0))
     with pytest.raises(LogError, match=r"'x', \.\.\.\) in on_train_start: training_step logs this name"):
         fit(made, numbered(1), None, early)
+
+
+def test_what_hooks_log_for_a_dropped_window_is_in_no_row() -> None:
+    rows = Rows()
+
+    def start(trainer: Any, module: Any, batch: Any, idx: int) -> int | None:
+        module.log("seen", float(idx), on_step=True, on_epoch=False)
+        return -1 if idx == 3 else None  # in the middle of a window of two batches
+
+    given = {"accumulate_grad_batches": 2, "max_epochs": 2, "log_every_n_steps": 1}
+    fit(logging(), numbered(4), None, hooks(on_train_batch_start=start), rows, **given)
+    assert rows.of("seen") == [0.5, 0.5]
