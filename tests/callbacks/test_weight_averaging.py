@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from kit.batches import Stream, random
+from kit.batches import Stream, numbered, random
 from kit.journal import Rows, at_batch
-from kit.modules import Linear
+from kit.modules import Linear, Mean
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
@@ -157,3 +157,10 @@ def test_a_module_keeps_its_other_variables() -> None:
     model = Counted()
     fit(model, BATCHES, None, EMA(0.9), **BARE)
     assert float(model.seen[...]) == 10
+
+
+def test_weights_that_the_user_sets_after_a_fit_are_evaluated() -> None:
+    model = Mean()
+    trainer = fit(model, numbered(4), None, EMA(0.5))
+    model.w[...] = jnp.full(1, 100.0)
+    assert trainer.validate(model, numbered(1)) == [{"val": 1.0 - 100.0}]

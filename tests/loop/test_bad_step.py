@@ -428,3 +428,21 @@ def test_each_skipped_step_is_read_and_warned_of_once(caplog: pytest.LogCaptureF
     caplog.clear()
     fit(Mean(), batches[:1] * 20, max_epochs=2, **given)
     assert "The update was skipped" not in caplog.text
+
+
+def test_a_skipped_window_after_a_dropped_one_keeps_its_statistics() -> None:
+    class Stat(Mean):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = nnx.BatchStat(jnp.zeros(()))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            self.seen[...] += jnp.mean(batch["x"])
+            return super().training_step(batch) + batch["trap"]
+
+    epochs = [[b | {"trap": np.float32(0)} for b in numbered(4, first)] for first in (1, 5)]
+    epochs[1][1]["trap"] = np.float32(np.inf)  # of the window of 5 and 6
+    drop = hooks(on_train_batch_start=lambda t, m, batch, idx: -1 if (t.current_epoch, idx) == (0, 3) else None)
+    model, given = Stat(), {"accumulate_grad_batches": 2, "nan_policy": "skip", "max_epochs": 2}
+    fit(model, Stream(*epochs), None, drop, **given)
+    assert float(model.seen[...]) == 1 + 2 + 3 + 7 + 8

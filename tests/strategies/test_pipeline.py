@@ -320,3 +320,15 @@ def test_what_a_microbatch_keeps_is_told_of_whole_ones() -> None:
         trainer = fit(layered(), sized(*rows), strategy=Pipeline(4, layers="layers"), devices=4, **BARE)
         told.append(trainer.strategy.describe())
     assert told[0] == told[1]
+
+
+def test_the_loss_of_a_batch_in_a_window_is_its_own() -> None:
+    losses = {}
+    for strategy in ("single", Pipeline(2, microbatches=1, layers="layers")):
+        seen = Losses()
+        devices = 1 if strategy == "single" else 2
+        fit(layered(), sized(8, 8, 8, 8), None, seen, strategy=strategy, devices=devices, accumulate_grad_batches=2)
+        losses[str(strategy)] = seen.losses
+    single, pipelined_losses = losses.values()
+    np.testing.assert_allclose(pipelined_losses, single, rtol=1e-5)
+    assert len({*single}) == 4
