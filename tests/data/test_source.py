@@ -222,6 +222,15 @@ def test_kept_batches_continue_after_the_last_used_one():
     assert [take(fresh, epoch)[0] for epoch in (0, 1)] == [expected[1:], expected]
 
 
+def test_kept_batches_are_given_as_they_were_in_each_epoch():
+    source = source_of(batches(), "loader", keep=2)
+    for epoch in range(3):
+        drawn = [batch for batch, _ in source.epoch(epoch)]
+        assert [everything(batch) for batch in drawn] == [everything(batch) for batch in batches()[:2]]
+        for batch in drawn:
+            batch["x"] += 100  # as a hook may
+
+
 def test_shares_of_a_dataset_that_two_processes_saved_continue_in_one():
     rows = grain.MapDataset.source(records())
     states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]

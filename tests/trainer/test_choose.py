@@ -125,6 +125,15 @@ def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     assert trainer.validate(Line(), numbered(1), ckpt_path="last") == [{"val": weight(4)}]
 
 
+def test_best_is_of_the_callback_that_a_new_trainer_has() -> None:
+    scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0][t.global_step - 1]))
+    saver = lambda mode: ModelCheckpoint(mode, monitor="score", mode=mode, save_top_k=-1)  # noqa: E731
+    fit(Line(), numbered(1), None, scores, saver("min"), saver("max"), max_epochs=3)
+    for mode, step in (("min", 2), ("max", 1)):
+        validated = make_trainer(saver(mode)).validate(Line(), numbered(1), ckpt_path="best")
+        assert validated == [{"val": weight(step)}]
+
+
 @pytest.mark.parametrize(
     ("gone", "first"),
     thinned(
