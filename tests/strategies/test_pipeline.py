@@ -338,10 +338,10 @@ def test_the_loss_of_a_batch_in_a_window_is_its_own() -> None:
 def test_a_scaled_loss_is_scaled_back_in_both_parts_of_a_pass(schedule: str) -> None:
     trained = []
     for name in ("1f1b", schedule):
-        module = layered()
+        module = layered(tx=optax.sgd(0.05))
         module.layers = nnx.List([layer.linear for layer in module.layers])  # one order of statistics for all
         strategy = Pipeline(2, name, 4, layers="layers")
-        fit(module, sized(8, 8), strategy=strategy, devices=2, precision="16-mixed", gradient_clip_val=0.1)
+        fit(module, sized(8, 8), strategy=strategy, devices=2, precision="16-mixed")
         trained.append(module)
     for path, x in numbers(trained[0]).items():
         np.testing.assert_allclose(numbers(trained[1])[path], x, rtol=0, atol=2e-3, err_msg=path)
