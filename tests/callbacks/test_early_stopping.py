@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 from kit.batches import numbered
+from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
@@ -152,3 +153,12 @@ def test_a_monitor_that_no_check_has_reached_is_told(caplog) -> None:
     fit(Mean(), numbered(3), numbered(1), EarlyStopping("nope"), max_epochs=None, max_steps=2)
     (message,) = [m for m in warnings_of(caplog) if "monitor" in m]
     assert "monitor='nope'" in message
+
+
+def test_a_resume_between_a_validation_and_the_epochs_end_makes_its_check() -> None:
+    save = hooks(on_validation_end=lambda t, m: t.current_epoch == 1 and t.save_checkpoint("half"))
+    flat, given = {"validation": lambda self, batch: self.log("val", jnp.zeros(()))}, {"max_epochs": 9}
+    stops = lambda: EarlyStopping("val", patience=2)  # noqa: E731
+    whole = fit(module(**flat), numbered(1), numbered(1), stops(), save, **given)
+    resumed = fit(module(**flat), numbered(1), numbered(1), stops(), ckpt_path="half", **given)
+    assert whole.current_epoch == resumed.current_epoch == 3

@@ -358,3 +358,12 @@ def test_a_dataset_with_workers_reshuffles_and_continues():
     before, state = take(stopped, 1, 2)
     fresh.load_state_dict(state)
     assert [before, take(fresh, 1)[0]] == [expected[:2], expected[2:]]
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_an_endless_loader_continues_after_a_checkpoint_of_an_epochs_end(kind):
+    save = hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("end"))
+    whole, resumed, given = Batches(), Batches(), {"max_epochs": 3, "limit_train_batches": 3}
+    fit(ENDLESS[kind](), None, whole, save, **given)
+    fit(ENDLESS[kind](), None, resumed, ckpt_path="end", **given)
+    assert list(map(rows_of, resumed.train)) == list(map(rows_of, whole.train[1:]))
