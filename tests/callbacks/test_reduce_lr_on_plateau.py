@@ -126,3 +126,10 @@ def test_another_hyperparameter_can_be_lowered() -> None:
 def test_an_unknown_hyperparameter_is_refused(tx, name, known) -> None:
     words = rf"{name}'.*{known}.*inject_hyperparams"
     fit_refuses(ArgumentError, words, model=sloping(tx), callbacks=[ReduceLROnPlateau("val", hyperparam=name)])
+
+
+def test_a_group_at_its_least_rate_holds_no_other_back() -> None:
+    tx = optax.chain(sgd(learning_rate=0.1), sgd(learning_rate=1.0))  # two hyperparameters of one name
+    model, plateau = sloping(tx), ReduceLROnPlateau("val", factor=0.5, patience=1, min_lr=0.1)
+    trainer = fit(model, numbered(1), numbered(1), plateau, max_epochs=2)
+    assert sorted(trainer.hyperparams.values()) == pytest.approx([0.1, 0.5])
