@@ -328,8 +328,8 @@ class TrainStep:
         # One small array out of the step: what else the host reads with a row are more columns of it.
         columns = [table, *(jnp.stack([rate, OF_RATE])[:, None] for rate in rates)]
         if self.plan.nan_policy != "ignore":
-            bad = (state.bad_step + 1).astype(jnp.float32)  # 0 if no step was bad
-            columns.append(jnp.stack([bad, bad])[:, None])
+            bad = state.bad_step.astype(jnp.float32)
+            columns.append(jnp.stack([bad, jnp.float32(0)])[:, None])  # no weight of a rate
         return jnp.concatenate(columns, axis=1)
 
 

@@ -57,7 +57,7 @@ def log_pending(run: Run) -> None:
         row |= added
     log_row(run, row, step)
     # The last column names the guard's bad step: the row is on the host, so reading it costs nothing.
-    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1] != run.seen_bad_step + 1:
+    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1] != run.seen_bad_step:
         check_finite(run)
     else:
         run.found_finite(step + 1)
