@@ -35,7 +35,7 @@ class GradientAccumulationScheduler(Callback):
     """
 
     changes_step = True
-    _only = "training", "accumulate_grad_batches"
+    exclusive = "training", "accumulate_grad_batches"
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         rule = "GradientAccumulationScheduler(scheduling=...) takes a dict of batches by epochs, like {0: 8, 4: 1}"

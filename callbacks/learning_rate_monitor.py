@@ -31,7 +31,7 @@ class LearningRateMonitor(Callback):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.LearningRateMonitor("epoch"), logger=False)
     """
 
-    _only = "training", "learning rates"
+    exclusive = "training", "learning rates"
 
     def __init__(self, logging_interval: str | None = None) -> None:
         given = "step" if logging_interval is None else logging_interval

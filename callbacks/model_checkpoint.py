@@ -110,7 +110,7 @@ class ModelCheckpoint(Callback):
         # Where only the newest is kept, not every epoch must write one.
         self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception = save_on_exception
-        self._only = "folder, the dirpath", self.dirpath
+        self.exclusive = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None
         self._reset()

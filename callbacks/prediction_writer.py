@@ -58,7 +58,7 @@ class PredictionWriter(Callback):
         if format == "parquet":
             import_pyarrow()
         self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
-        self._only = "folder", self._folder
+        self.exclusive = "folder", self._folder
         self._partial: Path | None = None  # the folder that is being written
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet

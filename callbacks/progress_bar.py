@@ -53,7 +53,7 @@ class ProgressBar(Callback):
     """
 
     role = "progress_bar"
-    _only = "terminal", None
+    exclusive = "terminal", None
     runs_last = True
 
     def __init__(self, refresh_rate: float = 10.0) -> None:

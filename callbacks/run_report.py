@@ -50,7 +50,7 @@ class RunReport(Callback):
     in_fast_dev_run = False
 
     def __init__(self, filename: str = "report.html") -> None:
-        self.filename, self._only = filename, (filename, "page")
+        self.filename, self.exclusive = filename, (filename, "page")
         self.location: str | None = None
         self._error: BaseException | None = None
         self._began = ""  # "" unless a page is to be written

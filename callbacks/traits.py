@@ -13,7 +13,7 @@ class Traits(Configured):
     """Whether `on_train_epoch_end` and `on_safe_point` come after the module's own: they see what it logged and did."""
 
     limits_time: bool = False
-    """Whether it ends every fit, by `trainer.stop_after(...)` say: no other limit is needed then."""
+    """Whether it ends every fit, for example by `trainer.stop_after(...)`: no other limit is needed then."""
 
     in_fast_dev_run: bool = True
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
@@ -43,7 +43,8 @@ class Traits(Configured):
     """The part of the parameters that it leaves untrained for some epochs, as a `BackboneFreeze` does with its
     `names`, `unfreeze_at_epoch` and `tx`; None for none."""
 
-    _only: tuple[str, Any] | None = None  # what, and which one, no two callbacks may have
+    exclusive: tuple[str, Any] | None = None
+    """What no two callbacks of a Trainer may have, in words, and which one: ("folder", path); None for nothing."""
 
     def conflict_with(self, other: "Traits") -> str | None:
         """Return why a Trainer cannot have both this callback and an earlier one, as an error says it; None if it can.
@@ -51,8 +52,8 @@ class Traits(Configured):
         Args:
             other: Each callback before this one.
         """
-        if self._only is not None and self._only == other._only:
-            return f"The callbacks hold two {type(self).__name__}s of one {self._only[0]}. Leave one of them out."
+        if self.exclusive is not None and self.exclusive == other.exclusive:
+            return f"The callbacks hold two {type(self).__name__}s of one {self.exclusive[0]}. Leave one of them out."
         if shared := sorted({*self.row_files} & {*other.row_files}):
             return (
                 f"The callbacks hold two loggers that write to {shared[0]}. Leave one of them out, give it another "

@@ -112,7 +112,7 @@ class WandbLogger(Logger):
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.offline, self.log_model, self.watch = offline, log_model, watch
         self.trace_every_n_steps = 0 if watch is None else every
-        self._only = "project of W&B", (entity, project)
+        self.exclusive = "project of W&B", (entity, project)
         self._given, self._wanted_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs

@@ -68,6 +68,12 @@ def test_conflict_with_refuses_another_callback() -> None:
     refuses(ArgumentError, lambda: make_trainer(jl.callbacks.EMA(0.5), never), "^Not both")
 
 
+def test_exclusive_refuses_a_second_callback_of_the_same() -> None:
+    first, second, other = (made(exclusive=("port", port)) for port in (1, 1, 2))
+    assert make_trainer(first, other).callbacks
+    refuses(ArgumentError, lambda: make_trainer(first, second), "two Mines of one port. Leave one of them out")
+
+
 def test_rates_in_asks_for_rows_with_learning_rates() -> None:
     rows = Rows(rates=True)
     fit(Mean(), numbered(4), None, rows, made(rates_in="epoch"), log_every_n_steps=1)
