@@ -60,6 +60,7 @@ def kept_checkpoints(trainer: "Trainer") -> list[tuple[Any, str, list[str]]]:
     for callback in trainer.checkpoint_callbacks:
         marks = {"best": callback.best_model_path if callback.monitor is not None else ""}
         marks["last"] = callback.last_model_path
-        for path in dict.fromkeys(filter(None, (marks["best"], *callback.best_k_models, marks["last"]))):
+        others = getattr(callback, "best_k_models", ())  # of a ModelCheckpoint
+        for path in dict.fromkeys(filter(None, (marks["best"], *others, marks["last"]))):
             kept.append((callback, path, [mark for mark, at in marks.items() if at == path]))
     return kept

@@ -1,7 +1,8 @@
 """The last lines of a training: how it ended, where its files are, and how to continue."""
 
+import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
@@ -12,6 +13,8 @@ from jaxlit.reporting.terminal import absolute, clock, join, short_path
 
 if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
 
 
 def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | None, best: str) -> str:
@@ -34,7 +37,7 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     kept = kept_checkpoints(trainer)
     checkpoints = [f"{short_path(Path(path))} ({', '.join(marks)})" for _, path, marks in kept if marks]
     reports, loggers, traces = (
-        [callback.location for callback in trainer.callbacks if isinstance(callback, kind)]
+        [_location(callback) for callback in trainer.callbacks if isinstance(callback, kind)]
         for kind in (RunReport, Logger, Profiler)
     )
     for name, places in (("checkpoint", checkpoints), ("report", reports + loggers), ("trace", traces)):
@@ -43,6 +46,17 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     if checkpoints:
         lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
     return "\n".join(lines)
+
+
+def _location(callback: Any) -> str | None:
+    """Return where a callback's files are; None if it fails to say so, which does not end training."""
+    try:
+        return callback.location
+    except Exception as error:
+        if not callback.may_fail:
+            raise
+        _logger.warning("%s.location failed: %r.", type(callback).__name__, error)
+        return None
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:

@@ -76,7 +76,7 @@ class MLFlowLogger(Logger):
         finish_timeout: float = 60.0,
         on_error: str = "warn",
     ) -> None:
-        if log_model not in (True, False):
+        if not isinstance(log_model, bool):
             check.one_of("log_model", log_model, ("all",), owner="MLFlowLogger")
         check.one_of("on_error", on_error, ("warn", "raise"), owner="MLFlowLogger")
         self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner="MLFlowLogger")

@@ -231,7 +231,7 @@ class ModelCheckpoint(Callback):
                 self._lock = None
 
     def _restart_clock(self) -> None:
-        self._deadline = time.monotonic() + (self.train_time_interval or math.inf)
+        self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)
 
     # Which ------------------------------------------------------------------------------------------
 

@@ -58,7 +58,6 @@ class PredictionWriter(Callback):
         if format == "parquet":
             import_pyarrow()
         self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
-        self.exclusive = "folder", self._folder
         self._partial: Path | None = None  # the folder that is being written
         self._rows: dict[int, Rows] = {}  # by loader
         self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
@@ -84,15 +83,18 @@ class PredictionWriter(Callback):
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
-        problem = agree("the folder of predictions", self._problem() if trainer.is_global_zero else None)[0]
+        problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 
-    def _problem(self) -> str | None:
+    def _problem(self, trainer: "Trainer") -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""
         folder = self._folder
         if Path.cwd().is_relative_to(folder):
             return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
+        writers = [c.output_dir.resolve() for c in trainer.callbacks if isinstance(c, PredictionWriter)]
+        if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
+            return "and another one replace each other's files. Give each its own."
         try:
             if folder.exists() and not _folders(folder) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."

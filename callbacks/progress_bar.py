@@ -12,6 +12,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
+from jaxlit.callbacks.traits import Traits
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
 from jaxlit.reporting.terminal import (
     NotebookLine,
@@ -53,7 +54,13 @@ class ProgressBar(Callback):
     """
 
     role = "progress_bar"
-    exclusive = "terminal", None
+
+    def conflict_with(self, other: Traits) -> str | None:
+        """Return that only one bar can draw."""
+        if other.role != self.role:
+            return None
+        return f"The callbacks hold two progress bars, {type(other).__name__} and {type(self).__name__}. Leave one out."
+
     runs_last = True
 
     def __init__(self, refresh_rate: float = 10.0) -> None:
@@ -174,7 +181,8 @@ class ProgressBar(Callback):
         if self._trained or self._stage != "fit":  # what compiles before the first training step is printed with it
             self._print_compiled(trainer.compile_seconds)
         if time.monotonic() >= self._next and not trainer.sanity_checking:
-            total = f"/{trainer.num_val_batches[dataloader_idx]}" if self._stage == "fit" else ""
+            most = trainer.num_val_batches[dataloader_idx] if self._stage == "fit" else math.inf
+            total = f"/{most}" if most < math.inf else ""
             self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _on_evaluation_batch_end

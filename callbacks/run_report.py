@@ -163,7 +163,7 @@ def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[htm
 def _checkpoints(trainer: "Trainer") -> list[list[html.Cell]]:
     rows = []
     for callback, path, marks in kept_checkpoints(trainer):
-        score = callback.best_k_models.get(path)
+        score = getattr(callback, "best_k_models", {}).get(path)
         cell = ("-", "n") if score is None else html.number(score, f" {callback.monitor}")
         rows.append([(str(short_path(Path(path))), ""), (", ".join(marks) or "kept", ""), cell])
     return rows

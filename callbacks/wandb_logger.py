@@ -98,7 +98,7 @@ class WandbLogger(Logger):
     ) -> None:
         owner = "WandbLogger"
         check.require(not isinstance(tags, str), "tags", tags, "takes a list of strings", owner=owner)
-        if log_model not in (True, False):
+        if not isinstance(log_model, bool):
             check.one_of("log_model", log_model, ("all", "best"), owner=owner)
         if watch is not None:
             check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
@@ -340,7 +340,7 @@ class WandbLogger(Logger):
         self._sent.add(str(path))
         marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
         aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
-        metadata = {"monitor": callback.monitor, "score": callback.best_k_models.get(str(path))}
+        metadata = {"monitor": callback.monitor, "score": getattr(callback, "best_k_models", {}).get(str(path))}
         index = trainer.checkpoint_callbacks.index(callback)
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)

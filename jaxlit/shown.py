@@ -21,7 +21,9 @@ def _text(x: Any) -> str:
         first = islice(x.items() if isinstance(x, dict) else x, _MOST_ENTRIES)
         texts = (f"{key!r}: {_text(value)}" for key, value in first) if isinstance(x, dict) else map(_text, first)
         inside = ", ".join(texts) + ", ..." * (len(x) > _MOST_ENTRIES)
-        return {dict: f"{{{inside}}}", list: f"[{inside}]"}.get(type(x), f"({inside}{',' * (len(x) == 1)})")
+        if isinstance(x, tuple):
+            return f"({inside}{',' * (len(x) == 1)})"
+        return f"{{{inside}}}" if isinstance(x, dict) else f"[{inside}]"
     if isinstance(x, nnx.Pytree):
         return f"{type(x).__name__}(...)"
     if isinstance(x, type):

@@ -71,7 +71,7 @@ def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[A
         known = {i: (leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.extras[key])}
         wanted = [(leaves[i].dtype, leaves[i].shape) for i in jax.tree.leaves(index.params)]
         same = jax.tree.structure(indices) == jax.tree.structure(index.params)
-        if not same or [known.get(i) for i in jax.tree.leaves(indices)] != wanted:
+        if not same or [isinstance(i, int) and known.get(i) for i in jax.tree.leaves(indices)] != wanted:
             raise ModuleError(
                 f"{type(keepers[key]).__name__}.eval_params must return leaves of its arrays unchanged, in a pytree "
                 "with the parameters' structure, shapes and dtypes. Compute new values in update_arrays."

@@ -209,8 +209,9 @@ def _of_base_class(owner: Any) -> dict[str, Any]:
     for _ in range(2):  # what wraps save_hyperparameters, and the line that called it
         if frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
             cls, given = codes[frame.f_code], frame.f_locals
-            kinds = {p.kind: p.name for p in inspect.signature(cls.__init__).parameters.values()}
-            more = given.get(kinds.get(inspect.Parameter.VAR_KEYWORD, ""), {})
-            return {name: given[name] for name in _parameters(cls) if name in given} | more
+            _, *parameters = inspect.signature(cls.__init__).parameters.values()
+            plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            more = next((given.get(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), {})
+            return {name: given[name] for name in plain if name in given} | more
         frame = frame.f_back or frame
     return {}

@@ -65,7 +65,7 @@ class Optimizer:
             object.__setattr__(self, "tx", transform_of("jl.Optimizer(tx)", self.tx))
         else:
             object.__setattr__(self, "by", _transforms(self.by))
-        nnx.filterlib.to_predicate(self.wrt)  # raises of what is no filter
+        _check_filter("wrt", self.wrt)
         if self.lr_schedule is not None and (self.by is not None or not callable(self.lr_schedule)):
             raise ArgumentError(
                 "jl.Optimizer(tx, lr_schedule=...) takes the optax schedule of tx, a function of the step, got "
@@ -105,6 +105,16 @@ def _by_label(
     return optax.partition(kept, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
 
 
+def _check_filter(name: str, value: Any) -> None:
+    try:
+        nnx.filterlib.to_predicate(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            f"jl.Optimizer({name}=...) takes an nnx filter, got {shown(value)}. Pass, for example, nnx.Param or "
+            "nnx.PathContains('head')."
+        ) from None
+
+
 def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
     if not isinstance(by, Mapping) or not by:
         raise ArgumentTypeError(
@@ -112,7 +122,7 @@ def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
             "by={'encoder': optax.adam(1e-4), ...: optax.adam(1e-3)}, where ... is the rest."
         )
     for key in by:
-        nnx.filterlib.to_predicate(key)
+        _check_filter("by", key)
     labels = labels_of(by)
     if twice := [x for x in labels if labels.count(x) > 1]:
         raise ArgumentError(f"jl.Optimizer(by=...) has two groups that are called {twice[0]!r}. Join them by nnx.Any.")

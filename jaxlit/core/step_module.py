@@ -1,5 +1,6 @@
 """The copy of the module that a step runs: its modes, its statistics over replicas, its random keys."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +32,18 @@ def set_modes(module: nnx.Module, training: bool) -> None:
 
 
 def is_in_eval_mode(module: nnx.Module) -> bool:
-    """Return whether every layer of a module that has modes is in evaluation mode, which no method of its own sets."""
-    modes = [getattr(node, name) for node, name in _modes(module)]
-    return bool(modes) and all(modes) and type(module).train is nnx.Module.train
+    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
+
+    That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
+    """
+    if not (modes := _modes(module)) or type(module).train is not nnx.Module.train:
+        return False
+    if not all(getattr(node, name) for node, name in modes):
+        return False
+    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module))
+    paths = [path[:-1] for path, node in graph if id(node) in with_modes]
+    around = tuple(same[0] for same in itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False)))
+    return all(path[: len(around)] == around for path, node in graph if isinstance(node, nnx.Param))
 
 
 def _modes(module: nnx.Module) -> list[tuple[Any, str]]:

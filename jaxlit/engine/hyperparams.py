@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxlit.core.parts import PartStates
-from jaxlit.errors import did_you_mean
+from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 if TYPE_CHECKING:
     from jaxlit.engine.flat_state import FlatState
@@ -31,6 +31,8 @@ class Hyperparams(MutableMapping[str, float]):
 
     def __setitem__(self, name: str, value: float) -> None:
         i = self._index(name)
+        if isinstance(value, (bool, str)):
+            raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] takes a number, got {value!r}.")
         self._state.put(i, np.asarray(float(value), self._state.leaves[i].dtype))
 
     def __delitem__(self, name: str) -> None:

@@ -75,6 +75,7 @@ class Setup:
     resume: Resume | None  # the checkpoint that the run begins with
     take_ownership: bool  # whether the engine may overwrite the module's arrays
     accumulate_given: int  # the Trainer's argument, before any hook
+    accumulate_left: int | None = None  # the argument when the loops ended, which a teardown may set back
     train: Loader | None = None
     val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
@@ -119,6 +120,7 @@ class Setup:
 
     def close(self) -> None:
         """Close the loaders."""
+        self.accumulate_left = self.settings.accumulate_grad_batches
         for source, _ in (*([self.train] if self.train else []), *self.val):
             source.close()
 
@@ -233,9 +235,9 @@ class Run(Setup):
         """Print once that a signal ends training here, if one does."""
         if (number := self.control.signal) is not None and not self._signal_printed:
             self._signal_printed = True
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            name, again = ("Ctrl-C", " again") if number == signal.SIGINT else (signal.Signals(number).name, "")
             done = f"{name}: stopping after step {self.position.global_step}."
-            say(f"{done} Press Ctrl-C again to stop now (no checkpoint).", aside=True)
+            say(f"{done} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
 
     def found_finite(self, step: int) -> None:
         """Forget the starts of the optimizer steps before `step`: they were finite."""

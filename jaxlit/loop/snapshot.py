@@ -66,7 +66,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
-    numbers = [run.accumulate_given, run.settings.accumulate_grad_batches]
+    numbers = [run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches]
     if {*numbers} != {run.accumulate}:
         state["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
     if run.not_finite is not None:

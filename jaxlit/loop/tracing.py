@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.log import Metric
 from jaxlit.distributed.exchange import fetch
@@ -32,8 +33,11 @@ class Tracing:
         self._hooks = hooks
         self._every: list[tuple[Callback, int]] = []
         for callback in hooks.callbacks:
-            every = log_every if callback.trace_every_n_steps is None else callback.trace_every_n_steps
-            if every and overrides(callback, "trace_step"):
+            if not overrides(callback, "trace_step"):
+                continue
+            given, owner = callback.trace_every_n_steps, type(callback).__name__
+            every = check.integer("trace_every_n_steps", given, low=0, also=(None,), owner=owner)
+            if every := log_every if every is None else every:
                 fitting(callback, "trace_step")
                 self._every.append((callback, every))
         self.next, self._checked = -1, False

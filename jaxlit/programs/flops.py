@@ -64,7 +64,9 @@ def _of_equation(eqn: Any) -> Flops:
         longest = max(inner, key=lambda x: x.count)
         return replace(longest, exact=all(x.exact for x in inner))
     total, turns = sum(inner, Flops()), 1  # how often it runs the program in it, on all devices together
-    if name == "while" and total.count:
+    if not total.count:  # the grid of a kernel may be a value
+        return total
+    if name == "while":
         return replace(total, exact=False)
     if name == "scan":
         turns = params["length"]

@@ -60,7 +60,7 @@ def resolve_checkpoint(
                 checkpoint = read(Path(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
-        if checkpoint is None and wanted != "auto":
+        if checkpoint is None and not (wanted == "auto" and argument == "Trainer(resume=...)"):
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:

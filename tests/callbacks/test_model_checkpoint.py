@@ -402,3 +402,9 @@ def test_two_with_two_folders_keep_each_its_own() -> None:
     train(best, often, scores=[0.0] * 6, per_epoch=2, epochs=3, resume="auto")
     assert steps(listing(best)) == [6] and steps(listing(often)) == [1, 2, 3, 4, 6]
     assert kept(best) == {6: 0.0}
+
+
+def test_an_interval_of_no_time_saves_at_each_step() -> None:
+    callback = ModelCheckpoint("kept", train_time_interval={"seconds": 0}, save_top_k=-1)
+    fit(Mean(), numbered(3), None, callback)
+    assert len(names("kept")) == 3

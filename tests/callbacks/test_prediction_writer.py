@@ -198,8 +198,9 @@ def test_a_link_stays_and_its_target_is_replaced() -> None:
 
 
 UNUSABLE: list[Any] = [
-    (["a/b", "a/b"], "hold two PredictionWriters of one folder"),
-    (["a", "a/../a"], "hold two PredictionWriters of one folder"),
+    (["a/b", "a/b"], "replace each other's files"),
+    (["a", "a/b"], "replace each other's files"),
+    (["a", "a/../a"], "replace each other's files"),
     (["file/made"], "cannot be made"),
     (["work"], "holds no predictions"),
 ]

@@ -89,3 +89,14 @@ def test_batches_per_step_counts_in_the_estimated_steps() -> None:
     assert trainer.global_step == 1 + 4
     trainer.accumulate_grad_batches = 1
     assert trainer.estimated_stepping_batches == 1 + 4
+
+
+def test_a_checkpoint_role_needs_the_paths_and_no_more() -> None:
+    members = {"monitor": None, "best_model_path": "", "last_model_path": "", "best_model_score": None}
+    mine = made(role="checkpoint", folder=lambda self, run_dir: run_dir, **members)
+    assert fit(Mean(), numbered(1), None, mine, jl.callbacks.RunReport()).checkpoint_callbacks == [mine]
+
+
+def test_two_bars_are_refused_whatever_their_class() -> None:
+    bars = made(role="progress_bar"), jl.callbacks.ProgressBar()
+    refuses(ArgumentError, lambda: make_trainer(*bars), "two progress bars, Mine and ProgressBar")

@@ -205,3 +205,10 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     expected = HandLoop(net(SAMS[name]))(*batches).module
     fit(made, batches, strategy=splitting(strategy))
     assert_same(made, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"), [("wrt", {"tx": optax.sgd(1.0), "wrt": 3}), ("by", {"by": {3: optax.sgd(1.0)}})]
+)
+def test_what_is_no_filter_is_refused_by_its_argument(name: str, given: Any) -> None:
+    refuses(ArgumentError, lambda: jl.Optimizer(**given), rf"jl\.Optimizer\({name}=\.\.\.\) takes an nnx filter, got 3")

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit.batches import random
@@ -16,6 +17,7 @@ from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
 from kit.trainers import THREE, fit, make_trainer, thinned
 
+import jaxlit as jl
 from jaxlit.core.step_module import fold_keys
 
 
@@ -127,6 +129,33 @@ def test_a_part_in_eval_mode_stays_in_it_and_the_rest_trains(strategy: str, capl
     modes = model.backbone.layers[0].use_running_average, model.backbone.layers[1].deterministic
     assert (*modes, model.dropout.deterministic) == (True, True, None)
     assert "evaluation mode" not in caplog.text
+
+
+@pytest.mark.parametrize("all_of_it", [False, True])
+def test_only_a_module_entirely_in_eval_mode_is_warned_of(all_of_it: bool, caplog: pytest.LogCaptureFixture) -> None:
+    class Tuned(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            rngs = nnx.Rngs(0)  # no other layer has modes
+            self.backbone = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(self.backbone(x))
+
+    class Normed(jl.TrainModule):
+        def __init__(self) -> None:
+            self.inside = nnx.Sequential(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.BatchNorm(1, rngs=nnx.Rngs(0)))
+
+        def training_step(self, batch: Any) -> jax.Array:
+            return jnp.mean(self.inside(batch["x"]) ** 2)
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(0.1)
+
+    model = Normed() if all_of_it else Tuned()
+    (model if all_of_it else model.backbone).eval()
+    fit(model, random(1))
+    assert ("evaluation mode" in caplog.text) == all_of_it
 
 
 def test_the_modules_train_method_chooses_the_parts() -> None:

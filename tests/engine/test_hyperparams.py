@@ -17,6 +17,7 @@ from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 import jaxlit as jl
 from jaxlit.core.parts import by_part
 from jaxlit.engine.hyperparams import find_hyperparams
+from jaxlit.errors import ArgumentTypeError
 from jaxlit.trainer.engines import frozen_parts
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
@@ -166,3 +167,13 @@ def test_names_of_hyperparameters_with_frozen_parts(
     state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
     result: Any = find_hyperparams(state)  # with the numbers in the place of their places
     assert {name: float(x) for name, x in result.items()} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [True, "0.3"])
+def test_a_hyperparameter_is_a_number(value: Any) -> None:
+    def start(trainer: Any, module: Any) -> None:
+        trainer.hyperparams["learning_rate"] = value
+
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    with pytest.raises(ArgumentTypeError, match=r"hyperparams\['learning_rate'\] takes a number"):
+        fit(module(tx=tx), numbered(1), None, hooks(on_train_start=start))

@@ -114,12 +114,15 @@ def of_class(**members: Any) -> Any:
     return type("Mine", (Logger,), members)()
 
 
-@pytest.mark.parametrize("hook", thinned([*TRACED, "load_state_dict", "state_key"], *[*TRACED][:1], "load_state_dict"))
+@pytest.mark.parametrize(
+    "hook",
+    thinned([*TRACED, "load_state_dict", "state_key", "location"], *[*TRACED][:1], "load_state_dict", "location"),
+)
 def test_a_logger_stands_aside_also_for_what_is_no_hook(hook: str, caplog: Any) -> None:
     resumes: Any = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
     state = {"state_dict": lambda self: {"a": 1}}
     fit(Mean(), numbered(4), logger=of_class(**state), **resumes)
-    bad = property(raising) if hook == "state_key" else staticmethod(raising)
+    bad = property(raising) if hook in ("state_key", "location") else staticmethod(raising)
     statics = {name: staticmethod(function) for name, function in keeping().items()} if hook in TRACED else {}
     logger = of_class(**state | statics | {hook: bad})
     trainer = fit(Mean(), numbered(4), None, Seen(), logger=logger, max_epochs=2, **resumes)

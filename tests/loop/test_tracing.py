@@ -18,7 +18,7 @@ from kit.refusals import fit_refuses
 from kit.trainers import thinned
 
 import jaxlit as jl
-from jaxlit.errors import LogError, ModuleError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, LogError, ModuleError
 
 
 class Sees(jl.Callback):
@@ -237,3 +237,8 @@ def test_steps_behind_a_rollback_fire_by_their_new_numbers(bad: int, log_every: 
     assert {s: row["grad"] for s, row in rows.items() if "grad" in row} == {s: known[s][0] for s in last}
     logged = range(log_every - 1, len(learnt), log_every) if log_every else []
     assert {s: row["value"] for s, row in rows.items() if "value" in row} == {s: learnt[s] for s in logged}
+
+
+@pytest.mark.parametrize("every", [-1, 2.5, True, "2"])
+def test_an_interval_that_is_no_number_of_steps_is_refused(every: Any) -> None:
+    fit_refuses((ArgumentError, ArgumentTypeError), r"Sees\(trace_every_n_steps=", callbacks=Sees(every))

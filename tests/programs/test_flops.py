@@ -132,3 +132,14 @@ def test_flops_of_a_kernel_and_of_solving() -> None:
     call = pl.pallas_call(kernel, grid=(4,), in_specs=blocks, **out)
     assert flops(call, (8, K), (K, N)) == Flops(2 * 8 * K * N)
     assert flops(jnp.linalg.solve, (K, K), (K,)) == Flops(0)
+
+
+def test_a_kernel_without_products_may_have_a_grid_that_is_a_value() -> None:
+    def copied(x: jax.Array, n: jax.Array) -> jax.Array:
+        def kernel(source: Any, target: Any) -> None:
+            target[...] = source[...]
+
+        return pl.pallas_call(kernel, out_shape=x, grid=(n,), interpret=True)(x)
+
+    program = jax.make_jaxpr(copied)(jnp.ones((8, 8)), jnp.int32(2))
+    assert count_flops(program.jaxpr) == Flops(0)

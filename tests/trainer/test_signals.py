@@ -99,7 +99,7 @@ def test_a_signal_finishes_the_step_and_tears_down(work, lines, code, tmp_path) 
     assert child.code == code
     told = {
         one_ctrl_c: "Ctrl-C: stopping after step 2. Press Ctrl-C again to stop now (no checkpoint).",
-        sigterm: "SIGTERM: stopping after step 2. Press Ctrl-C again to stop now (no checkpoint).",
+        sigterm: "SIGTERM: stopping after step 2. Press Ctrl-C to stop now (no checkpoint).",
     }
     assert code < 0 or (told.get(work, "") in child.errors and "Traceback" not in child.errors)
 
