@@ -123,20 +123,20 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
     sums, kept, waiting = None, [], None
-    for i, (batch, host_batch, _, at) in enumerate(prefetcher.batches(source, 0, limit, now.batch_idx), now.batch_idx):
+    for batch in prefetcher.batches(source, 0, limit, now.batch_idx):
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
-        hooks.log.batch = host_batch
+        hooks.log.batch = batch.host
         if now.reaches(Validating.BATCH_START):
-            starts(host_batch, i, idx)
-        sums, values, outputs = engine.eval_step(stage, sums, batch, number)
-        now.advance(sums, at)  # before the hook: a checkpoint that it takes has this batch
+            starts(batch.host, batch.index, idx)
+        sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
+        now.advance(sums, batch.position)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
             run.results.show_evaluation(now.table, values, hooks.log.suffix)
-        ends(outputs, host_batch, i, idx)
+        ends(outputs, batch.host, batch.index, idx)
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
-            waiting = outputs, host_batch, run.settings.host_keys
+            waiting = outputs, batch.host, run.settings.host_keys
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         wait.drain(sums[1])

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
+from jaxlit.data.prefetcher import Batch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.results import Outputs
@@ -69,15 +70,15 @@ def train_epoch(run: Run) -> None:
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         after_step(run)
     run.resumed = run.ready = False
-    for batch, host_batch, last, at in batches_left(run):
-        hooks.log.batch = host_batch
-        if position.reaches(Phase.BATCH_START) and starts is not None and starts(host_batch, position.batch_idx):
-            position.end_batches(at)
+    for batch in batches_left(run):
+        hooks.log.batch = batch.host
+        if position.reaches(Phase.BATCH_START) and starts is not None and starts(batch.host, batch.index):
+            position.end_batches(batch.position)
             break
-        logs, loss, outputs = take_step(run, batch, last, at)
+        logs, loss, outputs = take_step(run, batch)
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
-            ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)  # take_step has counted it
+            ends(Outputs(logs, loss, outputs), batch.host, batch.index)
         wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
         if after_step(run):
             break
@@ -90,15 +91,15 @@ def train_epoch(run: Run) -> None:
     end_epoch(run)
 
 
-def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
-    """Return what is left of the epoch: (placed batch, host batch, is last, the loader's state after it)."""
+def batches_left(run: Run) -> Iterable[Batch]:
+    """Return what is left of the epoch."""
     (source, limit), position = run.training, run.position
     if position.over or run.done:
         return ()
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
-def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
+def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     """Dispatch one step, of the accumulation window or of the optimizer, and move the position after it.
 
     Returns:
@@ -110,16 +111,18 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
     if engine.nan_policy == "raise" and not (position.filled and run.starts):
         note_start(run)
-    stepping = last or position.filled + 1 >= run.accumulate
+    stepping = batch.is_last or position.filled + 1 >= run.accumulate
     if not stepping:
-        logs, loss, outputs = engine.micro_step(batch)
+        logs, loss, outputs = engine.micro_step(batch.arrays)
     elif position.global_step != tracing.next:
-        logs, loss, outputs = engine.train_step(batch)
+        logs, loss, outputs = engine.train_step(batch.arrays)
     else:
-        logs, loss, outputs = tracing.step(engine, batch)
+        logs, loss, outputs = tracing.step(engine, batch.arrays)
     # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
     run.results.latest = run.prefetcher.token = logs
-    position.advance(at, stepping=stepping, last=last)  # before the hook: a checkpoint in it has this batch
+    position.advance(
+        batch.position, stepping=stepping, last=batch.is_last
+    )  # before the hook: a checkpoint in it has this batch
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
