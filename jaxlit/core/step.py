@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxlit.core.device_sums import Table
+from jaxlit.core.device_sums import StepTable, Table, loss_of
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.rates import OF_RATE, Rates
+from jaxlit.core.rates import Rates
 from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
@@ -119,7 +119,7 @@ class TrainStep:
         params = after.params  # as the batch left them
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
-        rates = self.rates.values(before.opt_state, table[0, 0] / table[1, 0], before.step, before.epoch)
+        rates = self.rates.values(before.opt_state, loss_of(table), before.step, before.epoch)
         return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
 
     def diagnose(
@@ -235,7 +235,7 @@ class TrainStep:
         after `nnx.value_and_grad`.
         """
         policy, bad_step = self.plan.nan_policy, old.bad_step
-        loss, sums = table[0, 0] / table[1, 0], self.table.add(old.sums, table)
+        loss, sums = loss_of(table), self.table.add(old.sums, table)
         if policy == "skip" or old.loss_scale is not None:
             return self._apply_if(old, new, grads, loss, sums)
         if policy == "ignore":
@@ -325,12 +325,8 @@ class TrainStep:
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
         """Return a table as it leaves a step, with the rates of an optimizer step."""
-        # One small array out of the step: what else the host reads with a row are more columns of it.
-        columns = [table, *(jnp.stack([rate, OF_RATE])[:, None] for rate in rates)]
-        if self.plan.nan_policy != "ignore":
-            bad = state.bad_step.astype(jnp.float32)
-            columns.append(jnp.stack([bad, jnp.float32(0)])[:, None])  # no weight of a rate
-        return jnp.concatenate(columns, axis=1)
+        layout = StepTable(self.table, self.rates.names, self.plan.nan_policy != "ignore")
+        return layout.encode(table, rates, state.bad_step)
 
 
 def over_rows(total: Any, rows: jax.Array, params: Any) -> Any:

@@ -66,9 +66,7 @@ class StepLogs(Mapping[str, jax.Array]):
         self._columns, self._table, self._logs = {m.name: i for i, m in enumerate(table.metrics)}, table, logs
 
     def __getitem__(self, name: str) -> jax.Array:
-        column = self._columns[name]
-        mean = self._table.metrics[column].reduce_fx == "mean"
-        return self._logs[0, column] / self._logs[1, column] if mean else self._logs[0, column]
+        return self._table.value(self._logs, self._columns[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)

@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from jaxlit import sharding
-from jaxlit.core.device_sums import Table
+from jaxlit.core.device_sums import StepTable, Table
 from jaxlit.core.eval_step import eval_step
 from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
@@ -233,6 +233,11 @@ class Engine:
     def training_table(self) -> Table:
         """The training metrics: of the step, or before it was traced those of a checkpoint."""
         return self.pure.table("training") if "train_step" in self._programs else self._restored or Table([])
+
+    @property
+    def step_table(self) -> StepTable:
+        """The layout of what a training step returns for the host."""
+        return StepTable(self.training_table, self.rates.names, self.nan_policy != "ignore")
 
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""

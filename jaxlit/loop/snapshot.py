@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -150,7 +150,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
-        run.results.show_steps(table, run.engine.rates.names)
+        run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
     if (pending := state["pending"]) is not None:

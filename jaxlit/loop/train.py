@@ -135,7 +135,7 @@ def begin_steps(run: Run) -> None:
     """
     run.ready = True
     run.engine.prepare_training(run.prefetcher.example)
-    run.results.show_steps(run.engine.training_table, run.engine.rates.names)
+    run.results.show_steps(run.engine.step_table)
     run.hooks.log.check_columns()
     run.tracing.check(run.engine, run.results)
 
