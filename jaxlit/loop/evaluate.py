@@ -43,9 +43,11 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     """
     hooks, log = run.hooks, run.hooks.log
     now = run.evaluation = run.evaluation or Evaluation()
-    if now.reaches(Validating.START):
+    if now.phase <= Validating.START:
+        now.phase = Validating.EPOCH_START
         hooks(f"on_{stage}_start")
-    if now.reaches(Validating.EPOCH_START):
+    if now.phase <= Validating.EPOCH_START:
+        now.phase = Validating.BATCH_START
         hooks(f"on_{stage}_epoch_start")
     for idx, loader in [*enumerate(loaders)][now.loader :]:
         log.loader = idx if len(loaders) > 1 else None
@@ -54,11 +56,13 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
             return []
         end_loader(run, now)
     log.loader = None  # the hooks below log for all loaders
-    if now.reaches(Validating.EPOCH_END):
+    if now.phase <= Validating.EPOCH_END:
+        now.phase = Validating.ROW
         hooks(f"on_{stage}_epoch_end")
     for total in log.take_evaluation(None):  # of hooks outside of the loaders: in the metrics of each
         _put(now, total.metric, total.metric.epoch_name, float(total), now.found)
-    if now.reaches(Validating.ROW) and not run.control.sanity_checking:
+    if now.phase <= Validating.ROW and not run.control.sanity_checking:
+        now.phase = Validating.DONE
         log_row(run, now.row, max(run.position.global_step - 1, 0))
     # Before the hook: a checkpoint that it takes continues after the validation.
     run.evaluation = None
@@ -127,7 +131,8 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = batch.host
-        if now.reaches(Validating.BATCH_START):
+        if now.phase <= Validating.BATCH_START:
+            now.phase = Validating.STEP
             starts(batch.host, batch.index, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
         now.advance(sums, batch.position)  # before the hook: a checkpoint that it takes has this batch

@@ -61,7 +61,8 @@ def train_epoch(run: Run) -> None:
     wait = Bound(run.max_in_flight)
     run.tracing.seek(position.global_step)
 
-    if position.reaches(Phase.EPOCH_START):
+    if position.phase <= Phase.EPOCH_START:
+        position.phase = Phase.BATCH_START
         run.engine.begin_epoch(position.epoch)
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
@@ -72,9 +73,11 @@ def train_epoch(run: Run) -> None:
     run.resumed = run.ready = False
     for batch in batches_left(run):
         hooks.log.batch = batch.host
-        if position.reaches(Phase.BATCH_START) and starts is not None and starts(batch.host, batch.index):
-            position.end_batches(batch.position)
-            break
+        if position.phase <= Phase.BATCH_START:
+            position.phase = Phase.STEP
+            if starts is not None and starts(batch.host, batch.index):
+                position.end_batches(batch.position)
+                break
         logs, loss, outputs = take_step(run, batch)
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
@@ -149,12 +152,16 @@ def after_step(run: Run) -> bool:
         run.check_time()
     if run.announced:
         run.check_notice()
-    if position.reaches(Phase.ROW) and not position.filled:
-        run.pending = row_of_step(run)
+    if position.phase <= Phase.ROW:
+        position.phase = Phase.VALIDATION
+        if not position.filled:
+            run.pending = row_of_step(run)
     if run.settings.debug:
         check_finite(run)  # waits for each step, so that an error names it at once
-    if position.reaches(Phase.VALIDATION) and run.validates and run.validation_is_due(position.over):
-        run.evaluation = Evaluation()
+    if position.phase <= Phase.VALIDATION:
+        position.phase = Phase.SAFE_POINT
+        if run.validates and run.validation_is_due(position.over):
+            run.evaluation = Evaluation()
     if run.evaluation is not None and not run.control.interrupted:  # an interrupted one stays for the resume
         validate(run)
     done = run.done
@@ -174,7 +181,7 @@ def validate(run: Run) -> None:
 def safe_point(run: Run, *, training_over: bool) -> None:
     """Call `on_safe_point` after a batch; only a validation that a stop has cut may be left to do."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
-        run.position.reaches(Phase.SAFE_POINT)  # what is saved here continues with the next batch
+        run.position.phase = Phase.BATCH_START  # what is saved here continues with the next batch
     if (hook := run.hooks.bound["on_safe_point"]).functions:
         hook(False, training_over)
 
@@ -210,10 +217,12 @@ def end_epoch(run: Run) -> None:
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
-    if cut or position.reaches(Phase.EPOCH_END):
+    if cut or position.phase <= Phase.EPOCH_END:
+        position.phase = position.phase if cut else Phase.EPOCH_ROW
         log.show_epoch()
         run.hooks("on_train_epoch_end")
-    if cut or position.reaches(Phase.EPOCH_ROW):
+    if cut or position.phase <= Phase.EPOCH_ROW:
+        position.phase = position.phase if cut else Phase.DONE
         log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
     run.check_time(epoch_over=True)
     run.cut = cut
