@@ -33,7 +33,7 @@ class Validating(IntEnum):
 
 @dataclass
 class Position:
-    """How far training is.
+    """How far training is: where the arrays are, and what a checkpoint holds.
 
     `phase` is what comes next. The loops set it before a hook runs, never after it: a checkpoint that is taken in a
     hook continues after that hook, and does not call it again.
@@ -104,6 +104,25 @@ class Position:
         if not within:
             self.first_step = was.global_step
         return within
+
+
+@dataclass
+class HookClock:
+    """How far hooks are, and `trainer.global_step`: at every hook where the arrays are, which one dispatch moves.
+
+    Attributes:
+        global_step: Optimizer steps taken.
+        epoch: Epochs finished.
+        batch_idx: Batches of this epoch done.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    batch_idx: int = 0
+
+    def follow(self, position: Position) -> None:
+        """Move to where the arrays are."""
+        self.global_step, self.epoch, self.batch_idx = position.global_step, position.epoch, position.batch_idx
 
 
 @dataclass

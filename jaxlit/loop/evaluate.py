@@ -63,7 +63,7 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
         _put(now, total.metric, total.metric.epoch_name, float(total), now.found)
     if now.phase <= Validating.ROW and not run.control.sanity_checking:
         now.phase = Validating.DONE
-        log_row(run, now.row, max(run.position.global_step - 1, 0))
+        log_row(run, now.row, max(hooks.clock.global_step - 1, 0))
     # Before the hook: a checkpoint that it takes continues after the validation.
     run.evaluation = None
     hooks(f"on_{stage}_end")

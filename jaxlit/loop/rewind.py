@@ -95,6 +95,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.evaluation = None
     run.pending, run.seen_bad_step = None, -1
     run.starts.clear()
+    run.hooks.clock.follow(position)
     run.tracing.forget(position.global_step)
     if run.hooks.live is not None:
         run.hooks.live.stale = True

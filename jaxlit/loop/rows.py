@@ -15,13 +15,13 @@ _logger = logging.getLogger("jaxlit")
 
 def row_of_step(run: Run) -> Row | None:
     """Return the row of the optimizer step, to be read one step late, when its values are ready."""
-    control, position, log = run.control, run.position, run.hooks.log
+    control, clock, log = run.control, run.hooks.clock, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
     every = control.log_every if isinstance(every, str) else every
-    step = position.global_step - 1
+    step = clock.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
-    if every and (position.global_step % every == 0 or control.should_stop):
+    if every and (clock.global_step % every == 0 or control.should_stop):
         if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
         return run.results.latest, window, step
@@ -99,4 +99,4 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
     if row:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
-        run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
+        run.hooks("on_log", {**values, "epoch": run.hooks.clock.epoch}, step)

@@ -123,9 +123,9 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
         logs, loss, outputs = tracing.step(engine, batch.arrays)
     # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
     run.results.latest = run.prefetcher.token = logs
-    position.advance(
-        batch.position, stepping=stepping, last=batch.is_last
-    )  # before the hook: a checkpoint in it has this batch
+    # Before the hook: a checkpoint in it has this batch.
+    position.advance(batch.position, stepping=stepping, last=batch.is_last)
+    run.hooks.clock.follow(position)
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
@@ -223,12 +223,13 @@ def end_epoch(run: Run) -> None:
         run.hooks("on_train_epoch_end")
     if cut or position.phase <= Phase.EPOCH_ROW:
         position.phase = position.phase if cut else Phase.DONE
-        log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
+        log_row(run, {**row, **log.take_epoch()}, max(run.hooks.clock.global_step - 1, 0))
     run.check_time(epoch_over=True)
     run.cut = cut
     if not cut:
         # Before the hook, where checkpoints are taken: they continue with the next epoch.
         position.advance_epoch(run.training[0].between_epochs(position.data))
+        run.hooks.clock.follow(position)
         run.hooks("on_safe_point", True, run.done)
 
 
