@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
+from jaxlit.distributed.team import team
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
 _SLOW_S = 300e-6
@@ -115,7 +114,7 @@ class Prefetcher:
 
     def _batches(self, source: Source, epoch: int, limit: int | None, start: int) -> Iterator[Batch]:
         validator, source.waited = self._validator_of(source), 0.0
-        agreement = self._agreement(source, validator) if jax.process_count() > 1 else None
+        agreement = self._agreement(source, validator) if team().size > 1 else None
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch

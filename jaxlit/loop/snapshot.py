@@ -16,7 +16,7 @@ from jaxlit.checkpoints.schema import EVALUATION, FORMAT, POSITION
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
-from jaxlit.distributed.exchange import agree, fetch
+from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
@@ -62,7 +62,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
         "window_replicas": strategy.replica.stack_size,
-        "processes": jax.process_count(),
+        "processes": run.team.size,
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
@@ -171,10 +171,10 @@ def _loaders(run: Run) -> dict[str, Any]:
         source, epoch, at = run.train[0], position.epoch, position.data
         if position.over:  # nothing is left of this epoch: the loader begins the next
             epoch, at = epoch + 1, source.between_epochs(at)
-        states["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
+        states["training"] = {"idx": 0, "states": run.team.agree("loaders", source.state_dict(epoch, at))}
     if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
         state = run.val[now.loader][0].state_dict(0, now.data)
-        states["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
+        states["validation"] = {"idx": now.loader, "states": run.team.agree("validation loaders", state)}
     return states
 
 

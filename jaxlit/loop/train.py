@@ -150,7 +150,7 @@ def after_step(run: Run) -> bool:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
     if run.is_timed:
         run.check_time()
-    if run.announced:
+    if run.team.announces:
         run.check_notice()
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
