@@ -51,7 +51,7 @@ class StepState:
 
     def unflatten(self) -> TrainState:
         """Return the state as a `TrainState`."""
-        return self.engine.state.layout.unflatten(self.leaves)
+        return self.engine.state.spec.layout.unflatten(self.leaves)
 
 
 class StepLogs(Mapping[str, jax.Array]):
@@ -116,8 +116,7 @@ class CompiledStep:
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
-                stored = engine.state.stored(state.leaves)
-                raise out_of_memory(error, "in step(state, batch)", state=stored) from error
+                raise out_of_memory(error, "in step(state, batch)", state=engine.state.spec.tree) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 

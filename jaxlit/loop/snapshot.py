@@ -44,8 +44,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        "arrays": engine.state.specs,
-        "optimizer": engine.state.optimizer_kind,
+        "arrays": engine.state.spec.entries,
+        "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": _pack(run.results.latest),

@@ -129,7 +129,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         ArgumentError: Saying what to begin with.
     """
     every = settings.accumulate_grad_batches
-    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.index.window is None:
+    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.spec.index.window is None:
         raise ArgumentError(
             f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
             f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
