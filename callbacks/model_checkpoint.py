@@ -182,6 +182,12 @@ class ModelCheckpoint(Callback):
         """Note that there has been a validation."""
         self._validated |= not trainer.sanity_checking
 
+    def due_in(self, step: int) -> int | None:
+        """Return the steps to the next checkpoint; each step while one is written, or if the time decides."""
+        if self._saving is not None or self._deadline < math.inf:
+            return 1
+        return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
+
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
         if self._saving is not None and self._saving.is_done and team().size == 1:

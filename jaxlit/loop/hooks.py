@@ -73,6 +73,11 @@ class Hook:
     def __bool__(self) -> bool:
         return bool(self.functions)
 
+    def without(self, callbacks: Sequence[Callback]) -> "Hook":
+        """Return the hook without those of some callbacks."""
+        functions = [f for f in self.functions if all(f.source is not c for c in callbacks)]
+        return Hook(self.hooks, self.name, functions)
+
     def __call__(self, *args: Any) -> bool:
         """Call every hook of this name; returns whether one of them returned -1."""
         hooks, skip = self.hooks, False

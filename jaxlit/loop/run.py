@@ -22,6 +22,7 @@ from jaxlit.distributed.team import Team, team
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.compile_log import CompileLog
+from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import Logged
 from jaxlit.loop.restore import Resume
@@ -144,6 +145,7 @@ class Run(Setup):
     engine: Engine
     prefetcher: Prefetcher
     tracing: Tracing
+    due: Due
     pending: Row | None = None
     rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut

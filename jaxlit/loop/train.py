@@ -16,6 +16,7 @@ from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.data.prefetcher import Batch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.evaluate import evaluate, sanity_check
+from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
@@ -27,7 +28,6 @@ _logger = logging.getLogger("jaxlit")
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
     run.start_clocks()
-    run.hooks.bind("on_safe_point")
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
@@ -56,9 +56,7 @@ def train_epoch(run: Run) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
-    # None if no callback has the hook, so that a step pays no call for it.
-    starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
-    wait = Bound(run.max_in_flight)
+    wait, due = Bound(run.max_in_flight), run.due
     run.tracing.seek(position.global_step)
 
     if position.phase <= Phase.EPOCH_START:
@@ -69,9 +67,16 @@ def train_epoch(run: Run) -> None:
         # After the hook, which may set it; all windows of an epoch have one length.
         run.accumulate = run.settings.accumulate_grad_batches
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
-        after_step(run)
+        step = position.global_step + (position.filled > 0)
+        due.seek(step - 1)
+        after_step(run, due.at(step)[2])
+    due.seek(position.global_step)
     run.resumed = run.ready = False
     for batch in batches_left(run):
+        if position.global_step >= due.next:
+            due.seek(position.global_step)
+        # None for a hook that no callback has in this step, so that it pays no call.
+        starts, ends, saves = due.each if position.global_step + 1 < due.next else due.at(position.global_step + 1)
         hooks.log.batch = batch.host
         if position.phase <= Phase.BATCH_START:
             position.phase = Phase.STEP
@@ -83,14 +88,14 @@ def train_epoch(run: Run) -> None:
         if ends is not None:
             ends(Outputs(logs, loss, outputs), batch.host, batch.index)
         wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
-        if after_step(run):
+        if after_step(run, saves):
             break
     else:
         end_batches(run)
     run.print_signal()
     if not position.over or run.evaluation is not None:
         # Training stops inside an epoch. Checkpoints are taken now: the end of the epoch changes states of callbacks.
-        safe_point(run, training_over=True)
+        safe_point(run, hooks.bind("on_safe_point"), training_over=True)
     end_epoch(run)
 
 
@@ -143,8 +148,16 @@ def begin_steps(run: Run) -> None:
     run.tracing.check(run.engine, run.results)
 
 
-def after_step(run: Run) -> bool:
-    """Log the row of the step before, keep this one's, validate if it is due; return whether training is over."""
+def after_step(run: Run, hook: Hook | None) -> bool:
+    """Log the row of the step before, keep this one's, validate if it is due.
+
+    Args:
+        run: The run.
+        hook: The `on_safe_point` of this step.
+
+    Returns:
+        Whether training is over.
+    """
     position = run.position
     if run.pending is not None:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
@@ -166,7 +179,7 @@ def after_step(run: Run) -> bool:
         validate(run)
     done = run.done
     if not (position.over or done):
-        safe_point(run, training_over=False)
+        safe_point(run, hook, training_over=False)
     return done
 
 
@@ -178,11 +191,11 @@ def validate(run: Run) -> None:
     run.restart_interval()
 
 
-def safe_point(run: Run, *, training_over: bool) -> None:
+def safe_point(run: Run, hook: Hook | None, *, training_over: bool) -> None:
     """Call `on_safe_point` after a batch; only a validation that a stop has cut may be left to do."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
         run.position.phase = Phase.BATCH_START  # what is saved here continues with the next batch
-    if (hook := run.hooks.bound["on_safe_point"]).functions:
+    if hook is not None:
         hook(False, training_over)
 
 

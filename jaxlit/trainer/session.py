@@ -23,6 +23,7 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
+from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
@@ -331,7 +332,7 @@ class Session:
             watchdog=watchdog,
             epoch=lambda: setup.position.epoch,
         )
-        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing)
+        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks))
         if fitting:
             warn_of_eval_mode(run)
             self.fitted = run
