@@ -63,7 +63,7 @@ class Rows:
     def _write(self) -> None:
         batches, self._batches = self._batches, []
         rows: dict[str, np.ndarray] = {}
-        outputs = jax.tree.map(lambda *x: np.concatenate(x) if len(x) > 1 else x[0], *batches)
+        outputs = jax.tree.map(lambda x, *more: np.concatenate([x, *more]) if more else x, *batches)
         leaves, structure = jax.tree_util.tree_flatten_with_path(outputs)
         for path, leaf in leaves:
             name = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or _LONE
