@@ -1,6 +1,7 @@
 """Simulates a schedule: whether it is complete, how long ranks wait, how much they hold."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -115,25 +116,17 @@ def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: in
     owner = f"{schedule!r} with {count} microbatches"
     if len(programs) != schedule.num_ranks:
         raise ArgumentError(f"{owner} gives tasks for {len(programs)} ranks, and has {schedule.num_ranks}.")
-    every: set[Task] = set()
-    for rank, tasks in enumerate(programs):
-        for task in flat(tasks):
-            if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count):
-                raise ArgumentError(
-                    f"{owner}: {task} is outside of {schedule.num_stages} stages and {count} microbatches."
-                )
-            if (home := schedule.rank_of(task.stage)) != rank:
-                raise ArgumentError(f"{owner}: {task} is on rank {rank}, and stage {task.stage} is on rank {home}.")
-            if task in every:
-                raise ArgumentError(f"{owner}: {task} occurs twice.")
-            every.add(task)
+    tasks = [(rank, task) for rank, tasks in enumerate(programs) for task in flat(tasks)]
+    every = {task for _, task in tasks}
+    for rank, task in tasks:
+        if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count) or schedule.rank_of(task.stage) != rank:
+            raise ArgumentError(f"{owner}: {task} is on rank {rank}, which has no such stage and microbatch.")
+    if len(every) < len(tasks):
+        raise ArgumentError(f"{owner}: {Counter(tasks).most_common(1)[0][0][1]} occurs twice.")
     for stage, mb in itertools.product(range(schedule.num_stages), range(count)):
         fwd, bwd, first, second = (Task(stage, mb, kind) for kind in Kind)
-        if fwd not in every:
-            raise ArgumentError(f"{owner}: {fwd} is missing.")
-        if [bwd in every, first in every, second in every] not in ([True, False, False], [False, True, True]):
-            has = [str(x) for x in (bwd, first, second) if x in every]
-            raise ArgumentError(f"{owner}: needs {bwd}, or both {first} and {second}, and has {has or 'none'}.")
+        if every & {fwd, bwd, first, second} not in ({fwd, bwd}, {fwd, first, second}):
+            raise ArgumentError(f"{owner}: needs {fwd}, and {bwd} or both {first} and {second}.")
     return every
 
 
