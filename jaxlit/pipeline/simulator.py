@@ -85,12 +85,17 @@ def simulate(
                 ready += waiting.pop(task, ())
             free[rank], at[rank] = now, at[rank] + 1
     if waiting:
-        raise ArgumentError(_deadlock(schedule, programs, at, waiting))
+        pairs = sorted((rank, task) for task, ranks in waiting.items() for rank in ranks)
+        waits = [f"rank {rank} with {programs[rank][at[rank]]} for {task}" for rank, task in pairs]
+        raise ArgumentError(f"{schedule!r}: ranks wait for each other: {', '.join(waits)}.")
     busy = tuple(share * sum(latency[task.kind] for task in flat(tasks)) for tasks in programs)
     makespan = max(free)
     bubble = 1 - sum(busy) / (makespan * len(busy))
     order = tuple(programs[rank][i] for _, rank, i in sorted(begun))
-    return Simulation(makespan, busy, bubble, tuple(map(_peak, programs)), start, order)
+    live = {Kind.FWD: 1, Kind.BWD: -1, Kind.BWD_INPUT: 0, Kind.BWD_WEIGHT: -1}
+    changes = ([live[task.kind] for task in flat(tasks)] for tasks in programs)
+    peaks = tuple(max(itertools.accumulate(x), default=0) for x in changes)
+    return Simulation(makespan, busy, bubble, peaks, start, order)
 
 
 def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
@@ -128,19 +133,3 @@ def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: in
         if every & {fwd, bwd, first, second} not in ({fwd, bwd}, {fwd, first, second}):
             raise ArgumentError(f"{owner}: needs {fwd}, and {bwd} or both {first} and {second}.")
     return every
-
-
-def _deadlock(
-    schedule: Schedule, programs: list[list[Task | FusedTask]], at: list[int], waiting: dict[Task, list[int]]
-) -> str:
-    waits = [
-        f"rank {rank} with {programs[rank][at[rank]]} for {task}"
-        for rank, task in sorted((rank, task) for task, ranks in waiting.items() for rank in ranks)
-    ]
-    return f"{schedule!r}: ranks wait for each other: {', '.join(waits)}."
-
-
-def _peak(tasks: list[Task | FusedTask]) -> int:
-    """Return the most pairs of a rank that have gone forward, and not yet back."""
-    change = {Kind.FWD: 1, Kind.BWD: -1, Kind.BWD_INPUT: 0, Kind.BWD_WEIGHT: -1}
-    return max(itertools.accumulate(change[task.kind] for task in flat(tasks)), default=0)
