@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # margins around the curves
 _MAX_POINTS = 400  # of a curve: more cannot be seen
 _COLORS = 6
-_STAGES = ("train", "val", "test")  # which have the first colors
+_STAGES = ("train", "val", "test")
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
@@ -29,13 +29,9 @@ def together(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def colors(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of each curve's color: the first curve of a stage has the same one in all pictures."""
-    numbers: dict[str, int] = {}
-    for name in sorted(names, key=lambda name: (not name.startswith(_STAGES), name)):
-        first = next((k for k, stage in enumerate(_STAGES) if name.startswith(stage)), 0)
-        free = (first, *range(len(_STAGES), _COLORS), *range(len(_STAGES)))
-        numbers[name] = next((k for k in free if k not in numbers.values()), first)
-    return numbers
+    """Return the number of each curve's color, those of stages first."""
+    order = sorted(names, key=lambda name: (not name.startswith(_STAGES), name))
+    return {name: k % _COLORS for k, name in enumerate(order)}
 
 
 def spans_decades(values: np.ndarray) -> bool:
@@ -91,11 +87,9 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> Curve:
     """Return at most 400 points of a curve: the smallest and the largest value of each stretch, and both ends."""
     if len(steps) <= _MAX_POINTS:
         return steps, values
-    kept = {0, len(steps) - 1}
+    kept, known = {0, len(steps) - 1}, np.ma.masked_invalid(values)
     for stretch in np.array_split(np.arange(len(steps)), _MAX_POINTS // 2 - 1):
-        finite = stretch[np.isfinite(values[stretch])]
-        if finite.size:
-            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        kept |= {stretch[known[stretch].argmin()], stretch[known[stretch].argmax()]}
     order = sorted(kept)
     return steps[order], values[order]
 
