@@ -217,6 +217,28 @@ class Callback(Traits):
             training_over: Whether training ends here.
         """
 
+    def due_in(self, step: int) -> int | None:
+        """Return in how many optimizer steps this callback acts next; None for not before the epoch's end.
+
+        A callback that overrides this pays nothing in the steps between: its `on_train_batch_start`,
+        `on_train_batch_end` and, between two batches, `on_safe_point` run in the batches of that step only. The ends of
+        epochs and of training call `on_safe_point` always. It is asked when an epoch or a resumed training begins,
+        after each step in which such a callback has acted, and after steps are undone. A hook that a subclass
+        overrides, and not this method as well, runs in each step.
+
+        Args:
+            step: Optimizer steps taken.
+
+        Example:
+            >>> import jaxlit as jl
+            >>> class Every100(jl.Callback):
+            ...     def due_in(self, step):
+            ...         return 100 - step % 100
+            ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            ...         print(trainer.global_step, float(outputs["loss"]))
+        """
+        return 1
+
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Run before a checkpoint is written; JSON values in `checkpoint` are saved with it."""
 

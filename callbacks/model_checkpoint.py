@@ -8,8 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
@@ -17,6 +15,7 @@ from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.checkpoints.writing import Saving
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
 from jaxlit.reporting.terminal import absolute
 
@@ -150,7 +149,7 @@ class ModelCheckpoint(Callback):
             return
         self._reset()
         self._folder, self._fitting = self.folder(trainer.run_dir), True
-        if self.train_time_interval is not None and jax.process_count() > 1:
+        if self.train_time_interval is not None and team().size > 1:
             raise ArgumentError(
                 "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
                 "every_n_train_steps in several processes."
@@ -175,7 +174,7 @@ class ModelCheckpoint(Callback):
                 self._delete_replaced(trainer)
         except CheckpointError as error:
             problem = error
-        disk.raise_together("the folder of checkpoints", problem)
+        team().same_error("the folder of checkpoints", problem)
         trainer.saver.check()
         self._restart_clock()
 
@@ -183,9 +182,15 @@ class ModelCheckpoint(Callback):
         """Note that there has been a validation."""
         self._validated |= not trainer.sanity_checking
 
+    def due_in(self, step: int) -> int | None:
+        """Return the steps to the next checkpoint; each step while one is written, or if the time decides."""
+        if self._saving is not None or self._deadline < math.inf:
+            return 1
+        return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
+
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
-        if self._saving is not None and self._saving.is_done and jax.process_count() == 1:
+        if self._saving is not None and self._saving.is_done and team().size == 1:
             self.finish(trainer)
         step, every = trainer.global_step, self.every_n_train_steps
         fires = every is not None and step != self._step and step % every == 0
@@ -193,7 +198,7 @@ class ModelCheckpoint(Callback):
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
             # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
             rested = self._saving is None and time.monotonic() >= self._rests_until
-            due = due or not self._relaxed or rested or jax.process_count() > 1
+            due = due or not self._relaxed or rested or team().size > 1
         if (due or time.monotonic() >= self._deadline) and trainer.saver.may_begin:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, forced=training_over)
@@ -204,7 +209,7 @@ class ModelCheckpoint(Callback):
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
         # All processes write a checkpoint together. The others may be elsewhere, except after an error that all of them
         # read from the device.
-        meets = jax.process_count() == 1 or isinstance(exception, NonFiniteError)
+        meets = team().meets(isinstance(exception, NonFiniteError))
         begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
         if not (self.save_on_exception and self._fitting and kept and meets and begun):
             return

@@ -10,7 +10,8 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.prediction_files import LOADER, Rows, folders_of, import_pyarrow, read_rows
-from jaxlit.distributed.exchange import agree, fetch
+from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -74,12 +75,14 @@ class PredictionWriter(Callback):
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
-        if trainer.host_keys and jax.process_count() > 1:
+        if trainer.host_keys and team().size > 1:
             raise ArgumentError(
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
-        problem = agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[0]
+        problem = team().agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[
+            0
+        ]
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +53,7 @@ class Profiler(Callback):
         self._folder: Path | None = None  # of the trace that runs
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
         self._step = -1  # the one that it marks
-        self._wait: float = 0  # batches for which nothing can change; infinite after the window
+        self._over = False  # the window
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin again."""
@@ -70,11 +69,12 @@ class Profiler(Callback):
         """Begin the epoch's first step."""
         self._move(trainer)
 
+    def due_in(self, step: int) -> int | None:
+        """Return the steps to the window, and each step in it."""
+        return None if self._over else max(self.start_step - step, 1)
+
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """End the step before, and begin the next; one call a step, and nothing else outside the window."""
-        self._wait -= 1
-        if self._wait > 0:
-            return
+        """End the step before, and begin the next."""
         if epoch_over or training_over:  # the work until the next batch belongs to no step
             self._mark(None)
         else:
@@ -102,14 +102,10 @@ class Profiler(Callback):
     # Helpers ----------------------------------------------------------------------------------------
 
     def _move(self, trainer: "Trainer") -> None:
-        if self._wait == math.inf:
-            return
         step, end = trainer.global_step, self.start_step + self.num_steps
         if step >= end:
             self._stop(trainer)
-        elif step < self.start_step:
-            self._wait = self.start_step - step  # a step takes a batch or more
-        else:
+        elif step >= self.start_step and not self._over:
             if self._folder is None:
                 self._start(trainer)
             self._mark(step)
@@ -134,7 +130,7 @@ class Profiler(Callback):
 
     def _stop(self, trainer: "Trainer") -> None:
         self._mark(None)
-        self._wait, folder = math.inf, self._folder
+        self._over, folder = True, self._folder
         if folder is None:
             return
         self._folder = None

@@ -10,7 +10,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.measure import Measure, Measured
 from jaxlit.core.replica import num_rows
-from jaxlit.distributed.exchange import agree
+from jaxlit.distributed.team import team
 from jaxlit.programs.flops import Flops
 from jaxlit.programs.peaks import peak_flops
 
@@ -187,8 +187,6 @@ class ThroughputMonitor(Measure):
 
 def _of_all(point: _Point, compiled: bool = False) -> tuple[_Point, bool]:
     """Return the counts of all processes together by the clock of the first, and whether any has compiled."""
-    if jax.process_count() == 1:
-        return point, compiled
-    rows = agree("ThroughputMonitor's row", [point.samples, point.lengths, point.seconds, compiled])
+    rows = team().agree("ThroughputMonitor's row", [point.samples, point.lengths, point.seconds, compiled])
     samples, lengths, seconds, each = zip(*rows, strict=True)
     return point._replace(samples=sum(samples), lengths=sum(lengths), seconds=seconds[0]), any(each)

@@ -13,7 +13,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.wandb_config import config_of
-from jaxlit.distributed.exchange import agree
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
@@ -288,8 +288,8 @@ class WandbLogger(Logger):
         run = self._given or open_already(self._wanted_id)
         run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if several := self.processes == "group" and jax.process_count() > 1:
-            self._id = agree("the id of the W&B run", self._id)[0]
+        if several := self.processes == "group" and team().size > 1:
+            self._id = team().agree("the id of the W&B run", self._id)[0]
         if not trainer.is_global_zero and self.processes == "first":
             return
         if run is None:

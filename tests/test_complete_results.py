@@ -25,7 +25,7 @@ from kit.threads import as_processes
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
-from jaxlit.distributed import exchange
+from jaxlit.distributed import team as team_file
 
 BATCHES = random(6)
 
@@ -186,8 +186,8 @@ def test_a_fit_leaves_no_thread_file_handler_or_listener() -> None:
 def test_keys_that_processes_agreed_on_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(index: int) -> int:
         for k in range(10):
-            exchange.agree(f"topic {k}", index)
-        return len(exchange._client().values)
+            team_file.team().agree(f"topic {k}", index)
+        return len(team_file._client().values)
 
     assert max(as_processes(monkeypatch, work, 3)) <= 3 * 3  # of the last topics only
 

@@ -20,7 +20,7 @@ import numpy as np
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_state
-from jaxlit.distributed.exchange import agree
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.shown import shown
 
@@ -118,23 +118,8 @@ def read(path: Path) -> Checkpoint:
         check_state(state, f"{path / STATE}: the state")
     except CheckpointError as error:
         problem = error
-    raise_together(f"verifying {path.name}", problem)
+    team().same_error(f"verifying {path.name}", problem)
     return Checkpoint(path, state)
-
-
-def raise_together(topic: str, problem: CheckpointError | None) -> None:
-    """Raise in every process the error of one of them; all must call this.
-
-    Args:
-        topic: What it is about, for messages.
-        problem: The error of this process, if there is one.
-
-    Raises:
-        CheckpointError: A process has an error.
-    """
-    problems = agree(topic, None if problem is None else str(problem))
-    if text := next(filter(None, problems), None):  # the same one in every process
-        raise problem if str(problem) == text and problem is not None else CheckpointError(text)
 
 
 def candidates(folder: Path) -> list[Path]:
@@ -163,7 +148,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     skipped: dict[str, str] = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
-    while names := [x for x in agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped]:
+    while names := [
+        x for x in team().agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped
+    ]:
         for name in names:
             try:
                 return read(folder / name), [*skipped.values()]

@@ -31,17 +31,12 @@ class Validating(IntEnum):
     DONE = 6
 
 
-# Tables: making an enum's member costs several calls, and every step comes by here. After a batch comes the next one.
-_NEXT = {phase: Phase(phase + 1) for phase in Phase if phase < Phase.DONE} | {Phase.SAFE_POINT: Phase.BATCH_START}
-_NEXT_OF_EVALUATION = {phase: Validating(phase + 1) for phase in Validating if phase < Validating.DONE}
-
-
 @dataclass
 class Position:
-    """How far training is.
+    """How far training is: where the arrays are, and what a checkpoint holds.
 
-    `phase` moves before a hook runs, never after it: a checkpoint that is taken in a hook continues after that hook,
-    and does not call it again.
+    `phase` is what comes next. The loops set it before a hook runs, never after it: a checkpoint that is taken in a
+    hook continues after that hook, and does not call it again.
     """
 
     epoch: int = 0  # epochs finished
@@ -51,19 +46,12 @@ class Position:
     first_step: int = 0  # those taken before this epoch
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
-    phase: Phase = Phase.EPOCH_START  # what comes next
+    phase: Phase = Phase.EPOCH_START
     # The state of the training loader after the last batch that was used.
     data: Any = None
 
     def __post_init__(self) -> None:
         self.phase = Phase(self.phase)  # a checkpoint holds its number
-
-    def reaches(self, phase: Phase) -> bool:
-        """Return whether a phase is still to come; from here on it counts as done."""
-        if self.phase > phase:
-            return False
-        self.phase = _NEXT[phase]
-        return True
 
     def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
         """Move after a batch whose step was dispatched; nothing else counts batches or steps.
@@ -111,7 +99,7 @@ class Position:
         """
         self.global_step, self.filled = was.global_step, 0
         if self.phase == Phase.ROW:
-            self.reaches(Phase.ROW)  # the step at hand is undone, and has no row
+            self.phase = Phase.VALIDATION  # the step at hand is undone, and has no row
         within = was.epoch == self.epoch and not was.over
         if not within:
             self.first_step = was.global_step
@@ -119,27 +107,39 @@ class Position:
 
 
 @dataclass
+class HookClock:
+    """How far hooks are, and `trainer.global_step`: at every hook where the arrays are, which one dispatch moves.
+
+    Attributes:
+        global_step: Optimizer steps taken.
+        epoch: Epochs finished.
+        batch_idx: Batches of this epoch done.
+    """
+
+    global_step: int = 0
+    epoch: int = 0
+    batch_idx: int = 0
+
+    def follow(self, position: Position) -> None:
+        """Move to where the arrays are."""
+        self.global_step, self.epoch, self.batch_idx = position.global_step, position.epoch, position.batch_idx
+
+
+@dataclass
 class Evaluation:
-    """How far a validation, in a fit or alone, or a test is; `phase` moves like that of a `Position`."""
+    """How far a validation, in a fit or alone, or a test is; `phase` is what comes next, as in a `Position`."""
 
     loader: int = 0  # the loader at hand
     batch_idx: int = 0  # its batches done
     found: list[dict[str, float]] = field(default_factory=list)  # the metrics of the loaders that are done
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
-    phase: Validating = Validating.START  # what comes next
+    phase: Validating = Validating.START
     data: Any = None  # the loader's state
     sums: list[Any] | None = None  # its metrics so far, see Engine.eval_step
     table: Any = None  # the columns of the sums
 
     def __post_init__(self) -> None:
         self.phase = Validating(self.phase)
-
-    def reaches(self, phase: Validating) -> bool:
-        """Return whether a phase is still to come; from here on it counts as done."""
-        if self.phase > phase:
-            return False
-        self.phase = _NEXT_OF_EVALUATION[phase]
-        return True
 
     def advance(self, sums: list[Any], data: Any) -> None:
         """Move after a batch whose step was dispatched."""

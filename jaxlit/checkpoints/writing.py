@@ -17,8 +17,8 @@ import jax
 
 from jaxlit.background import Background
 from jaxlit.checkpoints import manifest, quiet
-from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, raise_together, remove, step_of
-from jaxlit.distributed.exchange import agree
+from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
 
 
@@ -45,7 +45,7 @@ class Saving(Background[None]):
         """
         self.join()
         self.was_awaited, error = True, self.error
-        raise_together("the checkpoint is written", None if error is None else _unwritten(self.path, error))
+        team().same_error("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
     def _run(self) -> None:
         super()._run()
@@ -71,7 +71,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
     path = Path(os.path.abspath(path))
     leads, token, problem = jax.process_index() == 0, secrets.token_hex(4), None
     _check_path(path)
-    token = agree("the checkpoint's temporary name", token)[0]
+    token = team().agree("the checkpoint's temporary name", token)[0]
     temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
     text = _as_json(state)
     try:
@@ -79,7 +79,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
             temporary.mkdir(parents=True)
     except OSError as error:
         problem = _unwritten(path, error)
-    raise_together("the checkpoint's folder", problem)
+    team().same_error("the checkpoint's folder", problem)
     quiet.begin()
     try:
         response = _begin_arrays(temporary / ARRAYS, arrays)

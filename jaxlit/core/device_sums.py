@@ -1,7 +1,8 @@
-"""How metrics add up on device, and where they are read."""
+"""How metrics add up on device, in which array they leave a step, and how the host reads it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,11 +116,85 @@ class Table:
             total, weight = self._joined(table)
             return np.where(self._mean, total / weight, total).tolist()
 
+    def value(self, table: jax.Array, column: int) -> jax.Array:
+        """Return the value of one metric of a table, () float32."""
+        return table[0, column] / table[1, column] if self._mean[column] else table[0, column]
+
     def _joined(self, tables: np.ndarray) -> np.ndarray:
         """Return the table of all replicas, given one of each."""
         table = tables.sum(0)
         table[0] = np.where(self._min, tables[:, 0].min(0), np.where(self._max, tables[:, 0].max(0), table[0]))
         return table
+
+
+def loss_of(table: jax.Array) -> jax.Array:
+    """Return the loss, () float32, of a training step's table."""
+    return table[0, 0] / table[1, 0]
+
+
+class StepRow(NamedTuple):
+    """What the host reads of a training step.
+
+    Attributes:
+        values: One a metric, the loss first.
+        row: Those of them that are in rows, by name.
+        rates: The learning rates of an optimizer step, by name.
+        bad_step: The non-finite step that the guard names, see `TrainState`; -1 for none.
+    """
+
+    values: list[float]
+    row: dict[str, float]
+    rates: dict[str, float]
+    bad_step: int
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The array that leaves a training step: all that the host reads of it is in one transfer.
+
+    It is (2, num_columns) float32: a column for each metric as in `Table`, then in row 0 the learning rates, which the
+    batch of a window that continues does not have, and the guard's `bad_step`. Leading dims are of replicas, or of
+    steps.
+
+    Args:
+        metrics: The metrics.
+        rates: The names of the rates, None for one that is in no row.
+        guarded: Whether there is a guard.
+    """
+
+    metrics: Table
+    rates: tuple[str | None, ...]
+    guarded: bool
+
+    def encode(self, table: jax.Array, rates: Sequence[jax.Array], bad_step: jax.Array) -> jax.Array:
+        """Return the array of one step, (2, num_columns) or with replicas (num_replicas, 2, num_columns).
+
+        Args:
+            table: The metrics' table.
+            rates: One () float32 a rate, or none.
+            bad_step: () int32, see `TrainState`.
+        """
+        numbers = [*rates, *([bad_step.astype(jnp.float32)] if self.guarded else [])]
+        return jnp.concatenate([table, *(jnp.stack([x, jnp.float32(0)])[:, None] for x in numbers)], axis=1)
+
+    def decode(self, array: np.ndarray) -> StepRow:
+        """Return one step, given its array."""
+        columns = len(self.metrics.metrics)
+        numbers = array.reshape(-1, *array.shape[-2:])[0, 0, columns:].tolist()  # the same in every replica
+        bad_step = int(numbers.pop()) if self.guarded and numbers else -1
+        values = self.metrics.read(array[..., :columns])
+        # What another optimizer left in a checkpoint may have fewer rates, or more.
+        row, rates = (
+            dict(zip(self.metrics.row_names, values, strict=True)),
+            dict(zip(self.rates, numbers, strict=False)),
+        )
+        row.pop(None, None)
+        rates.pop(None, None)
+        return StepRow(values, row, rates, bad_step)  # type: ignore[arg-type]
+
+    def decode_steps(self, arrays: np.ndarray) -> list[StepRow]:
+        """Return several steps, given their arrays along a leading dim."""
+        return [self.decode(array) for array in arrays]
 
 
 def table_of(metrics: Any) -> Table:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxlit.core.device_sums import loss_of
 from jaxlit.core.replica import Replica
 from jaxlit.core.state import TrainState, Window
 from jaxlit.core.step import TrainStep, count_bad, over_rows
@@ -102,7 +103,7 @@ class MicrobatchStep:
         if self.end == "diagnose":
             flat = step.layout.flatten(new.advance(steps=0))
             return [flat[i] for i in (self.at.counters, *self.written)], table, count_bad(grads)  # type: ignore[call-overload]
-        loss = None if old.window is None else table[0, 0] / table[1, 0]
+        loss = None if old.window is None else loss_of(table)
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
             rows, table = old.window.rows + rows, step.table.combine(old.window.metrics, table)

@@ -15,7 +15,6 @@ from jaxlit.core.parts import Part, parts_along
 from jaxlit.leaf_names import named_leaves
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 
-OF_RATE = -1.0  # marks the column of a rate: it is stored as the weight, and real weights are never negative
 _AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
 _SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
 

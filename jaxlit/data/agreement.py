@@ -11,8 +11,9 @@ from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.data.array_loader import ArrayLoader, differences
 from jaxlit.data.batch_validator import named_leaves
 from jaxlit.data.source import length_of
-from jaxlit.distributed.exchange import agree, join_rows
+from jaxlit.distributed.exchange import join_rows
 from jaxlit.distributed.start import own_rows
+from jaxlit.distributed.team import team
 from jaxlit.errors import DataError
 from jaxlit.strategies.program import ReplicatedBatch
 
@@ -56,7 +57,7 @@ class Agreement:
             parts = [own_rows(count, process) for process in range(jax.process_count())]
             rows_of = [part.stop - part.start for part in parts]
         elif last:
-            rows_of = agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
+            rows_of = team().agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
         elif rows == self._rows[process]:
             rows_of = self._rows
         else:
@@ -76,7 +77,7 @@ class Agreement:
         kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
         kinds |= loader.fingerprint if shared else {}
         mine = {"kinds": kinds, "rows": rows, "length": length_of(loader), "last": last, "digest": _digest(batch)}
-        rows_of = agree(f"the first batch of {argument}", mine)
+        rows_of = team().agree(f"the first batch of {argument}", mine)
         for process, theirs in enumerate(rows_of):
             if what := differences(theirs["kinds"], kinds):
                 raise DataError(

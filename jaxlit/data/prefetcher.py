@@ -6,9 +6,8 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import jax
+from enum import Enum
+from typing import Any, NamedTuple
 
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
@@ -16,6 +15,7 @@ from jaxlit.data.agreement import Agreement
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
+from jaxlit.distributed.team import team
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
 _SLOW_S = 300e-6
@@ -23,8 +23,36 @@ _NOTED_S = 20e-6  # less is no wait
 _TIMED = 8  # draws that are timed before choosing
 _AHEAD = 2  # batches that the thread keeps ready under prefetch="auto"
 
-_END = object()
-_GIVEN_UP = object()  # a signal cut the wait
+
+class Batch(NamedTuple):
+    """A batch of an epoch, ready for its step.
+
+    Attributes:
+        arrays: What the step takes, on the devices.
+        host: What hooks are given: the batch of the loader, with its host keys.
+        index: Its number in the epoch, from 0.
+        is_last: Whether it is the last one of the epoch.
+        position: The loader's state after it.
+    """
+
+    arrays: Any
+    host: Any
+    index: int
+    is_last: bool
+    position: Any
+
+
+class Failed(NamedTuple):
+    """What a loader raised in place of a batch; raised when the batches before it are done."""
+
+    error: BaseException
+
+
+class End(Enum):
+    """Why there is no further batch."""
+
+    OVER = "the loader or its limit is at its end"
+    INTERRUPTED = "a signal ended the wait"
 
 
 class Prefetcher:
@@ -67,13 +95,10 @@ class Prefetcher:
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
 
-    def batches(
-        self, source: Source, epoch: int, limit: int | None, start: int = 0
-    ) -> Iterator[tuple[Any, Any, bool, Any]]:
+    def batches(self, source: Source, epoch: int, limit: int | None, start: int = 0) -> Iterator[Batch]:
         """Return an iterator over one epoch, or over what is left of it after `start` batches.
 
-        It yields (placed batch, host batch, is last, the iteration's position after it) of each batch. One batch is
-        drawn ahead, so that the last is known as such even if the loader has no length.
+        One batch is drawn ahead, so that the last is known as such even if the loader has no length.
 
         Raises:
             Exception: What the loader raised, with a note that says where; the batches before it come first.
@@ -87,11 +112,9 @@ class Prefetcher:
         for batches in list(self._open):
             batches.close()
 
-    def _batches(
-        self, source: Source, epoch: int, limit: int | None, start: int
-    ) -> Iterator[tuple[Any, Any, bool, Any]]:
+    def _batches(self, source: Source, epoch: int, limit: int | None, start: int) -> Iterator[Batch]:
         validator, source.waited = self._validator_of(source), 0.0
-        agreement = self._agreement(source, validator) if jax.process_count() > 1 else None
+        agreement = self._agreement(source, validator) if team().size > 1 else None
         draws = source.epoch(epoch)
         stream, thread = itertools.islice(draws, limit), None
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
@@ -99,30 +122,31 @@ class Prefetcher:
             stream = thread = _Thread(stream, depth, self._control)
         try:
             drawn = self._draw(source, stream, start)
-            for k in itertools.count(start + 1):
-                if drawn is _END or drawn is _GIVEN_UP:
+            for k in itertools.count(start):
+                if isinstance(drawn, End):
                     return
-                if isinstance(drawn, BaseException):
-                    raise located(drawn, source.argument, self._epoch(), k - 1)
+                if isinstance(drawn, Failed):
+                    raise located(drawn.error, source.argument, self._epoch(), k)
+                batch, at = drawn
                 try:
-                    host, batch = validator(drawn[0])
+                    host, batch = validator(batch)
                 except Exception as error:
-                    located(error, validator.blamed, self._epoch(), k - 1)
+                    located(error, validator.blamed, self._epoch(), k)
                     raise
                 placed = None
                 if agreement is None:
                     self.example, placed = batch, self._place(batch)
-                following = self._draw(source, stream, k)
-                if following is _GIVEN_UP:
+                drawn = self._draw(source, stream, k + 1)
+                if drawn is End.INTERRUPTED:
                     return
+                is_last = drawn is End.OVER
                 if agreement is not None:
-                    self.example, batch = agreement(batch, drawn[1], last=following is _END)
+                    self.example, batch = agreement(batch, at, last=is_last)
                     placed = self._place(batch)
                 slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
-                if slow and following is not _END and not isinstance(following, BaseException):
+                if slow and not isinstance(drawn, (End, Failed)):
                     stream = thread = _Thread(stream, depth, self._control)
-                yield placed, host, following is _END, drawn[1]
-                drawn = following
+                yield Batch(placed, host, k, is_last, at)
         finally:
             patience = 0.5 if self._control.interrupted else 10.0 if source.continues else 1.0
             if thread is None or thread.close(patience):
@@ -134,8 +158,8 @@ class Prefetcher:
             self._agreements[source] = Agreement(source.loader, source.argument, validator.prepares, self._splits)
         return self._agreements[source]
 
-    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> Any:
-        """Return the next draw, `_END`, `_GIVEN_UP` or what was raised, and count the time."""
+    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> tuple[Any, Any] | End | Failed:
+        """Return the next batch with the position after it, and count the time."""
         start = time.perf_counter()
         self.drawn += 1
         if self._watchdog is not None:
@@ -144,13 +168,13 @@ class Prefetcher:
         try:
             try:
                 control.drawing = True
-                return next(stream, _END)
+                return next(stream, End.OVER)
             finally:  # inside the outer try: a signal that comes here is caught as well
                 control.drawing = False
         except Interrupted:
-            return _GIVEN_UP
-        except Exception as error:  # raised when the batches before it are done
-            return _GIVEN_UP if control.interrupted else error
+            return End.INTERRUPTED
+        except Exception as error:
+            return End.INTERRUPTED if control.interrupted else Failed(error)
         finally:
             if self._watchdog is not None:
                 self._watchdog.rest()
@@ -192,11 +216,11 @@ class _Thread(Background[None]):
                     raise Interrupted from None
                 continue
             self._tokens.put(None)
-            if item is _END:
-                self._out.put(_END)  # for the next call
+            if item is End.OVER:
+                self._out.put(item)  # for the next call
                 raise StopIteration
-            if isinstance(item, BaseException):
-                raise item
+            if isinstance(item, Failed):
+                raise item.error
             return item
 
     def close(self, patience: float) -> bool:
@@ -207,14 +231,14 @@ class _Thread(Background[None]):
 
     def _fill(self) -> None:
         item = None
-        while item is not _END and not isinstance(item, BaseException):
+        while not isinstance(item, (End, Failed)):
             self._tokens.get()
             if self.stopping.is_set():
                 return
             try:
-                item = next(self._stream, _END)
-            except BaseException as error:  # raised again where the batch is asked for
-                item = error
+                item = next(self._stream, End.OVER)
+            except BaseException as error:
+                item = Failed(error)
             self._out.put(item)
 
 

@@ -51,7 +51,7 @@ class StepState:
 
     def unflatten(self) -> TrainState:
         """Return the state as a `TrainState`."""
-        return self.engine.state.layout.unflatten(self.leaves)
+        return self.engine.state.spec.layout.unflatten(self.leaves)
 
 
 class StepLogs(Mapping[str, jax.Array]):
@@ -66,9 +66,7 @@ class StepLogs(Mapping[str, jax.Array]):
         self._columns, self._table, self._logs = {m.name: i for i, m in enumerate(table.metrics)}, table, logs
 
     def __getitem__(self, name: str) -> jax.Array:
-        column = self._columns[name]
-        mean = self._table.metrics[column].reduce_fx == "mean"
-        return self._logs[0, column] / self._logs[1, column] if mean else self._logs[0, column]
+        return self._table.value(self._logs, self._columns[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -118,8 +116,7 @@ class CompiledStep:
             self._wait(logs)
         except jax.errors.JaxRuntimeError as error:
             if is_exhausted(error):
-                stored = engine.state.stored(state.leaves)
-                raise out_of_memory(error, "in step(state, batch)", state=stored) from error
+                raise out_of_memory(error, "in step(state, batch)", state=engine.state.spec.tree) from error
             raise
         return StepState(leaves, self._engine), StepLogs(self._table, logs)
 

@@ -13,6 +13,7 @@ from flax import linen, nnx
 from jax.sharding import NamedSharding
 
 from jaxlit.core.closures import check_closures
+from jaxlit.core.device_sums import Table
 from jaxlit.core.inspection import written_to
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import each_attribute
@@ -45,13 +46,14 @@ def init_state(
     """
     params, frozen, model_state = variables
     params, frozen, window = cast(params, precision.held), cast(frozen, precision.held), None
+    no_metrics = Table([])
     if window_replicas != 0:
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(
             # float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
             jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params),
             jnp.zeros(lead, jnp.float32),
-            jnp.zeros((*lead, 2, 0), jnp.float32),
+            jnp.zeros((*lead, *no_metrics.empty().shape), jnp.float32),
         )
     state = TrainState(
         counters=jnp.array([0, 0, 0, -1], jnp.int32),
@@ -61,7 +63,7 @@ def init_state(
         opt_state=tx.init(params),
         window=window,
         loss_scale=precision.first_scale(),
-        sums=jnp.zeros((4, 0), jnp.float32),
+        sums=jnp.asarray(no_metrics.empty_sums()),
         # Each is given a tree of its own, which it may write to.
         extras={key: keeper.init_arrays(jax.tree.map(lambda x: x, params)) for key, keeper in extras.items()},
     )

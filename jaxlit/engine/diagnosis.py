@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.engine.flat_state import FlatState
+from jaxlit.engine.state import State
+from jaxlit.engine.training import Training
 from jaxlit.strategies.program import SHARED, Program
 
 
@@ -18,17 +20,17 @@ class Diagnosis:
     """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
 
     Args:
-        train: The training program.
+        training: How the module is trained.
         state: The training state.
         compile: Compiles a program, when it is first needed.
     """
 
-    def __init__(self, train: Program, state: FlatState, compile: Callable[[Program], CompiledProgram]) -> None:
-        assert train.passes is not None
-        counters: Any = state.index.counters
-        step, passes = train.passes.step, replace(train.passes, end="diagnose")
-        self._state, self._step, self._written = state, step, [counters, *passes.written]
-        outputs = ([state.array_specs[i] for i in self._written], SHARED, SHARED)
+    def __init__(self, training: Training, state: State, compile: Callable[[Program], CompiledProgram]) -> None:
+        train, step, spec = training.train, training.step, training.spec
+        counters: Any = spec.index.counters
+        passes = MicrobatchStep(step, training.written, "diagnose")
+        self._state, self._step, self._written = state, step, [counters, *training.written]
+        outputs = ([spec.array_specs[i] for i in self._written], SHARED, SHARED)
         program = replace(train, name="diagnose", fn=partial(step.diagnose, self._written), outputs=outputs)
         self._compile = partial(compile, replace(program, parts=None, donate=(), passes=passes))
 
@@ -49,13 +51,14 @@ class Diagnosis:
         Args:
             bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
         """
-        state, names = self._state, self._names
-        if state.index.loss_scale is not None:  # such a step changes nothing
+        spec, names = self._state.spec, self._names
+        if spec.index.loss_scale is not None:  # such a step changes nothing
             return []
         known = sum(1 << i for i, name in enumerate(names) if bad is not None and name in bad)
-        waits = zip(jax.tree.leaves(state.index.opt_state), self._step.waits(state.abstract()), strict=True)
-        return [state.specs[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
+        waits = zip(jax.tree.leaves(spec.index.opt_state), self._step.waits(spec.tree), strict=True)
+        return [spec.entries[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
 
     @property
     def _names(self) -> list[str]:
-        return [self._state.specs[i][0].removeprefix("module.") for i in jax.tree.leaves(self._state.index.params)]
+        spec = self._state.spec
+        return [spec.entries[i][0].removeprefix("module.") for i in jax.tree.leaves(spec.index.params)]

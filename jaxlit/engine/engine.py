@@ -1,7 +1,6 @@
 """One module under one strategy: the programs that are compiled of its steps."""
 
 import copy
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -15,33 +14,30 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxlit import sharding
-from jaxlit.core.device_sums import Table
+from jaxlit.core.device_sums import StepTable, Table
 from jaxlit.core.eval_step import eval_step
-from jaxlit.core.extras import check_extras, eval_index
 from jaxlit.core.hparams import share_hparams
-from jaxlit.core.inspection import inspect_evaluation, inspect_step
+from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import collecting
-from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
-from jaxlit.core.rates import Rates, rates_of
+from jaxlit.core.rates import Rates
 from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
-from jaxlit.core.step import TrainStep
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
-from jaxlit.engine.creation import check_trainable, epoch_starter, init_state, undone_with_window
+from jaxlit.engine.creation import epoch_starter, init_state
 from jaxlit.engine.diagnosis import Diagnosis
-from jaxlit.engine.flat_state import FlatState
 from jaxlit.engine.program_key import program_key
+from jaxlit.engine.state import state_spec
 from jaxlit.engine.step_traces import trace_step
+from jaxlit.engine.training import Training, outputs_of, training_of
 from jaxlit.engine.window_start import WindowBackup
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, SHARED, ArraySpec, Program
+from jaxlit.strategies.program import EACH, ArraySpec, Program
 
 _logger = logging.getLogger("jaxlit")
 
@@ -97,23 +93,15 @@ class Engine:
         self.pure = PureModule(self.key[0][-1], plan.optimizer.wrt if plan else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
         variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
-        self.rates, self.extras = Rates(), {}
-        if plan is not None:
-            # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
-            check_trainable(plan.tx, variables[0], module)
-            params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
-            self.rates = rates_of(plan.optimizer, params, plan.parts)
-            self.extras = check_extras(plan.extras, params, plan.tolerates)
-            self._plan = plan = replace(plan, extras=self.extras)
-            # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
-            replicas = strategy.replica.stack_size if plan.accumulate > 1 else 0
-            init = partial(init_state, plan.tx, replicas, precision, extras=self.extras)
-            if plan.nan_policy == "skip" and plan.accumulate > 1:
-                undone = undone_with_window(self.pure, strategy, jax.eval_shape(init, *variables), plan.example)
-                init = partial(init, undone=undone)
-        example = plan.example if plan else None
-        self.state = FlatState(self.pure, strategy, init, variables, donate=take_ownership, example=example)
-        self.state.eval_index = self.state.evaluated(eval_index(self.extras, self.state.index, self.state.leaves))
+        self.training: Training | None = None
+        self.rates, self.extras = Rates(), dict[str, Any]()
+        if plan is None:
+            spec = state_spec(self.pure, strategy, init, variables)
+        else:
+            training = self.training = training_of(module, self.pure, strategy, plan)
+            self.rates, self.extras = training.rates, dict(training.plan.extras)
+            init, spec = training.init, training.spec
+        self.state = spec.make(init, variables, donate=take_ownership)
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
         # All that are kept, the one that was used last at the end; and those of this run.
@@ -121,7 +109,6 @@ class Engine:
         self._evaluations: dict[_Key, _EvalProgram] = {}
         # A program of its own: the step counter is on the devices, and is not waited for.
         self._next_epoch = epoch_starter(strategy.replicated)
-        self._wrap = partial(strategy.wrap_body, shardings=self.state.sharding_tree)
         # prepare_training adds train_step, micro_step, window_start and diagnose: they need the first batch.
 
     def evaluator(self) -> "Engine":
@@ -137,50 +124,21 @@ class Engine:
         """Trace the training step on the first batch and build its programs; later calls do nothing."""
         if "train_step" in self._programs:
             return
-        state, index = self.state, self.state.index
-
-        inspect = partial(inspect_step, self.pure, twice=self.debug)
-        trace_step(self.pure, self.strategy, state.abstract(), ("training", None), inspect, batch)
-        step = self._step = TrainStep(
-            *(self.pure, self._plan, state.layout),
-            rates=self.rates,
-            wrap=self._wrap,
-            reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, state.grad_shardings),
-            constrain_window=partial(sharding.constrain, shardings=None if state.per_replica else state.grad_shardings),
-        )
-        traced = self.pure.trace_of("training")
-        table, written = traced.table, tuple(itertools.compress(jax.tree.leaves(index.variables), traced.changed))
+        assert self.training is not None
+        training = self.training = self.training.trace(batch, debug=self.debug)
+        state, table, has_window = self.state, self.pure.table("training"), training.spec.index.window is not None
         if self._restored is None or self._restored.metrics != table.metrics:
             if self._restored is not None:
                 _logger.warning("training_step logs other metrics than in the checkpoint: epoch sums start again.")
-            # How many columns the metrics have is known only now, as the step was traced.
-            state.put(index.sums, table.empty_sums())
-            self._empty_table(table)
-        out = _outputs(self.pure, "training")
-        loss = None if index.window is None else EACH
-        # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
-        train = Program(
-            name="train_step",
-            kind="train",
-            fn=step.update,
-            inputs=(state.array_specs,),
-            outputs=(state.array_specs, SHARED, loss, out),
-            donate=(0,),
-            parts=(step.gradients, step.apply),
-            grads=state.grad_shardings,
-            passes=MicrobatchStep(step, written),
-        )
-        self._programs["train_step"] = self._compile(train)
-        if index.window is not None:
-            passes = MicrobatchStep(step, written, "micro")
-            micro = replace(train, name="micro_step", kind="micro", fn=step.micro, parts=None, passes=passes)
-            self._programs["micro_step"] = self._compile(replace(micro, outputs=(state.array_specs, EACH, loss, out)))
+            self._use_metrics(table)
+        self._programs["train_step"] = self._compile(training.train)
+        if has_window:
+            self._programs["micro_step"] = self._compile(training.micro)
             self.micro_step = partial(self._train, self._programs["micro_step"])
-        self._train_program = train
         # Under "raise" a bad window is undone: what its batches have written is restored.
-        restores = index.window is not None and written and self.nan_policy == "raise"
-        self.window_start = WindowBackup(state, written) if restores else None
-        self.diagnose = Diagnosis(train, state, self._compile)
+        restores = has_window and training.written and self.nan_policy == "raise"
+        self.window_start = WindowBackup(state, training.written) if restores else None
+        self.diagnose = Diagnosis(training, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
     def _train(self, program: CompiledProgram, batch: Any) -> list[Any]:
@@ -195,11 +153,8 @@ class Engine:
             What `train_step` returns, and a tuple of the functions' results.
         """
         if traced not in self._programs:
-            step, train = replace(self._step, traced=traced), self._train_program
-            assert train.passes is not None
-            parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
-            train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
-            self._programs[traced] = self._compile(replace(train, outputs=(*train.outputs, SHARED)))
+            assert self.training is not None
+            self._programs[traced] = self._compile(self.training.traced(traced))
         return self._train(self._programs[traced], batch)
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
@@ -210,23 +165,26 @@ class Engine:
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the epoch and forget the last one's metrics and unfinished window."""
-        counters, leaves = self.state.index.counters, self.state.leaves
+        counters, leaves = self.state.spec.index.counters, self.state.leaves
         leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
         self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
-        self.clear_sums()
+        if "train_step" in self._programs:
+            self.clear_sums()
+        else:
+            self._use_metrics(Table([]))
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""
-        self.state.put(self.state.index.sums, self.training_table.empty_sums())
+        self.state.put(self.state.spec.index.sums, self.training_table.empty_sums())
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""
-        state = self.state
-        if (window := state.index.window) is not None:
+        state, index = self.state, self.state.spec.index
+        if (window := index.window) is not None:
             for i in jax.tree.leaves((window.grads, window.rows)):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
-        self._empty_table(self.training_table)
-        if (start := state.index.window_start) is not None:
+            state.put(window.metrics, state.spec.stacked(self.training_table.empty()))
+        if (start := index.window_start) is not None:
             state.put(start.batches, np.zeros((), np.int32))
 
     @property
@@ -234,9 +192,14 @@ class Engine:
         """The training metrics: of the step, or before it was traced those of a checkpoint."""
         return self.pure.table("training") if "train_step" in self._programs else self._restored or Table([])
 
+    @property
+    def step_table(self) -> StepTable:
+        """The layout of what a training step returns for the host."""
+        return StepTable(self.training_table, self.rates.names, self.nan_policy != "ignore")
+
     def epoch_values(self) -> list[float]:
         """Return the epoch's value of each training metric; waits for the device."""
-        return self.training_table.read(np.asarray(self.state.leaves[self.state.index.sums]))  # type: ignore[call-overload]
+        return self.training_table.read(np.asarray(self.state.leaves[self.state.spec.index.sums]))  # type: ignore[call-overload]
 
     def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
         """Forget a bad step and those after it, none of which has changed the parameters: the next one is `step`."""
@@ -253,13 +216,15 @@ class Engine:
         """Replace arrays of the state, given by index, and the training metrics that they were saved with, if any."""
         if table is not None:
             self._restored = table
-            self._empty_table(table)
+            self._use_metrics(table)
         self.state.restore(arrays)
 
-    def _empty_table(self, table: Table) -> None:
-        """Give an accumulation window the metrics of no batch."""
-        if (window := self.state.index.window) is not None:
-            self.state.put(window.metrics, self.state.stacked(table.empty()))
+    def _use_metrics(self, table: Table) -> None:
+        """Give the sums of an epoch and of an accumulation window the columns of these metrics, of no batch."""
+        spec = self.state.spec = self.state.spec.with_metrics(table)
+        self.state.put(spec.index.sums, table.empty_sums())
+        if (window := spec.index.window) is not None:
+            self.state.put(window.metrics, spec.stacked(table.empty()))
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""
@@ -270,8 +235,8 @@ class Engine:
                 made = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
                 return Layout(made).flatten(made)
 
-            places = jax.tree.leaves(state.index.extras[key])
-            made = self.strategy.create_state(init, [state.shardings[i] for i in places], state.unflatten().params)
+            places = jax.tree.leaves(state.spec.index.extras[key])
+            made = self.strategy.create_state(init, list(map(state.spec.sharding, places)), state.unflatten().params)
             for place, array in zip(places, made, strict=True):
                 state.leaves[place] = array
 
@@ -279,7 +244,7 @@ class Engine:
         """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
         # The count of batches is a token as well: waiting for it is waiting for the step.
         return [
-            jax.device_put(table, self.state.replica_sharding),
+            jax.device_put(table, self.state.spec.replica_sharding),
             jax.device_put(np.int32(count), self.strategy.replicated),
         ]
 
@@ -312,18 +277,18 @@ class Engine:
 
     def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
-        pure, state = replace(self.pure, traced={}, _bodies={}), self.state
+        pure, spec = replace(self.pure, traced={}, _bodies={}), self.state.spec
 
         inspect = partial(inspect_evaluation, pure, stage, loader)
-        trace_step(pure, self.strategy, state.abstract(), (stage, loader), inspect, batch)
-        sums = [ArraySpec(state.replica_sharding, per_replica=state.per_replica), ArraySpec(self.strategy.replicated)]
+        trace_step(pure, self.strategy, spec.tree, (stage, loader), inspect, batch)
+        sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
             kind="eval",
-            fn=eval_step(pure, stage, loader, state.eval_layout, self._wrap),
-            inputs=([state.array_specs[i] for i in state.eval_index], sums),
-            outputs=(sums, entry, _outputs(pure, stage, loader)),
+            fn=eval_step(pure, stage, loader, spec.eval_layout, spec.wrap),
+            inputs=([spec.array_specs[i] for i in spec.eval_index], sums),
+            outputs=(sums, entry, outputs_of(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
         return _EvalProgram(pure, like, self._compile(program))
@@ -334,19 +299,17 @@ class Engine:
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
+        return self.place_sums(self.state.spec.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
-        # A list of references: an evaluation donates no weights, and jit's fast path takes flat lists.
-        leaves = self.state.leaves
-        return self._evaluations[stage, loader].program.run([leaves[i] for i in self.state.eval_index], sums, batch)
+        return self._evaluations[stage, loader].program.run(self.state.evaluated(), sums, batch)
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
         if fn not in self._applied or not self._applied[fn][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
-            pure, origin, layout, reads = self.pure, self.module, self.state.eval_layout, Reads()
+            pure, origin, layout, reads = self.pure, self.module, self.state.spec.eval_layout, Reads()
 
             def applied(leaves: list[Any], inputs: Any) -> Any:
                 _, params, frozen, model_state = layout.unflatten(leaves)
@@ -359,8 +322,7 @@ class Engine:
                 return result
 
             self._applied[fn] = self.strategy.on_state(applied), reads
-        leaves = self.state.leaves
-        return self._applied[fn][0]([leaves[i] for i in self.state.eval_index], inputs)
+        return self._applied[fn][0](self.state.evaluated(), inputs)
 
     @property
     def programs(self) -> list[CompiledProgram]:
@@ -381,9 +343,3 @@ class Engine:
         run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
         run = run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
         return CompiledProgram(program.name, run)
-
-
-def _outputs(pure: PureModule, stage: str, loader: int | None = None) -> Any:
-    traced = pure.trace_of(stage, loader)
-    treedef = jax.tree.structure(traced.outputs)
-    return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])

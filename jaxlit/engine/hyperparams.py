@@ -10,7 +10,7 @@ from jaxlit.core.parts import PartStates
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 
 if TYPE_CHECKING:
-    from jaxlit.engine.flat_state import FlatState
+    from jaxlit.engine.state import State
 
 
 class Hyperparams(MutableMapping[str, float]):
@@ -20,7 +20,7 @@ class Hyperparams(MutableMapping[str, float]):
         state: The state that holds them.
     """
 
-    def __init__(self, state: "FlatState") -> None:
+    def __init__(self, state: "State") -> None:
         self._state = state
 
     def __repr__(self) -> str:
@@ -39,13 +39,13 @@ class Hyperparams(MutableMapping[str, float]):
         raise TypeError("A hyperparameter cannot be deleted. Set it.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(find_hyperparams(self._state.index.opt_state))
+        return iter(find_hyperparams(self._state.spec.index.opt_state))
 
     def __len__(self) -> int:
-        return len(find_hyperparams(self._state.index.opt_state))
+        return len(find_hyperparams(self._state.spec.index.opt_state))
 
     def _index(self, name: str) -> int:
-        known = find_hyperparams(self._state.index.opt_state)
+        known = find_hyperparams(self._state.spec.index.opt_state)
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "

@@ -58,7 +58,7 @@ class EvalCache:
 
         def serves(engine: Engine) -> bool:
             # A checkpoint that could not be restored leaves no arrays.
-            known = engine.module is module and engine.debug == debug and engine.state.stored() is not None
+            known = engine.module is module and engine.debug == debug and engine.state.is_restored
             return known and same_key(engine.key, key)
 
         if self._engine is None or not serves(self._engine):

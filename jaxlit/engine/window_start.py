@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxlit.engine.flat_state import FlatState
+from jaxlit.engine.state import State
 
 
 class WindowBackup:
@@ -18,15 +18,15 @@ class WindowBackup:
         places: The places in it of what steps write.
     """
 
-    def __init__(self, state: FlatState, places: Sequence[int]) -> None:
+    def __init__(self, state: State, places: Sequence[int]) -> None:
         self._state, self._places, self._kept = state, list(places), list[jax.Array]()
-        self._choose = state.strategy.on_state(_choose)
+        self._choose = state.spec.strategy.on_state(_choose)
 
     def keep(self) -> None:
         """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self._places]
-        self._kept = self._choose([leaves[self._state.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
+        self._kept = self._choose([leaves[self._state.spec.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Put back what was kept."""

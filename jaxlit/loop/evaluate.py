@@ -43,9 +43,11 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     """
     hooks, log = run.hooks, run.hooks.log
     now = run.evaluation = run.evaluation or Evaluation()
-    if now.reaches(Validating.START):
+    if now.phase <= Validating.START:
+        now.phase = Validating.EPOCH_START
         hooks(f"on_{stage}_start")
-    if now.reaches(Validating.EPOCH_START):
+    if now.phase <= Validating.EPOCH_START:
+        now.phase = Validating.BATCH_START
         hooks(f"on_{stage}_epoch_start")
     for idx, loader in [*enumerate(loaders)][now.loader :]:
         log.loader = idx if len(loaders) > 1 else None
@@ -54,12 +56,14 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
             return []
         end_loader(run, now)
     log.loader = None  # the hooks below log for all loaders
-    if now.reaches(Validating.EPOCH_END):
+    if now.phase <= Validating.EPOCH_END:
+        now.phase = Validating.ROW
         hooks(f"on_{stage}_epoch_end")
     for total in log.take_evaluation(None):  # of hooks outside of the loaders: in the metrics of each
         _put(now, total.metric, total.metric.epoch_name, float(total), now.found)
-    if now.reaches(Validating.ROW) and not run.control.sanity_checking:
-        log_row(run, now.row, max(run.position.global_step - 1, 0))
+    if now.phase <= Validating.ROW and not run.control.sanity_checking:
+        now.phase = Validating.DONE
+        log_row(run, now.row, max(hooks.clock.global_step - 1, 0))
     # Before the hook: a checkpoint that it takes continues after the validation.
     run.evaluation = None
     hooks(f"on_{stage}_end")
@@ -123,20 +127,21 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
     sums, kept, waiting = None, [], None
-    for i, (batch, host_batch, _, at) in enumerate(prefetcher.batches(source, 0, limit, now.batch_idx), now.batch_idx):
+    for batch in prefetcher.batches(source, 0, limit, now.batch_idx):
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
-        hooks.log.batch = host_batch
-        if now.reaches(Validating.BATCH_START):
-            starts(host_batch, i, idx)
-        sums, values, outputs = engine.eval_step(stage, sums, batch, number)
-        now.advance(sums, at)  # before the hook: a checkpoint that it takes has this batch
+        hooks.log.batch = batch.host
+        if now.phase <= Validating.BATCH_START:
+            now.phase = Validating.STEP
+            starts(batch.host, batch.index, idx)
+        sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
+        now.advance(sums, batch.position)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
             run.results.show_evaluation(now.table, values, hooks.log.suffix)
-        ends(outputs, host_batch, i, idx)
+        ends(outputs, batch.host, batch.index, idx)
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
-            waiting = outputs, host_batch, run.settings.host_keys
+            waiting = outputs, batch.host, run.settings.host_keys
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         wait.drain(sums[1])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.position import Position
+from jaxlit.checkpoints.position import HookClock
 from jaxlit.core.log import collecting
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, did_you_mean
@@ -73,6 +73,11 @@ class Hook:
     def __bool__(self) -> bool:
         return bool(self.functions)
 
+    def without(self, callbacks: Sequence[Callback]) -> "Hook":
+        """Return the hook without those of some callbacks."""
+        functions = [f for f in self.functions if all(f.source is not c for c in callbacks)]
+        return Hook(self.hooks, self.name, functions)
+
     def __call__(self, *args: Any) -> bool:
         """Call every hook of this name; returns whether one of them returned -1."""
         hooks, skip = self.hooks, False
@@ -120,7 +125,7 @@ class Hooks:
         callbacks: The callbacks, in order.
         log: What `self.log` fills in hooks.
         datamodule: The DataModule, whose hooks come first.
-        position: How far training is, for the notes on errors.
+        clock: How far the hooks are.
     """
 
     def __init__(
@@ -130,10 +135,10 @@ class Hooks:
         callbacks: Sequence[Callback],
         log: "HostLog",
         datamodule: DataModule | None,
-        position: Position,
+        clock: HookClock,
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
-        self.datamodule, self._position = datamodule, position
+        self.datamodule, self.clock = datamodule, clock
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
@@ -187,10 +192,10 @@ class Hooks:
             hook: The hook.
             args: Its arguments.
         """
-        position, name = self._position, f"{type(owner).__name__}.{hook}"
+        clock, name = self.clock, f"{type(owner).__name__}.{hook}"
         # Arguments of a batch hook: (batch, batch_idx), at the end (outputs, batch, batch_idx).
-        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
-        at = f"in epoch {position.epoch}, batch {batch} (global_step {position.global_step})"
+        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else clock.batch_idx
+        at = f"in epoch {clock.epoch}, batch {batch} (global_step {clock.global_step})"
         # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.
         ends = isinstance(error, NonFiniteError) or (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
         if ends or not (isinstance(owner, Callback) and owner.may_fail and isinstance(error, Exception)):

@@ -45,7 +45,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
         CheckpointError: It does not fit: a table says what differs.
     """
     checkpoint, reset_optimizer = resume.checkpoint, resume.reset_optimizer
-    saved, wanted = checkpoint.specs, engine.state.specs
+    saved, wanted = checkpoint.specs, engine.state.spec.entries
     evaluates, filled = engine.evaluates_only, checkpoint.state["position"]["filled"]
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
@@ -62,8 +62,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
     # The arrays of another optimizer may fit by name and shape, but mean something else.
-    if not (evaluates or reset_optimizer) and kind != engine.state.optimizer_kind:
-        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.optimizer_kind or "nothing"))
+    if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
+        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
@@ -107,7 +107,7 @@ def _callback(name: str) -> str | None:
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
     state, replicas, conversions = checkpoint.state, engine.strategy.replica.stack_size, dict[int, Any]()
-    table, places = table_of(state["metrics"]), {name: k for k, (name, _, _) in enumerate(engine.state.specs)}
+    table, places = table_of(state["metrics"]), {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
     for i, (name, _, _) in enumerate(checkpoint.specs):
         of_window = name.startswith("window")
         # An empty window stays as it is.

@@ -1,17 +1,18 @@
 """The metrics of a run as callbacks see them, and what hooks log on the host."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
-from jaxlit.core.device_sums import Table
+from jaxlit.core.device_sums import StepRow, StepTable, Table, loss_of
 from jaxlit.core.log import Metric, active_collector
-from jaxlit.core.rates import OF_RATE
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import StateError, did_you_mean
 from jaxlit.loop.history import History
+
+_NO_STEPS = StepTable(Table([]), (), guarded=False)
 
 
 @dataclass(frozen=True)
@@ -75,24 +76,24 @@ class Results:
         self.newest_loss: float | Callable[[], float] | None = None
         self._shows_loss = False
         self.history = History()
-        self._table, self._rates = Table([]), tuple[str | None, ...]()
-        # The newest table that was read: on the device, its values, and on the host.
-        self._read_of: tuple[Any, list[float], Any] = (None, [], None)
+        self._layout = _NO_STEPS
+        self._newest_read: tuple[Any, StepRow | None] = (None, None)  # of a step: on the device, and on the host
         self._slots: dict[str, Slot] = {}
         self._count = 0  # values of epochs put here
         self.callback_metrics = MetricView(self._slots, lambda slot: slot.callback)
         self.logged_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.logger)
         self.progress_bar_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.prog_bar)
 
-    def show_steps(self, table: Table, rates: Sequence[str] = ()) -> None:
-        """From now on show the values of `latest`, whose columns are those of `table`, and learning rates."""
+    def show_steps(self, layout: StepTable) -> None:
+        """From now on show the values of `latest`, which has this layout."""
+        metrics = layout.metrics.metrics
         # A name that the module logs means the module's value in all rows.
-        taken = {name for metric in table.metrics[1:] if metric.logger for name in metric.names}
-        self._table, self._rates = table, tuple(None if name in taken else name for name in rates)
-        self._shows_loss = not any(metric.prog_bar and "loss" in metric.name.lower() for metric in table.metrics[1:])
-        for column, metric in enumerate(table.metrics):
+        taken = {name for metric in metrics[1:] if metric.logger for name in metric.names}
+        self._layout = replace(layout, rates=tuple(None if name in taken else name for name in layout.rates))
+        self._shows_loss = not any(metric.prog_bar and "loss" in metric.name.lower() for metric in metrics[1:])
+        for column, metric in enumerate(metrics):
             if column and metric.on_step:  # column 0 is the loss, which is no logged metric
-                self.put_step(metric, lambda column=column: self.steps(self.latest)[column])
+                self.put_step(metric, lambda column=column: self.read(self.latest).values[column])
 
     def show_evaluation(self, table: Table, values: Any, suffix: Callable[[Metric], str]) -> None:
         """Show the values of an evaluation step, given as its table, with a suffix of each metric's name."""
@@ -118,8 +119,8 @@ class Results:
         """Forget everything."""
         self.latest = self.newest_loss = None
         self._slots.clear()
-        self.show_steps(Table([]))
-        self._read_of = None, [], None
+        self.show_steps(_NO_STEPS)
+        self._newest_read = None, None
 
     @property
     def loss(self) -> float | None:
@@ -127,11 +128,6 @@ class Results:
         if callable(self.newest_loss):  # it is read from the device for those who ask
             self.newest_loss = self.newest_loss()
         return self.newest_loss if self._shows_loss else None
-
-    @property
-    def row_names(self) -> list[str | None]:
-        """The name in a row of each column of a step's table, None for those that are not in rows."""
-        return self._table.row_names
 
     def state_dict(self) -> list[Any]:
         """Return every value as a float; waits for the device."""
@@ -143,35 +139,24 @@ class Results:
             self._slots[name] = Slot(Metric(**metric), float(value), bool(callback), bool(logged), number)
             self._count = max(self._count, number or 0)
 
-    def steps(self, logs: Any) -> list[float]:
-        """Return the values of a step's table."""
-        if self._read_of[0] is not logs:  # read once
-            # After the table's columns come learning rates, and a flag of the engine.
-            table = fetch(logs)
-            self._read_of = (logs, self._table.read(table[..., : len(self._table.metrics)]), table)
-        return self._read_of[1]
-
-    def rates(self, logs: Any) -> dict[str, float]:
-        """Return the learning rates of an optimizer step by their names, given its table."""
-        if self._read_of[0] is not logs:  # a call less for each row
-            self.steps(logs)
-        rates, names = dict[str, float](), iter(self._rates)
-        for rate, weight in self._read_of[2][:, len(self._table.metrics) :].T.tolist():
-            # A row that was left by another optimizer, in a checkpoint, may have others.
-            if weight == OF_RATE and (name := next(names, None)):
-                rates[name] = rate
-        return rates
+    def read(self, logs: Any) -> StepRow:
+        """Return what a step has returned for the host; waits for the device."""
+        of, row = self._newest_read
+        if row is None or of is not logs:  # read once
+            row = self._layout.decode(fetch(logs))
+            self._newest_read = logs, row
+        return row
 
     def has_column(self, metric: Metric) -> bool:
         """Return whether the training step itself logs one of a metric's names."""
-        return any(metric.names & other.names for other in self._table.metrics[1:])
+        return any(metric.names & other.names for other in self._layout.metrics.metrics[1:])
 
 
 class Outputs(Mapping[str, Any]):
     """The `outputs` of a training step, device arrays; the loss is computed when it is asked for.
 
     Args:
-        logs: The table of metrics, whose column 0 is the loss.
+        logs: The step's array, see `StepTable`.
         loss: The loss of the batch in each replica, if the table is of a window.
         outputs: What else the step returned.
     """
@@ -182,7 +167,7 @@ class Outputs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name != "loss":
             return self._outputs[name]
-        return self.logs[0, 0] / self.logs[1, 0] if self._loss is None else self._loss.mean()
+        return loss_of(self.logs) if self._loss is None else self._loss.mean()
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self._outputs))

@@ -5,7 +5,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -95,7 +94,9 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.evaluation = None
     run.pending, run.seen_bad_step = None, -1
     run.starts.clear()
+    run.hooks.clock.follow(position)
     run.tracing.forget(position.global_step)
+    run.due.seek(position.global_step)
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     if isinstance(to, Checkpoint):  # last: a hook may read all of the above
@@ -137,7 +138,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         error: The error. A NonFiniteError also names what a second run of the step's batches shows.
     """
     engine, position = run.engine, run.position
-    if jax.process_count() > 1 and not isinstance(error, NonFiniteError):
+    if not run.team.meets(isinstance(error, NonFiniteError)):
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
     if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
@@ -171,7 +172,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         What is not finite, and the names of the optimizer's arrays that contain it, None if they are not known.
     """
     engine = run.engine
-    if jax.process_count() > 1 or run.control.interrupted:  # a user who interrupts waits for the end
+    if run.team.size > 1 or run.control.interrupted:  # a user who interrupts waits for the end
         return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:

@@ -4,8 +4,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxlit.callbacks.measure import Measured
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
@@ -17,13 +15,13 @@ _logger = logging.getLogger("jaxlit")
 
 def row_of_step(run: Run) -> Row | None:
     """Return the row of the optimizer step, to be read one step late, when its values are ready."""
-    control, position, log = run.control, run.position, run.hooks.log
+    control, clock, log = run.control, run.hooks.clock, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
     every = control.log_every if isinstance(every, str) else every
-    step = position.global_step - 1
+    step = clock.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
-    if every and (position.global_step % every == 0 or control.should_stop):
+    if every and (clock.global_step % every == 0 or control.should_stop):
         if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
         return run.results.latest, window, step
@@ -43,21 +41,18 @@ def log_pending(run: Run) -> None:
     if logs is None:  # only what was traced
         log_row(run, window, step)
         return
-    values = run.results.steps(logs)
-    run.results.newest_loss = values[0]
-    names = run.results.row_names
-    row: dict[str, Any] = {name: value for name, value in zip(names, values, strict=True) if name}
-    row |= window
+    read = run.results.read(logs)
+    run.results.newest_loss = read.values[0]
+    row: dict[str, Any] = {**read.row, **window}
     # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
     if run.rates_in == "step" or (run.rates_in is None and row):
         # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
-        row = {**row, **run.results.rates(logs), **row}
+        row = {**row, **read.rates, **row}
     if (hook := run.hooks.bound.get("fill_row")) is not None:  # the row's values have arrived, so its step is done
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
-    # The last column names the guard's bad step: the row is on the host, so reading it costs nothing.
-    if run.engine.nan_policy != "ignore" and np.asarray(logs)[0, -1] != run.seen_bad_step:
+    if read.bad_step >= 0 and read.bad_step != run.seen_bad_step:
         check_finite(run)
     else:
         run.found_finite(step + 1)
@@ -82,7 +77,7 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
         if metric.on_epoch:
             run.results.put_epoch(metric, value)
             row |= {metric.epoch_name: value} if metric.logger else {}
-    return {**row, **run.results.rates(run.results.latest), **row} if run.rates_in == "epoch" else row
+    return {**row, **run.results.read(run.results.latest).rates, **row} if run.rates_in == "epoch" else row
 
 
 def note_monitor(run: Run) -> None:
@@ -104,4 +99,4 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
     if row:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
-        run.hooks("on_log", {**values, "epoch": run.position.epoch}, step)
+        run.hooks("on_log", {**values, "epoch": run.hooks.clock.epoch}, step)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxlit.checkpoints.position import Evaluation, Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
@@ -20,11 +18,11 @@ from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.source import Source
-from jaxlit.distributed.preemption import is_announced_by_jax, is_preempted
+from jaxlit.distributed.team import Team, team
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
-from jaxlit.loop.clock import Clock
 from jaxlit.loop.compile_log import CompileLog
+from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import Logged
 from jaxlit.loop.restore import Resume
@@ -50,7 +48,7 @@ class Start(NamedTuple):
 class Limit(NamedTuple):
     """A time at which training stops."""
 
-    due: float  # by the run's clock
+    due: float  # by the run's team
     reason: str
     at_epoch_end: bool  # or else after the step that runs
 
@@ -80,7 +78,7 @@ class Setup:
     val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over
     validates: bool = False  # a validation loader has batches
     val_every: int | None = None  # batches between validations; None for the end of the epoch
-    clock: Clock = field(default_factory=lambda: Clock(jax.process_count() > 1))
+    team: Team = field(default_factory=team)  # the processes, and the seconds since this run began
     compiles: CompileLog = field(default_factory=CompileLog)
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
@@ -147,6 +145,7 @@ class Run(Setup):
     engine: Engine
     prefetcher: Prefetcher
     tracing: Tracing
+    due: Due
     pending: Row | None = None
     rates_in: str | None = None  # the rows that a callback wants learning rates in, "step" or "epoch"
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
@@ -154,7 +153,6 @@ class Run(Setup):
     accumulate: int = 1  # batches of an optimizer step in this epoch
     ready: bool = False  # the steps of this epoch show their metrics
     cut: bool = False  # training stopped in the middle of an epoch
-    announced: bool = field(default_factory=is_announced_by_jax)  # jax announces a SIGTERM to all processes
     written: list[Path | Saving] = field(default_factory=list)  # checkpoints of this training, the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
     seen_bad_step: int = -1
@@ -201,7 +199,7 @@ class Run(Setup):
         """Return the clock's seconds; the next limit decides when processes compare their clocks."""
         dues = [limit.due for limit in self.limits if not limit.at_epoch_end]
         dues += [] if self._next_validation is None else [self._next_validation]
-        return self.clock.look(min((due for due in dues if due > self.clock.now), default=None), ask=ask)
+        return self.team.elapsed(min((due for due in dues if due > self.team.now), default=None), ask=ask)
 
     @property
     def done(self) -> bool:
@@ -228,7 +226,7 @@ class Run(Setup):
 
     def check_notice(self) -> None:
         """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted."""
-        if is_preempted():
+        if self.team.decide(False):
             self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
 
     def print_signal(self) -> None:
@@ -246,7 +244,7 @@ class Run(Setup):
     def check_time(self, *, epoch_over: bool = False) -> None:
         """Ask for a stop once a limit of time is over."""
         # One process alone may be interrupted: the others would not exchange their times with it.
-        if not self.is_timed or (self.control.interrupted and self.clock.several):
+        if not self.is_timed or not self.team.meets(not self.control.interrupted):
             return
         now = self._look(ask=epoch_over)
         for limit in self.limits:
@@ -265,7 +263,7 @@ class Run(Setup):
         if self.control.should_stop and self.may_stop:
             return True
         if self._next_validation is not None:
-            return self.clock.now >= self._next_validation
+            return self.team.now >= self._next_validation
         if self.val_every is None:
             return last
         count = position.total_batch_idx if every is None else position.batch_idx

@@ -3,7 +3,7 @@
 import base64
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxlit.checkpoints.schema import EVALUATION, FORMAT, POSITION
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
-from jaxlit.distributed.exchange import agree, fetch
+from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import CheckpointError, DataError
 from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
@@ -44,8 +44,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        "arrays": engine.state.specs,
-        "optimizer": engine.state.optimizer_kind,
+        "arrays": engine.state.spec.entries,
+        "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": _pack(run.results.latest),
@@ -62,7 +62,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulate,
         "window_replicas": strategy.replica.stack_size,
-        "processes": jax.process_count(),
+        "processes": run.team.size,
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
@@ -150,7 +150,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
         run.results.latest = jnp.asarray(_unpack(state["latest"]))
-        run.results.show_steps(table, run.engine.rates.names)
+        run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
     if (pending := state["pending"]) is not None:
@@ -171,10 +171,10 @@ def _loaders(run: Run) -> dict[str, Any]:
         source, epoch, at = run.train[0], position.epoch, position.data
         if position.over:  # nothing is left of this epoch: the loader begins the next
             epoch, at = epoch + 1, source.between_epochs(at)
-        states["training"] = {"idx": 0, "states": agree("loaders", source.state_dict(epoch, at))}
+        states["training"] = {"idx": 0, "states": run.team.agree("loaders", source.state_dict(epoch, at))}
     if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
         state = run.val[now.loader][0].state_dict(0, now.data)
-        states["validation"] = {"idx": now.loader, "states": agree("validation loaders", state)}
+        states["validation"] = {"idx": now.loader, "states": run.team.agree("validation loaders", state)}
     return states
 
 

@@ -13,8 +13,10 @@ from typing import Any
 import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
+from jaxlit.data.prefetcher import Batch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.evaluate import evaluate, sanity_check
+from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
@@ -26,7 +28,6 @@ _logger = logging.getLogger("jaxlit")
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
     run.start_clocks()
-    run.hooks.bind("on_safe_point")
     bind_measures(run.hooks)
     if not run.resumed:
         sanity_check(run)
@@ -55,50 +56,58 @@ def train_epoch(run: Run) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
-    # None if no callback has the hook, so that a step pays no call for it.
-    starts, ends = hooks.bind("on_train_batch_start") or None, hooks.bind("on_train_batch_end") or None
-    wait = Bound(run.max_in_flight)
+    wait, due = Bound(run.max_in_flight), run.due
     run.tracing.seek(position.global_step)
 
-    if position.reaches(Phase.EPOCH_START):
+    if position.phase <= Phase.EPOCH_START:
+        position.phase = Phase.BATCH_START
         run.engine.begin_epoch(position.epoch)
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
         # After the hook, which may set it; all windows of an epoch have one length.
         run.accumulate = run.settings.accumulate_grad_batches
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
-        after_step(run)
+        step = position.global_step + (position.filled > 0)
+        due.seek(step - 1)
+        after_step(run, due.at(step)[2])
+    due.seek(position.global_step)
     run.resumed = run.ready = False
-    for batch, host_batch, last, at in batches_left(run):
-        hooks.log.batch = host_batch
-        if position.reaches(Phase.BATCH_START) and starts is not None and starts(host_batch, position.batch_idx):
-            position.end_batches(at)
-            break
-        logs, loss, outputs = take_step(run, batch, last, at)
+    for batch in batches_left(run):
+        if position.global_step >= due.next:
+            due.seek(position.global_step)
+        # None for a hook that no callback has in this step, so that it pays no call.
+        starts, ends, saves = due.each if position.global_step + 1 < due.next else due.at(position.global_step + 1)
+        hooks.log.batch = batch.host
+        if position.phase <= Phase.BATCH_START:
+            position.phase = Phase.STEP
+            if starts is not None and starts(batch.host, batch.index):
+                position.end_batches(batch.position)
+                break
+        logs, loss, outputs = take_step(run, batch)
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
-            ends(Outputs(logs, loss, outputs), host_batch, position.batch_idx - 1)  # take_step has counted it
+            ends(Outputs(logs, loss, outputs), batch.host, batch.index)
         wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
-        if after_step(run):
+        if after_step(run, saves):
             break
     else:
         end_batches(run)
     run.print_signal()
     if not position.over or run.evaluation is not None:
         # Training stops inside an epoch. Checkpoints are taken now: the end of the epoch changes states of callbacks.
-        safe_point(run, training_over=True)
+        safe_point(run, hooks.bind("on_safe_point"), training_over=True)
     end_epoch(run)
 
 
-def batches_left(run: Run) -> Iterable[tuple[Any, Any, bool, Any]]:
-    """Return what is left of the epoch: (placed batch, host batch, is last, the loader's state after it)."""
+def batches_left(run: Run) -> Iterable[Batch]:
+    """Return what is left of the epoch."""
     (source, limit), position = run.training, run.position
     if position.over or run.done:
         return ()
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
-def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any, Any]:
+def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     """Dispatch one step, of the accumulation window or of the optimizer, and move the position after it.
 
     Returns:
@@ -110,16 +119,18 @@ def take_step(run: Run, batch: Any, last: bool, at: Any) -> tuple[jax.Array, Any
     # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
     if engine.nan_policy == "raise" and not (position.filled and run.starts):
         note_start(run)
-    stepping = last or position.filled + 1 >= run.accumulate
+    stepping = batch.is_last or position.filled + 1 >= run.accumulate
     if not stepping:
-        logs, loss, outputs = engine.micro_step(batch)
+        logs, loss, outputs = engine.micro_step(batch.arrays)
     elif position.global_step != tracing.next:
-        logs, loss, outputs = engine.train_step(batch)
+        logs, loss, outputs = engine.train_step(batch.arrays)
     else:
-        logs, loss, outputs = tracing.step(engine, batch)
+        logs, loss, outputs = tracing.step(engine, batch.arrays)
     # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
     run.results.latest = run.prefetcher.token = logs
-    position.advance(at, stepping=stepping, last=last)  # before the hook: a checkpoint in it has this batch
+    # Before the hook: a checkpoint in it has this batch.
+    position.advance(batch.position, stepping=stepping, last=batch.is_last)
+    run.hooks.clock.follow(position)
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
@@ -132,31 +143,43 @@ def begin_steps(run: Run) -> None:
     """
     run.ready = True
     run.engine.prepare_training(run.prefetcher.example)
-    run.results.show_steps(run.engine.training_table, run.engine.rates.names)
+    run.results.show_steps(run.engine.step_table)
     run.hooks.log.check_columns()
     run.tracing.check(run.engine, run.results)
 
 
-def after_step(run: Run) -> bool:
-    """Log the row of the step before, keep this one's, validate if it is due; return whether training is over."""
+def after_step(run: Run, hook: Hook | None) -> bool:
+    """Log the row of the step before, keep this one's, validate if it is due.
+
+    Args:
+        run: The run.
+        hook: The `on_safe_point` of this step.
+
+    Returns:
+        Whether training is over.
+    """
     position = run.position
     if run.pending is not None:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
     if run.is_timed:
         run.check_time()
-    if run.announced:
+    if run.team.announces:
         run.check_notice()
-    if position.reaches(Phase.ROW) and not position.filled:
-        run.pending = row_of_step(run)
+    if position.phase <= Phase.ROW:
+        position.phase = Phase.VALIDATION
+        if not position.filled:
+            run.pending = row_of_step(run)
     if run.settings.debug:
         check_finite(run)  # waits for each step, so that an error names it at once
-    if position.reaches(Phase.VALIDATION) and run.validates and run.validation_is_due(position.over):
-        run.evaluation = Evaluation()
+    if position.phase <= Phase.VALIDATION:
+        position.phase = Phase.SAFE_POINT
+        if run.validates and run.validation_is_due(position.over):
+            run.evaluation = Evaluation()
     if run.evaluation is not None and not run.control.interrupted:  # an interrupted one stays for the resume
         validate(run)
     done = run.done
     if not (position.over or done):
-        safe_point(run, training_over=False)
+        safe_point(run, hook, training_over=False)
     return done
 
 
@@ -168,11 +191,11 @@ def validate(run: Run) -> None:
     run.restart_interval()
 
 
-def safe_point(run: Run, *, training_over: bool) -> None:
+def safe_point(run: Run, hook: Hook | None, *, training_over: bool) -> None:
     """Call `on_safe_point` after a batch; only a validation that a stop has cut may be left to do."""
     if run.evaluation is None and run.position.phase == Phase.SAFE_POINT:
-        run.position.reaches(Phase.SAFE_POINT)  # what is saved here continues with the next batch
-    if (hook := run.hooks.bound["on_safe_point"]).functions:
+        run.position.phase = Phase.BATCH_START  # what is saved here continues with the next batch
+    if hook is not None:
         hook(False, training_over)
 
 
@@ -207,16 +230,19 @@ def end_epoch(run: Run) -> None:
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
-    if cut or position.reaches(Phase.EPOCH_END):
+    if cut or position.phase <= Phase.EPOCH_END:
+        position.phase = position.phase if cut else Phase.EPOCH_ROW
         log.show_epoch()
         run.hooks("on_train_epoch_end")
-    if cut or position.reaches(Phase.EPOCH_ROW):
-        log_row(run, {**row, **log.take_epoch()}, max(position.global_step - 1, 0))
+    if cut or position.phase <= Phase.EPOCH_ROW:
+        position.phase = position.phase if cut else Phase.DONE
+        log_row(run, {**row, **log.take_epoch()}, max(run.hooks.clock.global_step - 1, 0))
     run.check_time(epoch_over=True)
     run.cut = cut
     if not cut:
         # Before the hook, where checkpoints are taken: they continue with the next epoch.
         position.advance_epoch(run.training[0].between_epochs(position.data))
+        run.hooks.clock.follow(position)
         run.hooks("on_safe_point", True, run.done)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 
 from jaxlit import checks as check
@@ -12,6 +11,7 @@ from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import TrainModule, call_step, is_overridden
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
+from jaxlit.distributed.team import team
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import build_lazy, lazy
@@ -129,7 +129,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         ArgumentError: Saying what to begin with.
     """
     every = settings.accumulate_grad_batches
-    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.index.window is None:
+    if every > 1 and engine is not None and not engine.evaluates_only and engine.state.spec.index.window is None:
         raise ArgumentError(
             f"Trainer.accumulate_grad_batches is set to {every} in a fit that began with 1, whose state has no place "
             f"for the gradients of a window. Begin with Trainer(accumulate_grad_batches={every}), and set 1 for the "
@@ -143,7 +143,7 @@ def check_predictions(settings: Settings, strategy: Strategy, return_predictions
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.
     """
-    if check.boolean("return_predictions", return_predictions) and settings.host_keys and jax.process_count() > 1:
+    if check.boolean("return_predictions", return_predictions) and settings.host_keys and team().size > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "
             "of this process's. Pass return_predictions=False and write them in on_predict_batch_end."

@@ -97,8 +97,9 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
-    if (state := engine.state.stored()) is None:
+    if not engine.state.is_restored:
         return ()
+    state = engine.state.spec.tree
     rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)
     parts = [StatePart(row.path, row.sharding, row.bytes, row.bytes_per_device) for row in rows]
     groups = {

@@ -39,7 +39,7 @@ def _exhausted(error: BaseException, run: Setup) -> BaseException:
     example, batch = run.prefetcher.example, None
     if example is not None:
         batch = sum(x.nbytes for x in jax.tree.leaves(example)) // engine.strategy.num_replicas
-    return out_of_memory(error, place, state=engine.state.stored(), batch=batch, programs=programs)
+    return out_of_memory(error, place, state=engine.state.spec.tree, batch=batch, programs=programs)
 
 
 def rescue(trainer: Any, run: Setup | None) -> str:

@@ -199,7 +199,7 @@ class TrainerProperties(Arguments):
     def global_step(self) -> Any:
         """Optimizer steps taken; traced inside a step."""
         collector = active_collector()
-        return self._session.position.global_step if collector is None else collector.step
+        return self._session.clock.global_step if collector is None else collector.step
 
     @property
     def state(self) -> TrainState:

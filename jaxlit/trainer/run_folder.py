@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jaxlit.checkpoints.files import FOLDER, Checkpoint, raise_together
+from jaxlit.checkpoints.files import FOLDER, Checkpoint
 from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.distributed.exchange import agree
+from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
 
 
@@ -50,8 +50,8 @@ class RunFolder:
         if self.root is None:
             if self.known is None and fitting and resume is not None and path and path.parent.name == FOLDER:
                 self.known = path.parent.parent  # a run continues in its folder
-            if jax.process_count() > 1:  # its name holds a time and a random number
-                self.known = Path(agree("the run's folder", str(self.path))[0])
+            if (processes := team()).size > 1:  # its name holds a time and a random number
+                self.known = Path(processes.agree("the run's folder", str(self.path))[0])
             return
         inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or inside
@@ -76,7 +76,7 @@ class RunFolder:
             lock = FolderLock(self.root, of_run=True) if jax.process_index() == 0 else None
         except CheckpointError as error:
             problem = error
-        raise_together("the run's folder", problem)
+        team().same_error("the run's folder", problem)
         return lock
 
 

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxlit import checks as check
 from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
@@ -102,7 +100,7 @@ class Saver:
             first: An error that came before.
         """
         run = self._fitted()
-        if first is not None and run is not None and jax.process_count() > 1:
+        if first is not None and run is not None and not run.team.meets(False):
             return first  # the other processes may be elsewhere, and all of them must wait together
         while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
@@ -169,7 +167,7 @@ class Saver:
     def may_begin(self) -> bool:
         """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
         run = self._training()
-        return not run.control.interrupted or run.control.together or jax.process_count() == 1
+        return run.team.meets(not run.control.interrupted or run.control.together)
 
     @property
     def has_trained(self) -> bool:

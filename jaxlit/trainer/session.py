@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.checkpoints.position import Position
+from jaxlit.checkpoints.position import HookClock, Position
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
@@ -23,6 +23,7 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
+from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
@@ -67,6 +68,7 @@ class Session:
         fitted: The newest fit, once it has a state; None once another one begins.
         running: Whether the newest run is not over.
         position: How far training is.
+        clock: How far the hooks are.
         results: The metrics.
         saver: Writes checkpoints.
         media: Stores what no logger can.
@@ -76,7 +78,7 @@ class Session:
         self, trainer: Any, settings: Settings, strategy: Strategy, given: Given, config: dict[str, Any]
     ) -> None:
         self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
-        self.control, self.position, self.results = Control(), Position(), Results()
+        self.control, self.position, self.clock, self.results = Control(), Position(), HookClock(), Results()
         self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
@@ -89,7 +91,7 @@ class Session:
         # A trial run makes everything and writes nothing.
         self.media = MediaFolder(
             lambda: trainer.run_dir if trainer.is_global_zero and not self.settings.fast_dev_run else None,
-            step=lambda: max(self.position.global_step - 1, 0),
+            step=lambda: max(self.clock.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
 
@@ -212,7 +214,7 @@ class Session:
             take_ownership: Whether the engine may overwrite the module's arrays.
             resume: A checkpoint to begin with.
         """
-        before = self.fitted, self.position, self.module
+        before = self.fitted, self.position, self.clock, self.module
         outer = attach(module, self._trainer)
         self.running, self.current, self.module = True, None, module
         try:
@@ -247,7 +249,7 @@ class Session:
                 self.current.ended = time.monotonic()
             self.running = False
             if self.fitted is None and before[0] is not None:  # a fit that could not begin leaves the last one in place
-                self.fitted, self.position, self.module = before
+                self.fitted, self.position, self.clock, self.module = before
             if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)
 
@@ -283,8 +285,10 @@ class Session:
             self.fitted, self.position = None, Position()
             self.control.should_stop, self.control.stop_reason = False, None
         position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
+        clock = HookClock()
+        clock.follow(position)
         if stage.method == "fit":  # an evaluation of a checkpoint leaves the training where it is
-            self.position = position
+            self.position, self.clock = position, clock
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
         default = self.given.default_checkpoint
         mine = [c for c in without(self.callbacks, self.added) if c is not default]
@@ -300,7 +304,7 @@ class Session:
             settings=self.settings,
             control=self.control,
             module=module,
-            hooks=Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position),
+            hooks=Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, clock),
             results=self.results,
             position=position,
             loaders=loaders,
@@ -328,7 +332,7 @@ class Session:
             watchdog=watchdog,
             epoch=lambda: setup.position.epoch,
         )
-        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing)
+        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks))
         if fitting:
             warn_of_eval_mode(run)
             self.fitted = run
@@ -377,4 +381,4 @@ class Session:
     @property
     def epoch(self) -> int:
         """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
-        return self.position.epoch + (self.fitted is not None and self.fitted.cut)
+        return self.clock.epoch + (self.fitted is not None and self.fitted.cut)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from jaxlit.control import Control, Interrupted, ending
-from jaxlit.distributed.preemption import is_announced_by_jax
+from jaxlit.distributed.team import team
 from jaxlit.errors import NonFiniteError
 from jaxlit.reporting.terminal import say
 
@@ -66,7 +66,7 @@ def interruptible(control: Control) -> Iterator[None]:
 def _defaults() -> dict[int, object]:
     """Return the signals that end a training, each with the handler of a program that has set up none."""
     defaults: dict[int, object] = {signal.SIGINT: signal.default_int_handler}
-    if not is_announced_by_jax():  # else jax has a handler, which Python does not know of
+    if not team().announces:  # else jax has a handler, which Python does not know of
         defaults[signal.SIGTERM] = signal.SIG_DFL
     if hasattr(signal, "SIGHUP"):
         defaults[signal.SIGHUP] = signal.SIG_DFL

@@ -14,6 +14,7 @@ from kit.checkpoints import train as train_with_checkpoints
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear, Mean
 from kit.refusals import fit_refuses
+from kit.threads import as_processes
 from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
@@ -130,13 +131,9 @@ def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch
 
 
 def test_in_several_processes_counts_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, told = throughput_monitor._Point(4, 8, 100, 300, 2.5), []
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        throughput_monitor, "agree", lambda topic, value: (told.append(value), [value, [90, 270, 7.0, True]])[1]
-    )
-    assert throughput_monitor._of_all(first) == (throughput_monitor._Point(4, 8, 190, 570, 2.5), True)
-    assert told == [[100, 300, 2.5, False]]
+    points = [throughput_monitor._Point(4, 8, 100, 300, 2.5), throughput_monitor._Point(4, 8, 90, 270, 7.0)]
+    results = as_processes(monkeypatch, lambda index: throughput_monitor._of_all(points[index], index == 1))
+    assert results == [(throughput_monitor._Point(4, 8, 190, 570, 2.5), True)] * 2
 
 
 def stand_in(**attributes: Any) -> Any:

@@ -12,7 +12,7 @@ from kit.journal import Rows
 from kit.modules import logging
 from kit.trainers import fit, thinned
 
-from jaxlit.core.device_sums import Table
+from jaxlit.core.device_sums import StepTable, Table
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 BATCHES = sized(16, 8, 3)
@@ -91,3 +91,19 @@ def test_steps_that_log_nothing_have_no_metrics() -> None:
     trainer = fit(logging(), BATCHES, BATCHES, strategy="shard_map", log_every_n_steps=1)
     assert trainer.validate(logging(), BATCHES) == [{}]
     assert Table([]).read(np.zeros((4, 0))) == []
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("rates", [[], [0.25, 0.5]])
+def test_a_step_is_read_as_it_was_encoded(rates: list[float], guarded: bool):
+    metrics = [Metric("loss", on_step=True, logger=False), Metric("n", on_step=True, reduce_fx="sum")]
+    layout = StepTable(Table(metrics), ("lr", None), guarded)
+    table = layout.metrics.entry([jnp.float32(3), jnp.float32(5)], [jnp.float32(4), jnp.float32(1)])
+    arrays = [layout.encode(table * k, jnp.array(rates), jnp.int32(7)) for k in (1, 2)]
+    one, two = layout.decode_steps(np.stack(arrays))
+    assert layout.decode(np.asarray(arrays[0])) == one
+    assert one.values == [3.0, 5.0]
+    assert two.values == [3.0, 10.0]
+    assert one.row == {"n": 5.0}
+    assert one.rates == ({"lr": 0.25} if rates else {})
+    assert one.bad_step == (7 if guarded else -1)

@@ -78,7 +78,7 @@ def test_a_bad_step_changes_no_array_that_it_reaches(name, strategy) -> None:
     held, known = (engine_of(t).state for t in (trainer, reference))
     changed = [
         spec[0]
-        for spec, a, b in zip(held.specs, held.leaves, known.leaves, strict=True)
+        for spec, a, b in zip(held.spec.entries, held.leaves, known.leaves, strict=True)
         if np.asarray(a).tobytes() != np.asarray(b).tobytes() and spec[0] != "counters"
     ]
     assert finite(trainer.state.opt_state) and finite(trainer.state.params)

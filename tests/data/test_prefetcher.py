@@ -250,8 +250,8 @@ def test_a_prefetcher_gives_what_comes_before_an_error_first():
     loader = Loader(9, instead={3: OSError})
     used = []
     with pytest.raises(OSError, match="disk"):
-        for _, host, is_last, _ in prefetcher_of(3).batches(source_of(loader, "loader"), 0, None):
-            used.append((int(host["x"][0, 0]), is_last))
+        for batch in prefetcher_of(3).batches(source_of(loader, "loader"), 0, None):
+            used.append((int(batch.host["x"][0, 0]), batch.is_last))
     assert used == [(0, False), (1, False), (2, False)]
 
 

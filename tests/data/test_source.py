@@ -105,8 +105,8 @@ def take(source, epoch, count=None, *, limit=None, prefetch=0):
     for _ in itertools.count() if count is None else range(count):
         if (drawn := next(draws, None)) is None:
             break
-        used.append(everything(drawn[1]))
-        at = drawn[3]
+        used.append(everything(drawn.host))
+        at = drawn.position
     state = json.loads(json.dumps(source.state_dict(epoch, at)))  # as a checkpoint keeps it, and when
     fed.close()
     return used, state

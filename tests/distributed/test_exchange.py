@@ -10,28 +10,29 @@ import pytest
 from kit.threads import as_processes
 
 from jaxlit.distributed import exchange
-from jaxlit.distributed.exchange import agree, once_per_node
+from jaxlit.distributed.exchange import once_per_node
+from jaxlit.distributed.team import team
 from jaxlit.errors import ProcessError
 
 
 def test_agree_returns_every_processes_value_in_order(monkeypatch):
     def work(index):
-        return [agree(f"topic {k}", {"process": index, "k": k}) for k in range(4)]
+        return [team().agree(f"topic {k}", {"process": index, "k": k}) for k in range(4)]
 
     expected = [[{"process": index, "k": k} for index in range(3)] for k in range(4)]
     assert as_processes(monkeypatch, work, 3) == [expected] * 3
-    assert agree("anything", {"a": 1}) == [{"a": 1}], "alone"
+    assert team().agree("anything", {"a": 1}) == [{"a": 1}], "alone"
 
 
 def test_agree_names_the_process_that_is_elsewhere(monkeypatch):
-    here, there = as_processes(monkeypatch, lambda index: agree(f"topic {index}", None))
+    here, there = as_processes(monkeypatch, lambda index: team().agree(f"topic {index}", None))
     assert type(here) is type(there) is ProcessError
     assert str(here).startswith("Process 0 is at 'topic 0' while process 1 is at 'topic 1'")
     assert str(there).startswith("Process 1 is at 'topic 1' while process 0 is at 'topic 0'")
 
 
 def test_agree_names_the_process_that_does_not_come(monkeypatch):
-    error, _ = as_processes(monkeypatch, lambda index: index or agree("alone", None, timeout=0.01))
+    error, _ = as_processes(monkeypatch, lambda index: index or team().agree("alone", None, timeout=0.01))
     assert type(error) is ProcessError and str(error).startswith("Process 1 did not reach 'alone' within 0.01 s")
 
 

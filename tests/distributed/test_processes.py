@@ -27,8 +27,9 @@ from kit.scale import Scale
 from kit.trainers import BARE, make_trainer, splitting
 
 import jaxlit as jl
-from jaxlit.distributed.exchange import agree, fetch
+from jaxlit.distributed.exchange import fetch
 from jaxlit.distributed.start import own_rows
+from jaxlit.distributed.team import team
 
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
@@ -187,7 +188,7 @@ def end_before_a_bad_step():
     words = error_of(
         lambda: make_trainer(**BARE | {"enable_checkpointing": True} | given).fit(Scale(), jl.ArrayLoader(data, 16))
     )
-    agree("it is written", None)
+    team().agree("it is written", None)
     state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
     return [words, state["not_finite"]]
 
@@ -244,12 +245,12 @@ def meet_a_damaged_checkpoint():
     """Only one process sees the damage; both pass over it."""
     root = Path("..") / "of_two" / "fsdp" / "auto"
     (newest,) = [path for path in root.iterdir() if path.name.startswith("step_")]
-    agree("it is there", None)
+    team().agree("it is there", None)
     if jax.process_index() == 0:
         shutil.copytree(newest, root / "step_00000099")
         state = root / "step_00000099" / "state.json"
         state.write_bytes(state.read_bytes().replace(b"8", b"9", 1))
-    agree("it is damaged", None)
+    team().agree("it is damaged", None)
     trainer = make_trainer(strategy=splitting("fsdp"), max_epochs=2, accumulate_grad_batches=2, **BARE)
     trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), shuffled(), ckpt_path=root)
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])

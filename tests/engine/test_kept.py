@@ -61,7 +61,7 @@ class Buffers(jl.Callback):
 
     def on_validation_start(self, trainer: jl.Trainer, module: Any) -> None:
         state = evaluated(trainer)
-        self.found.append(pointers(state.leaves[state.index.params["kernel"]]))
+        self.found.append(pointers(state.leaves[state.spec.index.params["kernel"]]))
 
     on_predict_start = on_validation_start
 

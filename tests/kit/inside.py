@@ -21,7 +21,7 @@ from jaxlit.core.rates import rates_of
 from jaxlit.core.replica import Replica as Replica
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.distributed.exchange import _client
+from jaxlit.distributed.team import _client
 from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
 from jaxlit.leaf_names import is_key as is_key

@@ -230,7 +230,7 @@ def final(trainer: jl.Trainer) -> dict[str, Any]:
     state = engine_of(trainer).state
     arrays = {
         name: [hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest() for shard in x.addressable_shards]
-        for (name, _, _), x in zip(state.specs, state.leaves, strict=True)
+        for (name, _, _), x in zip(state.spec.entries, state.leaves, strict=True)
     }
     files = (jl.callbacks.ModelCheckpoint, jl.callbacks.CSVLogger)  # which tell of files
     kept = [c.state_dict() for c in trainer.callbacks if not isinstance(c, files)]

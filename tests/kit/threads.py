@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxlit.data import agreement
-from jaxlit.distributed import exchange
+from jaxlit.distributed import team as team_file
 
 
 class Store:
@@ -52,7 +52,7 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], co
             return next(mine.agreements)
 
     def join_rows(x: np.ndarray, rows: Any) -> np.ndarray:
-        return np.concatenate([np.asarray(part, x.dtype) for part in exchange.agree("rows", x.tolist())])
+        return np.concatenate([np.asarray(part, x.dtype) for part in team_file.team().agree("rows", x.tolist())])
 
     def run(index: int) -> None:
         mine.index, mine.agreements = index, itertools.count()
@@ -65,8 +65,8 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], co
     with monkeypatch.context() as patch:
         patch.setattr(jax, "process_count", lambda: count)
         patch.setattr(jax, "process_index", lambda: mine.index)
-        patch.setattr(exchange, "_client", lambda: store)
-        patch.setattr(exchange, "_agreements", Agreements())
+        patch.setattr(team_file, "_client", lambda: store)
+        patch.setattr(team_file, "_agreements", Agreements())
         patch.setattr(agreement, "join_rows", join_rows)
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
         for thread in threads:

@@ -152,7 +152,7 @@ def test_arrays_like_parameters_are_sharded_like_them() -> None:
     assert train(jl.Callback(), batches_of(1)).state.extras == {}
     # In a checkpoint they have names of their own.
     trainer = fit(Wide(), batches_of(1), None, EMA(), Norms(), EMA())
-    assert [name for name, _, _ in engine_of(trainer).state.specs if name.startswith("extras")] == [
+    assert [name for name, _, _ in engine_of(trainer).state.spec.entries if name.startswith("extras")] == [
         *("extras['EMA'].bias", "extras['EMA'].kernel", "extras['EMA:1'].bias", "extras['EMA:1'].kernel"),
         *("extras['Norms'][0]", "extras['Norms'][1]", "extras['Norms'][2]"),
     ]

@@ -22,7 +22,7 @@ from kit.waiting import held
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
-from jaxlit.engine.flat_state import FlatState
+from jaxlit.engine.state import State
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.trainer import saver
 from jaxlit.trainer.signals import interruptible
@@ -210,7 +210,7 @@ def test_a_second_ctrl_c_ends_before_a_bad_step_if_ready(is_ready, signals, monk
             signal.raise_signal(signal.SIGINT)
 
     if not is_ready:
-        monkeypatch.setattr(FlatState, "is_ready", False)
+        monkeypatch.setattr(State, "is_ready", False)
     trainer, batches = make_trainer(at_batch(5, end), default_root_dir="run", log_every_n_steps=0), numbered(8)
     batches[3]["x"][:] = np.nan
     with pytest.raises(KeyboardInterrupt):

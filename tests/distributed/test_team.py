@@ -1,4 +1,4 @@
-"""The times of several processes: all decide alike, at the same step, and seldom ask each other."""
+"""What processes decide together: the time is over for all at the same step, and an error is that of all."""
 
 import time
 from pathlib import Path
@@ -15,8 +15,8 @@ from kit.trainers import BARE, fit
 
 import jaxlit as jl
 from jaxlit.callbacks import Timer
-from jaxlit.loop import clock as clock_file
-from jaxlit.loop.clock import Clock
+from jaxlit.distributed.team import Several, team
+from jaxlit.errors import CheckpointError, DataError
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], steps: int) -> list[Any]:
@@ -28,22 +28,22 @@ def decided(monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], steps
         paces: Of each process, the seconds that step k takes by its clock.
         steps: The most looks.
     """
-    now, asks, ask = [100.0 * k for k in range(len(paces))], [0] * len(paces), clock_file.agree
+    now, asks, ask = [100.0 * k for k in range(len(paces))], [0] * len(paces), Several.agree
 
     def asking(*args: Any, **named: Any) -> Any:
         asks[jax.process_index()] += 1
         return ask(*args, **named)
 
     def work(index: int) -> tuple[int, float, int]:
-        clock, first = Clock(True), now[index]
-        end = clock.look(None, ask=True) + due
+        clock, first = Several(), now[index]
+        end = clock.elapsed(ask=True) + due
         for k in range(steps):
             now[index] += paces[index](k)
-            if clock.look(end) >= end:
+            if clock.elapsed(end) >= end:
                 return k, now[index] - first, asks[index]
         return steps, now[index] - first, asks[index]
 
-    monkeypatch.setattr(clock_file, "agree", asking)
+    monkeypatch.setattr(Several, "agree", asking)
     monkeypatch.setattr(time, "monotonic", lambda: now[jax.process_index()])
     return as_processes(monkeypatch, work, len(paces))
 
@@ -114,3 +114,13 @@ def test_processes_with_other_clocks_stop_at_one_step(tmp_path: Path) -> None:
     # 3 s a batch, by the slower: 10 s are over in the fourth and the eighth; 20 s in the seventh, which validates.
     for name in ("max_time", "Timer"):
         assert [one.said[name] for one in ended] == [[7, [4, 7], name]] * 2
+
+
+def test_an_error_of_one_process_is_raised_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [None, CheckpointError("the disk is full"), DataError("no rows")]
+    result = as_processes(monkeypatch, lambda index: team().same_error("writing", errors[index]), 3)
+    assert result[1] is errors[1]
+    assert [(type(error), str(error)) for error in result] == [(CheckpointError, "the disk is full")] * 3
+    with pytest.raises(DataError, match="no rows"):
+        team().same_error("writing", errors[2])
+    assert team().same_error("writing", None) is None

@@ -1,0 +1,328 @@
+"""The training state as a flat list of arrays on the devices, and what each of them is."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jaxlit import sharding
+from jaxlit.core.device_sums import Table
+from jaxlit.core.module import TrainModule
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.state import Layout, TrainState, WindowStart
+from jaxlit.engine.memory import is_exhausted, out_of_memory
+from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.program import ArraySpec
+
+
+@dataclass(frozen=True, eq=False)
+class StateSpec:
+    """What the arrays of a training state are, known before one of them exists; `state_spec` makes it.
+
+    A step takes and returns a flat list: jax's fast path knows lists of arrays, and no other tree is cheaper.
+
+    Attributes:
+        strategy: The strategy, set up.
+        layout: How the list becomes a `TrainState`.
+        tree: The shape, dtype and sharding of each array, a `TrainState` as a step takes it.
+        arrays: The same as a list, in which random keys are raw data.
+        wrt: The filter of the variables that are trained.
+        grad_shardings: The gradients' shardings in a step; None lets XLA choose.
+        eval_params: The indices of what an evaluation sees as the parameters, a tree like them.
+    """
+
+    strategy: Strategy
+    layout: Layout
+    tree: TrainState
+    arrays: list[jax.ShapeDtypeStruct]
+    wrt: Any
+    grad_shardings: Any
+    eval_params: Any
+
+    @cached_property
+    def index(self) -> TrainState:
+        """A `TrainState` whose leaves are indices into the list."""
+        return jax.tree.unflatten(self.layout.treedef, range(len(self.arrays)))
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """A `TrainState` of shardings."""
+        return jax.tree.map(lambda x: x.sharding, self.tree)
+
+    @cached_property
+    def array_specs(self) -> list[ArraySpec]:
+        """The sharding of each array, as a program takes it."""
+        stacked = set(jax.tree.leaves(self.index.window)) if self.per_replica else set()
+        return [ArraySpec(self.sharding(i), per_replica=i in stacked) for i in range(len(self.arrays))]
+
+    @cached_property
+    def eval_index(self) -> list[int]:
+        """The indices of what an evaluation reads: counters, parameters and the module's other state."""
+        index = self.index
+        return jax.tree.leaves((index.counters, self.eval_params, index.frozen, index.model_state))
+
+    @cached_property
+    def eval_layout(self) -> Layout:
+        """How what an evaluation reads becomes a tuple of the four."""
+        return Layout((self.tree.counters, *self.tree.variables))
+
+    @property
+    def wrap(self) -> Callable[..., Any]:
+        """What the strategy makes of a user's step."""
+        return partial(self.strategy.wrap_body, shardings=self.shardings)
+
+    def sharding(self, i: int) -> NamedSharding:
+        """Return the sharding of an array."""
+        return self.arrays[i].sharding  # type: ignore[return-value]
+
+    @property
+    def per_replica(self) -> bool:
+        """Whether each replica has its own window and sums."""
+        return self.strategy.replica.stack_size is not None
+
+    @property
+    def replica_sharding(self) -> NamedSharding:
+        """The sharding of a window's rows and of sums: split by replica, if each has its own."""
+        return _replica_sharding(self.strategy)
+
+    def stacked(self, table: np.ndarray) -> np.ndarray:
+        """Return one copy of a table of metrics for each replica that has its own."""
+        n = self.strategy.replica.stack_size
+        return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
+
+    def with_metrics(self, table: Table) -> "StateSpec":
+        """Return the spec of a state with other metrics: how many columns they have shows the trace of the step."""
+        index: Any = self.index
+        shapes = {index.sums: table.empty_sums().shape}
+        if index.window is not None:
+            shapes[index.window.metrics] = self.stacked(table.empty()).shape
+        arrays = [x.update(shape=shapes.get(i, x.shape)) for i, x in enumerate(self.arrays)]
+        leaves = [x.update(shape=shapes.get(i, x.shape)) for i, x in enumerate(jax.tree.leaves(self.tree))]
+        return replace(self, arrays=arrays, tree=jax.tree.unflatten(self.layout.treedef, leaves))
+
+    @property
+    def entries(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The (name, shape, dtype) of each array as in a checkpoint; a module's are named by their path in it."""
+        entries, impls = [], self.layout.key_impls
+        for path, i in jax.tree_util.tree_leaves_with_path(self.index):
+            part, name, x = path[0].name, leaf_name(path), self.arrays[i]
+            if part in ("params", "frozen", "model_state"):
+                name = f"module.{leaf_name(path[1:])}"
+            elif part == "extras":  # in brackets, as the key may be any text
+                inside = leaf_name(path[2:])
+                name = f"extras[{path[1].key!r}]" + ("." * (inside[:1] not in ("", "[")) + inside)
+            entries.append((name, tuple(x.shape), f"key<{impls[i]}>" if i in impls else str(x.dtype)))
+        return entries
+
+    @property
+    def optimizer_kind(self) -> str:
+        """How the optimizer's state is built: optimizers with the same arrays may mean different things by them."""
+        return _kind_of(self.index.opt_state)
+
+    def make(self, init: Callable[..., TrainState], variables: Any, *, donate: bool) -> "State":
+        """Return the state of step 0.
+
+        Args:
+            init: The function that `state_spec` had.
+            variables: The module's trained, frozen and other variables.
+            donate: Whether their arrays may be overwritten.
+
+        Raises:
+            OutOfMemoryError: The devices have too little memory.
+        """
+        shardings = [self.sharding(i) for i in range(len(self.arrays))]
+        flat = lambda *inputs: self.layout.flatten(init(*inputs))  # noqa: E731
+        try:
+            return State(self, self.strategy.create_state(flat, shardings, *variables, donate=donate))
+        except jax.errors.JaxRuntimeError as error:
+            if not is_exhausted(error):
+                raise
+            raise out_of_memory(error, "in making the state of step 0", state=self.tree) from error
+
+
+def state_spec(
+    pure: PureModule, strategy: Strategy, init: Callable[..., TrainState], variables: Any, example: Any = None
+) -> StateSpec:
+    """Return what the arrays of a module's training state are; none is made.
+
+    Args:
+        pure: The module taken apart.
+        strategy: The strategy, set up.
+        init: A function of the module's trained, frozen and other variables to the state of step 0.
+        variables: These variables, or their shapes and dtypes.
+        example: The first batch of the training, if one is known.
+    """
+    abstract = jax.eval_shape(init, *variables)
+    # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.
+    given, layout = replace(abstract, extras={}, window_start=None), Layout(abstract)
+    shardings = _bookkeeping(strategy, abstract, strategy.state_sharding(given, pure, example))
+    # With shardings: only equal types share one trace of the user's step.
+    tree, flat = jax.tree.map(_spec, abstract, shardings), jax.tree.leaves(shardings)
+    arrays = list(map(_spec, jax.eval_shape(layout.flatten, abstract), flat))
+    params = jax.tree.unflatten(layout.treedef, range(len(arrays))).params
+    grads = strategy.grad_sharding(given, pure, example)
+    return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params)
+
+
+def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> TrainState:
+    """Return a strategy's shardings with those of jaxlit's bookkeeping, which no rule on shapes should meet."""
+    replicated, window, start = strategy.replicated, shardings.window, abstract.window_start
+    if window is not None:
+        window = replace(window, rows=_replica_sharding(strategy), metrics=_replica_sharding(strategy))
+    if start is not None:
+        start = WindowStart(replicated, {name: shardings.module[name] for name in start.arrays})  # type: ignore[arg-type]
+    return replace(
+        shardings,
+        counters=replicated,
+        sums=replicated,
+        window=window,
+        loss_scale=None if abstract.loss_scale is None else replicated,
+        extras=like_params(abstract.extras, abstract.params, shardings.params, replicated),
+        window_start=start,
+    )
+
+
+class State:
+    """The arrays of a training.
+
+    Args:
+        spec: What they are.
+        leaves: The arrays; random keys as their raw data.
+
+    Attributes:
+        spec: See above.
+        leaves: The newest arrays.
+    """
+
+    def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
+        self.spec, self.leaves = spec, leaves
+        self._variable_index: list[int] = []  # of each Variable of the module
+        self._keys: dict[int, tuple[jax.Array, jax.Array]] = {}  # data and key of those that a module was given
+        self._all_finite: Callable[..., jax.Array] | None = None
+
+    def unflatten(self) -> TrainState:
+        """Return the newest state as a `TrainState`."""
+        return self.spec.layout.unflatten(self.leaves)
+
+    def branch(self) -> "State":
+        """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
+        state = copy.copy(self)
+        state.leaves, state._keys = list(self.leaves), dict(self._keys)
+        # A callback's averages are those of another module.
+        state.spec = replace(self.spec, eval_params=self.spec.index.params)
+        return state
+
+    def evaluated(self) -> list[jax.Array]:
+        """Return what an evaluation reads, which donates none of it."""
+        leaves = self.leaves
+        return [leaves[i] for i in self.spec.eval_index]
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether there are all arrays; a restore that failed may have left some out."""
+        return all(x is not None for x in self.leaves)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every array exists; a step or a restore that failed may have deleted some."""
+        return not any(x is None or x.is_deleted() for x in self.leaves)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the steps that were dispatched are done: nothing waits for the device then."""
+        return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
+
+    def is_finite(self) -> bool:
+        """Return whether every floating number of the state is finite; waits for the device."""
+        if self._all_finite is None:
+            all_finite = lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all()  # noqa: E731
+            self._all_finite = self.spec.strategy.on_state(all_finite)
+        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
+
+    # One array --------------------------------------------------------------------------------------
+
+    def put(self, index: Any, value: Any) -> None:
+        """Replace an array by another, with the same sharding."""
+        self.leaves[index] = jax.device_put(value, self.spec.sharding(index))
+
+    def counters(self) -> list[int]:
+        """Return step, epoch, batch_idx and bad_step, see `TrainState`; waits for the device."""
+        return np.asarray(self.leaves[self.spec.index.counters]).tolist()  # type: ignore[call-overload]
+
+    def count_from(self, step: int, epoch: int, batch_idx: int = 0) -> None:
+        """Set what the module's `global_step` and `current_epoch` are in the steps."""
+        self.put(self.spec.index.counters, np.array([step, epoch, batch_idx, -1], np.int32))
+
+    def release(self, indices: Iterable[int]) -> dict[int, jax.ShapeDtypeStruct]:
+        """Delete some arrays, whose memory is for those that will be restored; return their specs."""
+        specs = {i: _spec(self.leaves[i], self.spec.sharding(i)) for i in indices}
+        for i in specs:
+            self.leaves[i] = None  # type: ignore[call-overload]
+        return specs
+
+    def restore(self, arrays: Mapping[int, Any]) -> None:
+        """Replace arrays, given by index."""
+        for i, array in arrays.items():
+            self.put(i, array)
+
+    # The user's module ------------------------------------------------------------------------------
+
+    def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
+        """Return the (name, Variable or bare array, index) of each leaf of the module."""
+        _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
+        indices = jax.tree.leaves(self.spec.index.variables)
+        leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return [(leaf_name(path[1:]), leaf, i) for (path, leaf), i in zip(leaves, indices, strict=True)]
+
+    def variables(self, module: TrainModule) -> list[tuple[str, nnx.Variable]]:
+        """Return the module's Variables and their names, in the order of `module_arrays`."""
+        leaves = [x for x in self.module_leaves(module) if isinstance(x[1], nnx.Variable)]
+        self._variable_index = [i for _, _, i in leaves]
+        return [(name, variable) for name, variable, _ in leaves]
+
+    def module_arrays(self) -> list[jax.Array]:
+        """Return the newest array of each Variable, without a copy."""
+        return [self._key(i) if i in self.spec.layout.key_impls else self.leaves[i] for i in self._variable_index]
+
+    def _key(self, i: int) -> jax.Array:
+        """Return a random key, the same object while its data are the same: arrays are compared by identity."""
+        data = self.leaves[i]
+        if i not in self._keys or self._keys[i][0] is not data:
+            self._keys[i] = (data, jax.random.wrap_key_data(data, impl=self.spec.layout.key_impls[i]))
+        return self._keys[i][1]
+
+    def write(self, arrays: Mapping[int, jax.Array]) -> None:
+        """Replace the arrays of some Variables, given by their index in `module_arrays`."""
+        for i, array in arrays.items():
+            data = jax.random.key_data(array) if is_key(array) else array
+            # A copy: what the caller holds must survive the next, donating step.
+            self.put(self._variable_index[i], jnp.array(data, copy=True))
+
+
+def _replica_sharding(strategy: Strategy) -> NamedSharding:
+    per_replica = strategy.replica.stack_size is not None
+    return sharding.rows(strategy.mesh, strategy.batch_axes) if per_replica else strategy.replicated
+
+
+def _spec(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _kind_of(state: Any) -> str:
+    """Return the names of the state classes in an optimizer's state, in order."""
+    if isinstance(state, tuple):
+        inside = ", ".join(filter(None, map(_kind_of, state)))
+        named = type(state).__name__ if hasattr(state, "_fields") else ""
+        return f"{named}({inside})" if inside or named else ""
+    if isinstance(state, dict):
+        return ", ".join(f"{key}: {inside}" for key, value in state.items() if (inside := _kind_of(value)))
+    return ""

@@ -1,0 +1,89 @@
+"""Callbacks that say when they act next are called in those steps, and in no others."""
+
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.journal import at_batch
+from kit.modules import Mean
+from kit.trainers import BARE, fit
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint
+
+
+class Every(jl.Callback):
+    """Acts every so many optimizer steps."""
+
+    def __init__(self, steps: int | None) -> None:
+        self.steps, self.calls, self.asked = steps, list[Any](), list[int]()
+
+    def due_in(self, step: int) -> int | None:
+        self.asked.append(step)
+        return None if self.steps is None else self.steps - step % self.steps
+
+    def on_train_batch_start(self, trainer: jl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(("start", batch_idx))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.calls.append(("end", trainer.global_step))
+
+    def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+        self.calls.append(("over" if epoch_over or training_over else "safe", trainer.global_step))
+
+
+def called(callback: Every, name: str) -> list[int]:
+    return [number for kind, number in callback.calls if kind == name]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_callback_is_called_in_the_steps_that_it_names(accumulate: int) -> None:
+    three, five, never = Every(3), Every(5), Every(None)
+    given = {"max_epochs": 2, "accumulate_grad_batches": accumulate, **BARE}
+    fit(Mean(), numbered(11 * accumulate), None, three, five, never, **given)
+    n = accumulate
+    starts = {steps: [i for i in range(11 * n) if (i // n + 1) % steps == 0] for steps in (3, 5)}
+    again = {steps: [i for i in range(11 * n) if (i // n + 12) % steps == 0] for steps in (3, 5)}
+    for callback in (three, five):
+        due = [step for step in range(1, 23) if step % callback.steps == 0]
+        assert called(callback, "start") == starts[callback.steps] + again[callback.steps]
+        assert called(callback, "end")[n - 1 :: n] == due
+        # The last batch of an epoch has no safe point of its own.
+        assert called(callback, "safe")[n - 1 :: n] == [step for step in due if step not in (11, 22)]
+        assert called(callback, "over") == [11, 22]
+    assert never.calls == [("over", 11), ("over", 22)]
+    # Where an epoch begins, and where one of them has acted.
+    assert never.asked == sorted({0, 11, *range(3, 22, 3), *range(5, 22, 5)})
+
+
+def test_a_subclass_hook_runs_in_each_step() -> None:
+    class Counting(Every):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.calls.append(("end", trainer.global_step))
+
+    callback = Counting(4)
+    fit(Mean(), numbered(8), None, callback, **BARE)
+    assert called(callback, "end") == [*range(1, 9)]
+    assert called(callback, "start") == [3, 7]
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_resumed_training_calls_what_is_left(stop: int) -> None:
+    saves = at_batch(stop - 1, lambda trainer, module: trainer.save_checkpoint("saved"))
+    first, second = Every(4), Every(4)
+    fit(Mean(), numbered(10), None, first, saves, **BARE)
+    fit(Mean(), numbered(10), None, second, ckpt_path="saved", **BARE)
+    # The checkpoint is of after the hooks of its batch, and before the safe point.
+    assert called(second, "end") == [step for step in called(first, "end") if step > stop]
+    assert called(second, "safe") == [step for step in called(first, "safe") if step >= stop]
+
+
+def test_steps_that_are_undone_are_asked_for_again() -> None:
+    callback = Every(4)
+    batches = numbered(9)
+    batches[4]["x"] = batches[4]["x"] * float("nan")
+    given = {"nan_policy": "rollback", "log_every_n_steps": 1, "default_root_dir": "run"}
+    trainer = fit(Mean(), batches, None, callback, ModelCheckpoint(every_n_train_steps=3), **given)
+    # The bad fifth step is known of in the sixth: training goes back to 3, and has three batches left.
+    assert trainer.global_step == 6
+    assert called(callback, "end") == [4, 4]
