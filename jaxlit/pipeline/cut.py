@@ -181,7 +181,7 @@ class _Cutting:
         placed = [x.stage for x in given if x.stage is not None]
         roots = frozenset[int]().union(*(x.weights for x in given))
         of_batch = any(x.of_batch for x in given)
-        mark = self.segments.stage_after(eqn)
+        mark = self.segments.after.get(id(eqn))
         # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
         if placed or mark is not None or (roots and of_batch):
             # The latest operand decides: activations only go forward through the stages.

@@ -14,7 +14,7 @@ WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # margins around the curves
 _MAX_POINTS = 400  # of a curve: more cannot be seen
 _COLORS = 6
-_STAGES = ("train", "val", "test")
+_STAGES = ("train", "val", "test")  # which have the first colors
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
 
@@ -29,9 +29,13 @@ def together(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def colors(names: Iterable[str]) -> dict[str, int]:
-    """Return the number of each curve's color, those of stages first."""
-    order = sorted(names, key=lambda name: (not name.startswith(_STAGES), name))
-    return {name: k % _COLORS for k, name in enumerate(order)}
+    """Return the number of each curve's color: the first curve of a stage has the same one in all pictures."""
+    numbers: dict[str, int] = {}
+    for name in sorted(names, key=lambda name: (not name.startswith(_STAGES), name)):
+        first = next((k for k, stage in enumerate(_STAGES) if name.startswith(stage)), 0)
+        free = (first, *range(len(_STAGES), _COLORS), *range(len(_STAGES)))
+        numbers[name] = next((k for k in free if k not in numbers.values()), first)
+    return numbers
 
 
 def spans_decades(values: np.ndarray) -> bool:
