@@ -1,6 +1,6 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ class Engines:
     """Makes the engine of each run; what an evaluation needs is kept for the next one.
 
     Args:
-        strategy: The strategy, set up.
+        strategy: Returns the strategy, set up.
         compile_cache: Where programs are stored, from now on: a module that is made next compiles some as well.
     """
 
-    def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
+    def __init__(self, strategy: Callable[[], Strategy], compile_cache: bool | str | Path) -> None:
         use_compile_cache(compile_cache)
         self._strategy, self._kept = strategy, EvalCache()
         # The newest module that was built of a lazy one, and the seed of its weights, None once a fit has trained them.
@@ -58,7 +58,7 @@ class Engines:
             known, loaders.module, seed = self._built
             if known is model and seed in (None, settings.seed):
                 return loaders.module, False
-        loaders.module = build(model, stage, loaders, self._strategy, settings)
+        loaders.module = build(model, stage, loaders, self._strategy(), settings)
         if isinstance(model, lazy):
             self._built = model, loaders.module, settings.seed
         return loaders.module, isinstance(model, lazy)
@@ -97,7 +97,7 @@ class Engines:
         take_ownership: bool = False,
     ) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
-        given = module, self._strategy, Precision(settings.precision)
+        given = module, self._strategy(), Precision(settings.precision)
         return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
     def _of_fit(self, run: Setup, take_ownership: bool) -> Engine:
@@ -124,7 +124,7 @@ class Engines:
         precision = Precision(settings.precision)
         return Engine(
             run.module,
-            self._strategy,
+            self._strategy(),
             plan,
             precision=precision,
             debug=settings.debug,

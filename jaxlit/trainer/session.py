@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
@@ -39,6 +39,7 @@ from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
@@ -56,7 +57,6 @@ class Session:
     Args:
         trainer: The Trainer, for hooks.
         settings: Its arguments.
-        strategy: The strategy, set up.
         given: Its callbacks.
         config: The arguments as they were given, as JSON values.
 
@@ -77,17 +77,18 @@ class Session:
         media: Stores what no logger can.
     """
 
-    def __init__(
-        self, trainer: Any, settings: Settings, strategy: Strategy, given: Given, config: dict[str, Any]
-    ) -> None:
-        self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
+    def __init__(self, trainer: Any, settings: Settings, given: Given, config: dict[str, Any]) -> None:
+        self._trainer, self.settings, self.given = trainer, settings, given
         self.control, self.position, self.clock, self.results = Control(), Position(), HookClock(), Results()
         self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
+        self._engines, self.folder = (
+            Engines(lambda: self.strategy, settings.compile_cache),
+            RunFolder(settings.default_root_dir),
+        )
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
         self.running, self.compiles = False, CompileLog()
@@ -97,6 +98,14 @@ class Session:
             step=lambda: max(self.clock.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy on its devices, which are chosen when the first run begins, or before it for whoever asks."""
+        settings = self.settings
+        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
+        strategy.setup(settings.device_count)
+        return strategy
 
     @property
     def engine(self) -> Engine | None:
@@ -170,6 +179,7 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
             )
+        _ = self.strategy  # absent devices are refused before anything is set up
         method, resume, places = stage.method, self.settings.resume, (self.callbacks, self.folder)
         wanted, argument = ckpt_path, f"Trainer.{method}(ckpt_path=...)"
         if method == "fit" and resume is not None:
