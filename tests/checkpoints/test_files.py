@@ -189,10 +189,7 @@ def test_a_runs_folder_means_its_newest_checkpoint(root, newest):
 @pytest.mark.parametrize(
     ("typo", "near"),
     [
-        (
-            "run/checkpoints/step_00000007",
-            f"{NEWER}.*there are: {NEWER}, {OLDER}",
-        ),
+        ("run/checkpoints/step_00000007", f"{NEWER}.*there are: {NEWER}, {OLDER}"),
         ("run/checkpoints/step_3", f"there are: {NEWER}, {OLDER}"),
         ("rum", "Did you mean 'run'"),
         ("run/chekpoints", f"Did you mean 'checkpoints'.*there are: {NEWER}"),

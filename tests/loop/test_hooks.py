@@ -35,8 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "log_every_n_steps": 1,
 }
 
-# The order that the docstring of `Callback` spells out: its program is run and compared ---------------------
-
 
 def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the indices among a hook's arguments."""
@@ -231,9 +229,6 @@ def test_where_there_is_nothing_to_train_no_train_hook_comes(limit: dict[str, An
     journal = Journal()
     fit(Mean(), numbered(2), numbered(1), journal, num_sanity_val_steps=0, **limit)
     assert journal.names == ["setup", "on_fit_start", "on_fit_end", "teardown"]
-
-
-# Owners ----------------------------------------------------------------------------------------------------
 
 
 def test_hooks_get_the_host_batch_and_modules_no_trainer() -> None:

@@ -47,9 +47,6 @@ for _hook in HOOKS:
         setattr(Lines, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
 
 
-# What a case does beside fitting ---------------------------------------------------------------------
-
-
 def raises(error: Exception) -> Callable[..., None]:
     """Return a function that raises."""
 

@@ -75,8 +75,6 @@ def saved(folder: Path, strategy: str = "single", devices: int | None = None) ->
     return path, dict(np.load(f"{path}.npz"))
 
 
-# Other devices and strategies -------------------------------------------------------------------------
-
 PAIRS = [
     (("ddp", 8), ("fsdp", 8)),
     (("fsdp", 8), ("pmap", 8)),
@@ -128,9 +126,6 @@ def test_a_half_full_window_goes_on_under_another_strategy(was: str, now: str) -
     assert left.global_step == taken.global_step == 2
     for name, x in params_of(left.module).items():
         np.testing.assert_allclose(params_of(taken.module)[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
-
-
-# What does not fit ------------------------------------------------------------------------------------
 
 
 def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:

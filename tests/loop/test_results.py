@@ -38,16 +38,10 @@ def test_values_after_a_resume_have_new_versions() -> None:
     assert len({after.callback_metrics.version(name) for name in "abc"}) == 3
 
 
-# Rows ------------------------------------------------------------------------------------------------------
-
-
 def test_a_stop_logs_its_last_step() -> None:
     rows, stop = Rows(), at_batch(2, lambda trainer, module: trainer.stop("enough"))
     fit(logging(lambda m, batch, i: m.log("x", 1.0 * i)), numbered(4), None, rows, stop, log_every_n_steps=50)
     assert rows.rows == [(2, {"x": 2.0, "epoch": 0})]
-
-
-# What hooks log --------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_logged_in_a_hook_is_the_one_of_that_step() -> None:

@@ -46,9 +46,6 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
     assert_same(resumed, whole[-len(resumed) :])
 
 
-# Arguments of the Trainer ----------------------------------------------------------------------------
-
-
 class SkipsTheRest(jl.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 17 else None  # in the middle of a window
@@ -103,9 +100,6 @@ def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     assert 0 < steps < all_steps  # it was lowered on the way, and there were steps since
 
 
-# Endings ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
     """A training of two epochs without a stop."""
@@ -157,9 +151,6 @@ def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
 
-# What is over ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict[str, Path]]:
     """A training of one epoch with its checkpoints, also of its last hooks."""
@@ -197,9 +188,6 @@ def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Traine
     fit(more, ckpt_path=finished[1][name])
     assert_is_the_end_of(journal(more), journal(whole), 23)
     assert final(more) == final(whole)
-
-
-# Other arguments, and other data ----------------------------------------------------------------------
 
 
 def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, list[int]]:

@@ -40,8 +40,7 @@ def train(values: list[float], *callbacks: Any, made: Any = None, **arguments: A
 
 
 @pytest.mark.parametrize(
-    ("strategy", "bad"),
-    thinned([("single", 2), ("single", 3), ("fsdp", 3), ("pmap", 2)], ("single", 2), ("fsdp", 3)),
+    ("strategy", "bad"), thinned([("single", 2), ("single", 3), ("fsdp", 3), ("pmap", 2)], ("single", 2), ("fsdp", 3))
 )  # right after the checkpoint, or a step later
 def test_training_goes_back_and_on_without_the_bad_batch(bad: int, strategy: str) -> None:
     steps: list[int] = []
@@ -104,9 +103,6 @@ def test_metrics_of_a_later_epoch_start_again() -> None:
 def test_what_diverges_again_and_again_is_an_error() -> None:
     with pytest.raises(NonFiniteError, match="went back to .*step_00000002 3 times.*Lower the learning rate"):
         train([1.0, 2.0, *[BAD] * 40])
-
-
-# Which checkpoint -------------------------------------------------------------------------------------
 
 
 def test_rollback_ignores_later_steps_of_earlier_trainings() -> None:

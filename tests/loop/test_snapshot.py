@@ -170,9 +170,7 @@ def test_an_error_in_load_state_dict_names_the_callback() -> None:
 
 
 def test_a_checkpoint_of_a_sanity_check_holds_no_validation() -> None:
-    save = hooks(
-        on_validation_epoch_end=lambda t, m: t.save_checkpoint("sanity") if t.sanity_checking else None,
-    )
+    save = hooks(on_validation_epoch_end=lambda t, m: t.save_checkpoint("sanity") if t.sanity_checking else None)
     fit(Mean(), numbered(2), numbered(3), save, default_root_dir="whole")
     assert state_of("sanity")["evaluation"] is None
     ends: list[int] = []

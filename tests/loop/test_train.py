@@ -20,8 +20,6 @@ def weight(model: Any) -> float:
     return float(model.w[...][0])
 
 
-# Stopping --------------------------------------------------------------------------------------------------
-
 BEFORE, ONE_BATCH, ONE_EPOCH, ALL = (0, 0), (1, 1), (1, 3), (3, 9)
 STOPPED = {
     "setup": BEFORE,
@@ -76,9 +74,6 @@ def test_a_stop_holds_for_one_fit() -> None:
     trainer.stop("before fit")
     trainer.fit(Mean(), numbered(2))
     assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 4, False)
-
-
-# Skipping --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
@@ -139,9 +134,6 @@ def test_a_window_cut_by_the_epoch_takes_no_step(how: str, at: int, strategy: st
     assert trainer.current_epoch == 1 and all(np.isfinite(x) for x in trainer.callback_metrics.values())
 
 
-# More than one fit -----------------------------------------------------------------------------------------
-
-
 def test_a_second_fit_of_a_trainer_is_that_of_a_fresh_one() -> None:
     def run(trainer: jl.Trainer, journal: Journal, rows: Rows) -> tuple[Any, ...]:
         journal.events.clear()
@@ -190,9 +182,6 @@ def test_a_trainer_may_fit_again_after_an_error() -> None:
     assert weight(model) == mean([[1], [1], [2]])
 
 
-# Steps in flight -------------------------------------------------------------------------------------------
-
-
 def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     """Count how often a run of 24 batches waits for a result."""
     result: list[int] = []
@@ -215,9 +204,6 @@ def test_the_loop_waits_for_steps_in_flight(limit: int, times: int, monkeypatch:
 def test_an_evaluation_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = waits(monkeypatch, "validate", max_in_flight=100)
     assert waits(monkeypatch, "validate", max_in_flight=limit) == free + times
-
-
-# What a step costs -----------------------------------------------------------------------------------------
 
 
 def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:

@@ -142,8 +142,6 @@ def test_a_step_donates_the_whole_state(run: Any) -> None:
     assert [run.alive[i] for i in range(2 * len(SIZES)) if i % len(SIZES)] == [[]] * 2 * (len(SIZES) - 1)
 
 
-# Accumulation and clipping ----------------------------------------------------------------------------
-
 WINDOWED = (8, 8, 8, 8, 8, 8, 8, 5)  # windows of 3, 3 and 2; the last batch neither fills its window nor divides by 8
 START = {"kernel": np.linspace(-1.0, 1.0, 8)[:, None], "bias": np.zeros(1)}
 
@@ -214,9 +212,6 @@ def test_windows_are_clipped_steps_on_all_their_rows(strategy: str) -> None:
     assert int(module.seen[...]) == 2 * sum(int((part > 0).sum()) for part in y)
     np.testing.assert_allclose(rows.of("y_step"), [part.mean() for part in y] * 2, rtol=1e-5)
     np.testing.assert_allclose(rows.of("y_epoch"), [np.concatenate(y).mean()] * 2, rtol=1e-5)
-
-
-# Precision --------------------------------------------------------------------------------------------
 
 
 class Noting(jl.TrainModule):

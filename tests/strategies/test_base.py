@@ -132,9 +132,6 @@ def test_a_tail_trains_the_same_on_a_mesh_of_two_axes(rows: int, data: int) -> N
     np.testing.assert_allclose(model.table[...], -np.stack([share / 2, share / 2], 1), rtol=1e-6)
 
 
-# The mesh in context ------------------------------------------------------------------------------------
-
-
 class Constrained(Net):
     """Says of its values how they lie on the axis `data`, in each step, also inside of a scan."""
 

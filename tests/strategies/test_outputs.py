@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from kit.journal import hooks
-from kit.line import (
-    START,
-    Line,
-    Outputs,
-    Step,
-    make_batches,
-    outputs_of,
-    returning,
-)
+from kit.line import START, Line, Outputs, Step, make_batches, outputs_of, returning
 from kit.trainers import REPLICAS, make_trainer, thinned
 
 from jaxlit.errors import ModuleError

@@ -76,10 +76,7 @@ def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: i
     np.testing.assert_allclose(means, [batch["x"].mean() for batch in BATCHES], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "devices", "remat"),
-    thinned(EVERY, full=[("1f1b", 4, 4, False)]),
-)
+@pytest.mark.parametrize(("schedule", "stages", "devices", "remat"), thinned(EVERY, full=[("1f1b", 4, 4, False)]))
 def test_a_language_model_that_is_hard_to_cut(schedule: str, stages: int, devices: int, remat: bool) -> None:
     batches, blocks = sentences(8, 2), layers_of(schedule, stages)
     rate = 0.1 if blocks == 4 else 0.003  # rounding grows with each step, and with the gradients of eight blocks faster

@@ -10,14 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType
-from kit.line import (
-    START,
-    Line,
-    assert_weights,
-    by_hand,
-    make_batches,
-    outputs_of,
-)
+from kit.line import START, Line, assert_weights, by_hand, make_batches, outputs_of
 from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -221,9 +214,6 @@ def test_a_replica_has_one_body_for_each_of_its_two_programs() -> None:
     assert replica.splits and replica.share == 1.0
     whole = replace(replica, sees_all_rows=True)
     assert not whole.splits and whole.share == 1 / 8
-
-
-# Random numbers of nnx transforms ---------------------------------------------------------------------
 
 
 class Stacked(Line):

@@ -189,10 +189,7 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
-SELDOM = [
-    ("explicit", "window"),
-    ("sequences", "plain"),
-]
+SELDOM = [("explicit", "window"), ("sequences", "plain")]
 
 
 @pytest.mark.parametrize(("kind", "how"), thinned([(k, how) for k in SPLIT for how in ODD], full=SELDOM))

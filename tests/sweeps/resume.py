@@ -15,37 +15,25 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 
+from kit.processes import CHEAP  # noqa: E402
+from kit.resume_model import STEPS_PER_EPOCH  # noqa: E402
+from kit.resume_runs import ended, problems_of, start_child  # noqa: E402
+
 STRATEGIES, EPOCHS, AT_ONCE = ("fsdp", "single", "ddp", "pmap"), 4, 2
 # The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
-KILLS = (
-    "on_train_batch_end",
-    "on_safe_point",
-    "on_validation_batch_end",
-    "on_log",
-    "on_train_batch_start",
-    "on_validation_end",
-    "on_safe_point",
-    "on_train_epoch_end",
-    "on_validation_start",
-)
+KILLS = ("on_train_batch_end", "on_safe_point", "on_validation_batch_end", "on_log", "on_train_batch_start")
+KILLS += ("on_validation_end", "on_safe_point", "on_train_epoch_end", "on_validation_start")
 
 
 def run(root: Path, strategy: str, step: int) -> str:
     """Kill and resume once; returns what was seen, which begins with "ok" if all is as it must be."""
-    from kit.resume_model import STEPS_PER_EPOCH
-    from kit.resume_runs import ended, problems_of, start_child
-
     every, hook = (5, 1, 3)[step % 3], KILLS[step % len(KILLS)]
-    hook = (
-        "on_train_epoch_end" if step == EPOCHS * STEPS_PER_EPOCH else hook
-    )  # after the last step there is no validation
-    reference = root / f"{strategy}-whole"
-    folder = root / f"{strategy}-{step}"
-    start = time.monotonic()
+    if step == EPOCHS * STEPS_PER_EPOCH:
+        hook = "on_train_epoch_end"  # after the last step there is no validation
+    folder, start = root / f"{strategy}-{step}", time.monotonic()
     # Every third training is killed before as well, where no checkpoint may be there yet.
     kills = [("on_log", step // 2), (hook, step)] if step % 3 == 1 else [(hook, step)]
     for number, kill in enumerate(kills):
@@ -55,7 +43,7 @@ def run(root: Path, strategy: str, step: int) -> str:
     code, output = ended(start_child(folder, len(kills), strategy, epochs=EPOCHS, every=every))
     if code:
         return f"the last process ended with {code}: {output[-2000:]}"
-    result = problems_of(folder, reference, len(kills) + 1)
+    result = problems_of(folder, root / f"{strategy}-whole", len(kills) + 1)
     lost = result.pop("lost")
     told = f"{hook}, checkpoint every {every}: {lost} steps done again, {time.monotonic() - start:.1f} s"
     return f"{told}; DIFFERENT: {json.dumps(result)[:2000]}" if result else f"ok, {told}"
@@ -63,31 +51,17 @@ def run(root: Path, strategy: str, step: int) -> str:
 
 def main(steps_of_fsdp: int = 1, steps_of_others: int = 5) -> int:
     """Run all, a few at once; returns how many runs were not as they must be."""
-    from kit.resume_model import STEPS_PER_EPOCH
-    from kit.resume_runs import ended, start_child
-
     failed = 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE) as pool:
         root = Path(name)
-        # Every process would compile the same programs.
-        os.environ |= {
-            "JAX_COMPILATION_CACHE_DIR": str(root / "cache"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-
-        def whole(strategy: str) -> Any:
-            return ended(start_child(root / f"{strategy}-whole", 0, strategy, epochs=EPOCHS, every=5))
-
+        os.environ |= CHEAP  # every process would compile the same programs
+        whole = lambda name: ended(start_child(root / f"{name}-whole", 0, name, epochs=EPOCHS, every=5))  # noqa: E731
         for strategy, (code, output) in zip(STRATEGIES, pool.map(whole, STRATEGIES), strict=True):
             if code:
                 print(f"{strategy}: the training without a kill ended with {code}: {output}")
                 return 1
-        runs = [
-            (strategy, step)
-            for strategy in STRATEGIES
-            for step in range(1, EPOCHS * STEPS_PER_EPOCH + 1)
-            if step % (steps_of_fsdp if strategy == "fsdp" else steps_of_others) == 0
-        ]
+        every = {name: steps_of_fsdp if name == "fsdp" else steps_of_others for name in STRATEGIES}
+        runs = [(name, k) for name in STRATEGIES for k in range(every[name], EPOCHS * STEPS_PER_EPOCH + 1, every[name])]
         for (strategy, step), seen in zip(runs, pool.map(lambda x: run(root, *x), runs), strict=True):
             print(f"{strategy:<8}killed at step {step:>2}: {seen}", flush=True)
             failed += not seen.startswith("ok")

@@ -27,14 +27,12 @@ from kit.resume_runs import write_final  # noqa: E402
 import jaxlit as jl  # noqa: E402
 
 # In several windows of accumulation, epochs and validations: where a hook is called for the n-th time.
-MOMENTS = [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 1)]
-MOMENTS += [("on_train_batch_start", 0), ("on_train_batch_start", 10), ("on_log", 2), ("on_train_batch_end", 1)]
-MOMENTS += [("on_train_batch_end", 5), ("on_train_batch_end", 8), ("on_train_batch_end", 30), ("on_safe_point", 5)]
-MOMENTS += [("on_safe_point", 23), ("on_validation_start", 0), ("on_validation_start", 1), ("on_validation_end", 0)]
-MOMENTS += [("on_validation_epoch_start", 1), ("on_validation_batch_start", 2), ("on_validation_batch_end", 1)]
-MOMENTS += [("on_validation_batch_end", 4), ("on_validation_epoch_end", 1), ("on_validation_end", 2)]
-MOMENTS += [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_end", 0), ("on_fit_end", 0)]
-MOMENTS += [("a draw", 12), ("a save", 0)]
+CALLS = {"on_fit_start": (0,), "on_train_start": (0,), "on_train_epoch_start": (0, 1), "on_train_batch_start": (0, 10)}
+CALLS |= {"on_log": (2,), "on_train_batch_end": (1, 5, 8, 30), "on_safe_point": (5, 23), "on_validation_start": (0, 1)}
+CALLS |= {"on_validation_end": (0, 2), "on_validation_epoch_start": (1,), "on_validation_batch_start": (2,)}
+CALLS |= {"on_validation_batch_end": (1, 4), "on_validation_epoch_end": (1,), "on_train_epoch_end": (0, 1)}
+CALLS |= {"on_train_end": (0,), "on_fit_end": (0,), "a draw": (12,), "a save": (0,)}
+MOMENTS = [(hook, number) for hook, numbers in CALLS.items() for number in numbers]
 SIGNALS = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": 0}
 STDERRS = ("open", "unread", "full")
 AT_ONCE = 130  # what shells show for KeyboardInterrupt
@@ -138,11 +136,10 @@ def problems(root: Path, name: str, times: int, moment: tuple[str, int], stderr:
     if code := forked("open", folder, 1, ("", 0), []):
         error = (folder / "error").read_text() if (folder / "error").exists() else ""
         return [*result, f"the second process ended with {code}: {error}"]
-    done, wanted = lines(folder, 2), lines(reference, 1)
+    done, first, wanted = lines(folder, 2), lines(folder, 1), lines(reference, 1)
     if at_once:  # which gives up what came since the last checkpoint: it is done again
-        done = lines(folder, 1)[: len(wanted) - (len(done) - len(lines(folder, 1)))] + done[len(lines(folder, 1)) :]
-    result += [f"{len(done)} batches, not {len(wanted)}"] if len(done) != len(wanted) else []
-    result += ["the batches differ"] if len(done) == len(wanted) and done != wanted else []
+        done = first[: len(wanted) - (len(done) - len(first))] + done[len(first) :]
+    result += [f"the {len(done)} batches differ from {len(wanted)}"] if done != wanted else []
     result += ["the rows differ"] if rows(folder) != rows(reference) else []
     same = (folder / "final.json").read_bytes() == (reference / "final.json").read_bytes()
     return result if same else [*result, "the final state differs"]

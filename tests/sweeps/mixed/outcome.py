@@ -78,28 +78,21 @@ def _differences(expected: Record, got: Record) -> Iterator[tuple[str, float, st
             yield what, np.inf, f"are {len(b)}, by hand {len(a)}"
         elif a:
             yield what, _relative(np.array(a), np.array(b)), f"{b}, by hand {a}"
-    yield from _arrays("parameter", expected.params, got.params, together=True)
-    yield from _arrays("state", expected.state, got.state, together=False)
+    # An array whose true value is zero holds rounding noise of the size of what it came from.
+    largest = max((np.abs(x).max(initial=0.0) for x in expected.params.values()), default=1.0)
+    yield from _arrays("parameter", expected.params, got.params, largest)
+    yield from _arrays("state", expected.state, got.state, 1.0)
     yield from _metrics("metric of an epoch", expected.epochs, got.epochs)
-    yield from _metrics("metric of a validation", _numbered(expected), _numbered(got))
+    validations = [{(i, x[0]): x[1] for i, x in enumerate(record.validations)} for record in (expected, got)]
+    yield from _metrics("metric of a validation", *validations)
     if expected.modes != got.modes:
-        changed = sorted(
-            k for k in expected.modes.keys() | got.modes.keys() if expected.modes.get(k) != got.modes.get(k)
-        )
-        yield "mode", np.inf, f"of {changed} differ"
+        yield "mode", np.inf, f"of {sorted(dict(expected.modes.items() ^ got.modes.items()))} differ"
 
 
-def _numbered(record: Record) -> dict[Any, dict[str, float]]:
-    return {(i, step): metrics for i, (step, metrics) in enumerate(record.validations)}
-
-
-def _arrays(
-    what: str, expected: dict[str, np.ndarray], got: dict[str, np.ndarray], *, together: bool
-) -> Iterator[tuple[str, float, str]]:
+def _arrays(what: str, expected: dict[str, Any], got: dict[str, Any], floor: float) -> Iterator[tuple[str, float, str]]:
     if expected.keys() != got.keys():
         yield what, np.inf, f"paths {sorted(expected.keys() ^ got.keys())} are only on one side"
         return
-    largest = max((np.abs(x).max(initial=0.0) for x in expected.values()), default=1.0)
     for path, a in expected.items():
         b = got[path]
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -107,8 +100,6 @@ def _arrays(
         elif not np.issubdtype(a.dtype, np.floating):
             yield what, 0.0 if (a == b).all() else np.inf, f"{path} {b.ravel()[:4]}, by hand {a.ravel()[:4]}"
         else:
-            # An array whose true value is zero holds rounding noise of the size of what it came from.
-            floor = largest if together else 1.0
             yield what, _relative(a, b, floor), f"{path} {b.ravel()[:3]}, by hand {a.ravel()[:3]}"
 
 
