@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "simulate")
 STRATEGIES = GLOBAL + PER_REPLICA
 
-RECURRENT = ("simple_rnn", "lstm", "gru")
-LAYERS = ("linear", "mlp", "conv", "norm", "masked_norm", "attention", *RECURRENT, "scan", "remat", "scan_remat")
-LAYERS += ("tied", "embed", "lora", "lora_around", "weight_norm", "spectral_norm", "partitioned")
+LAYERS = ("linear", "norm", "masked_norm", "attention", "gru", "scan", "scan_remat", "tied", "embed", "lora")
+LAYERS += ("lora_around", "weight_norm", "spectral_norm", "partitioned")
 EVALUATING = ("eval_norm", "eval_dropout")  # parts put into evaluation mode before training
 RANDOM = ("dropout", "attention_dropout", "scan_dropout", "remat_dropout", "own_key", "own_rngs")
 METRICS = ("average", "accuracy", "welford")
@@ -95,14 +94,9 @@ class Case:
         return {self.strategy, self.again, self.resume_on} - {""}
 
     @property
-    def random(self) -> bool:
-        """Whether a training step draws random numbers."""
-        return bool({*self.parts} & {*RANDOM})
-
-    @property
     def draws_apart(self) -> bool:
         """Whether a step of replicas draws random numbers, which are theirs: one replica's differ from a device's."""
-        return self.random and bool(self.strategies & {*PER_REPLICA})
+        return bool({*self.parts} & {*RANDOM}) and bool(self.strategies & {*PER_REPLICA})
 
     @property
     def per_replica(self) -> bool:
@@ -131,7 +125,7 @@ def is_sound(case: Case) -> bool:
         case.wrt != "lora" or has & {"lora", "lora_around"},
         case.wrt != "online" or has & {"hard_target", "soft_target"},
         # A write in bfloat16 rounds what it writes, and the bound of the comparison is loose.
-        case.precision == "32-true" or not (has & {*WRITERS, *TARGETS, "partitioned", "weight_norm", "lstm", "gru"}),
+        case.precision == "32-true" or not (has & {*WRITERS, *TARGETS, "partitioned", "weight_norm", "gru"}),
         case.precision == "32-true" or case.optimizer in ("sgd", "momentum", "adamw"),
         not case.schedule or case.optimizer in SCHEDULED,
         case.limit <= len(case.sizes),
