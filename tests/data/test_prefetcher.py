@@ -1,8 +1,6 @@
 """How batches come from a loader to the step: threads, the order of placing, errors, and what waiting costs."""
 
 import itertools
-import os
-import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -14,15 +12,15 @@ import pytest
 from kit.batches import Stream, counted, numbered, rows_of
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.inside import Clock, prefetcher_of
+from kit.inside import Clock
 from kit.journal import Batches, hooks
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
+from kit.waiting import held, interrupts
 
 import jaxlit as jl
 from jaxlit.data import prefetcher
-from jaxlit.data.kinds import source_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError
 from jaxlit.strategies.single import SingleDevice
 
@@ -112,18 +110,13 @@ MAIN = threading.main_thread().name
         (2, 20, 0.0, [MAIN] + [PREFETCH] * 39),  # the first is looked at before anything is compiled
         ("auto", 12, 0.002, [MAIN] * 8 + [PREFETCH] * 16),  # at once in the second epoch
         ("auto", 40, 0.0, [MAIN] * 80),
+        ("auto", 40, {3: 0.05}, [MAIN] * 80),  # one slow draw is not enough
     ],
 )
 def test_who_draws(prefetch, count, seconds, who, clock):
     loader = Loader(count, clock, seconds)
     draw(loader, prefetch=prefetch, max_epochs=2)
     assert loader.threads == who
-
-
-def test_one_slow_draw_is_not_enough_for_a_thread(clock):
-    loader = Loader(40, clock, {3: 0.05})
-    draw(loader, prefetch="auto")
-    assert {*loader.threads} == {MAIN}
 
 
 @pytest.mark.parametrize(
@@ -229,30 +222,13 @@ def test_errors_of_loaders_name_the_loader_and_batch(prefetch):
 
 
 def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():
-    over, before = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    def hangs():
+        yield from numbered(3, rows=2)
+        interrupt()
+        over.wait(60)
 
-    class Hangs:
-        def __iter__(self):
-            yield from numbered(3, rows=2)
-            os.kill(os.getpid(), signal.SIGINT)
-            over.wait(60)
-
-    trainer = make_trainer(prefetch=2, **BARE)
-    try:
-        trainer.fit(Mean(), Hangs())
-    finally:
-        over.set()
-        signal.signal(signal.SIGINT, before)
-    assert trainer.interrupted
-
-
-def test_a_prefetcher_gives_what_comes_before_an_error_first():
-    loader = Loader(9, instead={3: OSError})
-    used = []
-    with pytest.raises(OSError, match="disk"):
-        for batch in prefetcher_of(3).batches(source_of(loader, "loader"), 0, None):
-            used.append((int(batch.host["x"][0, 0]), batch.is_last))
-    assert used == [(0, False), (1, False), (2, False)]
+    with held() as over, interrupts() as interrupt:
+        assert draw(hangs(), prefetch=2).interrupted
 
 
 EVENTS = []

@@ -18,7 +18,6 @@ from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.data.kinds import source_of
-from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
 from jaxlit.loop.snapshot import load_loader
 
@@ -319,32 +318,6 @@ def test_one_iterator_may_train_and_validate(sanity):
     assert [sorted(x) for x in numbers([*seen.train, seen.val[-1]])] == [[0, 1, 2, 3, 4]] * 3
     _, seen = fit(batches(), (batch for batch in batches()), max_epochs=1, num_sanity_val_steps=sanity)
     assert rows_of(seen.val[-1]) == [*range(ROWS)]
-
-
-def test_where_a_generator_stands_is_counted_across_epochs():
-    make = lambda: (batch for batch in itertools.cycle(batches()))  # noqa: E731
-    trainer, seen = fit(make(), limit_train_batches=3, max_steps=4, max_epochs=-1)
-    assert numbers(seen.train) == [[0, 1, 2], [3]]
-    source = source_of(make(), "loader", may_continue=True)
-    source.load_state_dict(source.state_dict(1, position_of(trainer).data))
-    assert numbers([[next(source.epoch(1))[0]]]) == [[4]]
-
-
-def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept(monkeypatch):
-    waits, begun, watch = [], [], Watchdog.watch
-    monkeypatch.setattr(Watchdog, "watch", lambda self, *args: (waits.append(1), watch(self, *args))[1])
-
-    class Loader:
-        def __iter__(self):
-            for batch in batches():
-                begun.append(len(waits))  # waits that had begun when a batch was drawn
-                yield batch
-
-        def __len__(self):
-            return 5
-
-    assert numbers(fit(Loader(), overfit_batches=4, data_timeout=60, max_epochs=2)[1].train) == [[0, 1, 2, 3]] * 2
-    assert len({*begun}) == len(begun) >= 4
 
 
 @pytest.mark.full
