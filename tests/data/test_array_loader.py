@@ -136,10 +136,6 @@ def test_it_continues_exactly_where_its_state_was_taken(taken, shuffle):
     assert epoch_of(other, 3) == epoch_of(array_loader(shuffle=shuffle), 3)
 
 
-def test_a_repr_says_how_many_rows_and_batches_there_are():
-    assert repr(jl.ArrayLoader(np.zeros((1400, 2)), 64)) == "<ArrayLoader: 1,400 rows, 22 batches of 64>"
-
-
 def test_it_refuses_the_state_of_another():
     others = [array_loader(11), array_loader(10, 5), array_loader(seed=1), array_loader(shuffle=True)]
     others += [array_loader(drop_remainder=True), jl.ArrayLoader({"other": np.arange(10, dtype=np.float32)}, 4)]

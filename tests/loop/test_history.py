@@ -7,7 +7,6 @@ from kit.by_hand import mean
 from kit.modules import Mean
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
-from matplotlib.colors import to_rgba
 
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
@@ -78,19 +77,6 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert history._repr_png_() is None
     refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
-
-
-@pytest.mark.parametrize(
-    "names", [("train/loss", "val/loss", "lr"), ("val/loss", "lr", "train/loss"), ("val_loss", "lr", "train_loss")]
-)
-def test_a_stage_has_its_color_whatever_is_logged_first(names):
-    history = History()
-    for name in names:
-        history.add({name: 1.0}, 0)
-    lines = [line for axes in history.plot().axes for line in axes.lines]
-    colors = {line.get_label().replace("_", "/"): line.get_color() for line in lines}
-    blue, orange = to_rgba("C0"), to_rgba("C1")
-    assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
 
 
 @pytest.mark.parametrize(

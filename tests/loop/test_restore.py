@@ -137,18 +137,6 @@ def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cells}
 
 
-@pytest.mark.full
-def test_another_width_is_refused_with_the_leaves_that_differ(folder: Path) -> None:
-    other = net(width=32)
-    before = np.asarray(other.inner.kernel[...])
-    result = refused(saved(folder)[0], "does not fit Net", module=other)
-    assert result["module.inner.kernel"] == ["float32[3, 16]", "float32[3, 32]"]
-    assert result["module.outer.kernel"] == ["float32[16, 1]", "float32[32, 1]"]
-    assert "module.outer.bias" not in result
-    np.testing.assert_array_equal(np.asarray(other.inner.kernel[...]), before)
-    assert fit(other, random(1)).global_step == 1  # and it can be trained
-
-
 @pytest.mark.parametrize(
     ("tx", "now"),
     [

@@ -10,9 +10,7 @@ from kit.journal import Rows, at_batch, hooks
 from kit.modules import logging, module
 from kit.trainers import fit
 
-from jaxlit.core.log import Metric
 from jaxlit.errors import LogError
-from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -27,15 +25,6 @@ def test_metrics_are_cleared_by_the_next_fit_and_read_only() -> None:
         trainer.callback_metrics["train/los"]
     trainer.fit(logging(lambda m, batch, i: m.log("other", 1.0)), numbered(1))
     assert set(trainer.callback_metrics) == {"other"}
-
-
-def test_values_after_a_resume_have_new_versions() -> None:
-    before, after = Results(), Results()
-    for name in "ab":
-        before.put_epoch(Metric(name), 1.0)
-    after.load_state_dict(before.state_dict())
-    after.put_epoch(Metric("c"), 1.0)
-    assert len({after.callback_metrics.version(name) for name in "abc"}) == 3
 
 
 def test_a_stop_logs_its_last_step() -> None:
@@ -67,12 +56,6 @@ def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: fl
 
     trainer = fit(logging(), sized(8, 8, 10), None, hooks(on_train_batch_end=log))
     assert trainer.callback_metrics["x"] == pytest.approx(expected)
-
-
-def test_asking_for_a_name_reads_no_value() -> None:
-    results = Results()
-    results.put_step(Metric("x"), lambda: pytest.fail("it was read"))
-    assert "x" in results.callback_metrics and "y" not in results.callback_metrics
 
 
 def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:

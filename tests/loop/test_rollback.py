@@ -159,15 +159,6 @@ def test_what_hooks_log_before_a_rollback_is_in_no_row() -> None:
     assert len({*logged}) == len(logged)
 
 
-@pytest.mark.parametrize("bad", [0, 1])
-def test_each_epoch_has_its_mean_also_after_a_rollback_to_an_earlier_one(bad: int) -> None:
-    values = [BAD if k == bad else k + 5.0 for k in range(3)]
-    loader, rows = Stream(batches([1.0, 2.0, 3.0, 4.0]), batches(values)), Rows()
-    save = ModelCheckpoint(every_n_train_steps=3)
-    fit(module(epoch_mean), loader, None, rows, save, nan_policy="rollback", max_epochs=2, log_every_n_steps=1)
-    assert len(rows.of("seen")) == 2
-
-
 def test_a_rollback_does_not_bring_a_reset_optimizer_back() -> None:
     made = lambda: module(tx=optax.adam(0.1))  # noqa: E731
     trainer, _ = train([1.0, 2.0, 3.0], made=made())

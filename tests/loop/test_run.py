@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kit.batches import ROWS, numbered
 from kit.by_hand import mean
+from kit.inside import Clock
 from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
@@ -92,19 +93,9 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
     assert rows == []
 
 
-class Clock:
-    """A clock that only the test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> Callable[..., None]:
-        def tick(*_: Any) -> None:
-            self.now += seconds
-
-        return tick
+def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
+    """Return a hook that lets time pass."""
+    return lambda *_: setattr(clock, "now", clock.now + seconds)
 
 
 @pytest.fixture
@@ -128,7 +119,7 @@ def test_a_validation_interval_may_be_a_duration(
     clock: Clock, batch: float, validation: float, interval: Any, arguments: Any, count: int, at: list[int]
 ) -> None:
     journal = Journal()
-    tick = hooks(on_train_batch_end=clock.advance(batch), on_validation_batch_end=clock.advance(validation))
+    tick = hooks(on_train_batch_end=ticking(clock, batch), on_validation_batch_end=ticking(clock, validation))
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": interval} | arguments
     fit(Mean(), numbered(count), numbered(1), tick, journal, **BARE, **arguments)
     assert validations(journal) == at
@@ -145,7 +136,7 @@ def test_a_validation_interval_may_be_a_duration(
 )
 def test_max_time_ends_after_the_batch_and_a_validation(clock: Clock, max_time: Any, seconds: float) -> None:
     journal = Journal()
-    tick = hooks(on_train_batch_end=clock.advance(seconds))
+    tick = hooks(on_train_batch_end=ticking(clock, seconds))
     arguments = {"max_epochs": None, "max_time": max_time, "num_sanity_val_steps": 0} | BARE
     trainer = fit(Mean(), numbered(2), numbered(1), tick, journal, **arguments)
     # Every case is over in the third batch: the first of the second epoch.

@@ -194,16 +194,13 @@ def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     return len(result)
 
 
-@pytest.mark.parametrize(("limit", "times"), [(1, 24), (2, 23), (8, 5)])
-def test_the_loop_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = waits(monkeypatch, "fit", max_in_flight=100)
-    assert waits(monkeypatch, "fit", max_in_flight=limit) == free + times
+IN_FLIGHT = [("fit", 1, 24), ("fit", 2, 23), ("fit", 8, 5), ("validate", 2, 24), ("validate", 8, 6)]
 
 
-@pytest.mark.parametrize(("limit", "times"), [(2, 24), (8, 6)])
-def test_an_evaluation_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = waits(monkeypatch, "validate", max_in_flight=100)
-    assert waits(monkeypatch, "validate", max_in_flight=limit) == free + times
+@pytest.mark.parametrize(("verb", "limit", "times"), IN_FLIGHT)
+def test_a_run_waits_for_steps_in_flight(verb: str, limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = waits(monkeypatch, verb, max_in_flight=100)
+    assert waits(monkeypatch, verb, max_in_flight=limit) == free + times
 
 
 def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:

@@ -107,13 +107,6 @@ def test_predictions_that_are_no_rows_are_refused_by_their_name(strategy: str, n
         outputs_of("predict", returning(PREDICTIONS[name]), make_batches(32), strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp"])
-def test_transposed_predictions_are_returned_as_they_are(strategy: str) -> None:
-    batches = make_batches(32)
-    (result,) = outputs_of("predict", returning(PREDICTIONS["transposed"]), batches, strategy)
-    np.testing.assert_array_equal(result["transposed"], batches[0]["x"].T)
-
-
 def two_loaders() -> list[list[dict[str, np.ndarray]]]:
     first, second = make_batches(8, 16)
     return [[first], [{**second, "z": 2 * second["x"]}]]
@@ -147,15 +140,6 @@ def test_an_output_of_a_replicas_length_by_chance_is_no_row(strategy: str) -> No
     module = returning(lambda m, batch: m.w * 2.0)
     (result,) = make_trainer(strategy=strategy).predict(module, make_batches(16))
     np.testing.assert_array_equal(result, START * 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "step"),
-    [("shard_map", lambda m, batch: batch["x"].T), ("pmap", lambda m, batch: jnp.ones(2) * batch["x"].std())],
-)
-def test_a_prediction_of_a_replicas_length_is_refused(strategy: str, step: Step) -> None:
-    with pytest.raises(ModuleError, match=r"predict_step returned .*no row for each row"):
-        make_trainer(strategy=strategy).predict(returning(step), make_batches(16))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -131,8 +131,3 @@ def test_a_name_of_ones_own_may_be_set() -> None:
     trainer: Any = Mine()
     trainer.scratch = trainer.notebook_cells + 1
     assert trainer.scratch == 4
-
-
-def test_a_repr_shows_how_far_training_is() -> None:
-    trainer = fit(Mean(), numbered(3), max_epochs=2)
-    assert repr(trainer) == "Trainer(epoch=2, global_step=6)"

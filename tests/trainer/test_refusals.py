@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import grain
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -108,18 +107,6 @@ class Bare(jl.TrainModule):
     __init__ = Mean.__init__
 
 
-class Samples:
-    """A map-style dataset of single samples, as one would give to a data loader."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if index >= 4:
-            raise IndexError
-        return {"x": np.ones(3, np.float32), "y": np.ones(1, np.float32)}
-
-
 def data(**loaders: Any) -> jl.DataModule:
     return type("Data", (jl.DataModule,), {f"{k}_dataloader": lambda self, x=x: x for k, x in loaders.items()})()
 
@@ -130,10 +117,7 @@ def bare(name: str, **methods: Any) -> Any:
 
 SGD = optax.sgd(0.1)
 STEP = {"training_step": Mean.training_step}
-COLUMNS = np.ones((8, 2), np.float32), np.ones(8, np.float32)
-ENDLESS = grain.MapDataset.source(random(1)).repeat()
 BOTH, VAL = {"datamodule": data(train=numbered(2))}, {"datamodule": data(val=numbered(2))}
-COLUMNS_WORDS = r"train_dataloaders.*float32\[8, 2\].*several as \(x, y\)"
 # The mistake's name if Lightning was tried with it, the error, the arguments of the fit, what the message matches.
 FIT: list[tuple[Any, ...]] = [
     ("fit(model class, not instance)", Type, {"model": Mean}, r"class .*Mean", "instance", r"jl\.lazy"),
@@ -154,18 +138,6 @@ FIT: list[tuple[Any, ...]] = [
     ("", Arg, {"loaders": {"train_dataloaders": numbered(2)} | BOTH}, "train_dataloaders", "datamodule"),
     ("", Type, {"loaders": {"datamodule": numbered(8)}}, "datamodule", r"list|\[\{", "DataModule"),
     ("train dataloader is an int", Type, {"train": 5}, "train_dataloaders", "got 5", "ArrayLoader"),
-    (
-        "",
-        Type,
-        {"train": np.ones((4, 3))},
-        "train_dataloaders",
-        r"float64\[4, 3\]",
-        r"ArrayLoader\(arrays, batch_size\)",
-    ),
-    ("", Type, {"train": COLUMNS}, COLUMNS_WORDS),
-    ("", DataError, {"train": []}, "train_dataloaders", "no batch", "empty"),
-    ("", DataError, {"train": Samples()}, "train_dataloaders", r"batch\['x'\].* 3.*batch\['y'\].* 1", "batch the rows"),
-    ("", Arg, {"val": ENDLESS}, "val_dataloaders.*without end.*limit_val_batches"),
     (
         *("limit_train_batches=0.5 with IterableDataset", Arg, {"train": ONE_WAY, "limit_train_batches": 0.5}),
         *("limit_train_batches=0.5", "train_dataloaders", "has no length", "as an int"),
