@@ -15,12 +15,14 @@ import signal
 import sys
 import tempfile
 import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 warnings.filterwarnings("ignore", ".*fork.*")  # no device is used before
 
+from kit.processes import CHEAP, ROOT  # noqa: E402
 from kit.resume_model import InEveryHook, fit, loaders, make_trainer  # noqa: E402
 from kit.resume_runs import write_final  # noqa: E402
 
@@ -35,6 +37,7 @@ CALLS |= {"on_train_end": (0,), "on_fit_end": (0,), "a draw": (12,), "a save": (
 MOMENTS = [(hook, number) for hook, numbers in CALLS.items() for number in numbers]
 SIGNALS = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": 0}
 STDERRS = ("open", "unread", "full")
+WHOLE = Path("whole")
 AT_ONCE = 130  # what shells show for KeyboardInterrupt
 
 
@@ -125,55 +128,44 @@ def rows(folder: Path) -> list[Any]:
         return list(csv.DictReader(file))
 
 
-def problems(root: Path, name: str, times: int, moment: tuple[str, int], stderr: str) -> list[str]:
-    """Run once, and once more; returns what is not as it must be."""
-    folder, reference = root / f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"), root / "whole"
+def problems(case: tuple[str, int, tuple[str, int], str]) -> list[str]:
+    """Run once, and once more, in folders of the working one; returns what is not as it must be."""
+    name, times, moment, stderr = case
+    folder = Path(f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"))
     folder.mkdir()
-    at_once = name == "SIGINT" and times == 2
-    result, expected = [], AT_ONCE if at_once else SIGNALS[name]
+    result, expected = [], AT_ONCE if (name, times) == ("SIGINT", 2) else SIGNALS[name]
     if (code := forked(stderr, folder, 0, moment, [getattr(signal, name)] * times)) != expected:
         result.append(f"ended with {code}, not {expected}")
     if code := forked("open", folder, 1, ("", 0), []):
         error = (folder / "error").read_text() if (folder / "error").exists() else ""
         return [*result, f"the second process ended with {code}: {error}"]
-    done, first, wanted = lines(folder, 2), lines(folder, 1), lines(reference, 1)
-    if at_once:  # which gives up what came since the last checkpoint: it is done again
+    done, first, wanted = lines(folder, 2), lines(folder, 1), lines(WHOLE, 1)
+    if expected == AT_ONCE:  # which gives up what came since the last checkpoint: it is done again
         done = first[: len(wanted) - (len(done) - len(first))] + done[len(first) :]
     result += [f"the {len(done)} batches differ from {len(wanted)}"] if done != wanted else []
-    result += ["the rows differ"] if rows(folder) != rows(reference) else []
-    same = (folder / "final.json").read_bytes() == (reference / "final.json").read_bytes()
+    result += ["the rows differ"] if rows(folder) != rows(WHOLE) else []
+    same = (folder / "final.json").read_bytes() == (WHOLE / "final.json").read_bytes()
     return result if same else [*result, "the final state differs"]
 
 
 def main(every: int = 1, at_once: int = 2) -> int:
     """Run all, or a part, a few at once; returns how many runs were not as they must be."""
-    cases = list(itertools.product(SIGNALS, (1, 2), MOMENTS, STDERRS))[::every]
+    cases, failed = list(itertools.product(SIGNALS, (1, 2), MOMENTS, STDERRS))[::every], 0
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
-        os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
-        (root / "whole").mkdir()
-        if code := forked("open", root / "whole", 0, ("", 0), []):
-            print(f"the training without a signal ended with {code}: {(root / 'whole' / 'stderr').read_text()[-2000:]}")
+        os.chdir(name)
+        os.environ |= CHEAP | {"JAX_PLATFORMS": "cpu"}
+        WHOLE.mkdir()
+        if code := forked("open", WHOLE, 0, ("", 0), []):
+            print(f"the training without a signal ended with {code}: {(WHOLE / 'stderr').read_text()[-2000:]}")
             return 1
-        failed, running = 0, set[int]()
-        for case in [*cases, *[None] * at_once]:
-            if len(running) == at_once or (case is None and running):
-                child, status = os.wait()
-                running.discard(child)
-                failed += status != 0
-            if case is None:
-                continue
-            if child := os.fork():
-                running.add(child)
-                continue
-            signal_name, times, moment, stderr = case
-            result = problems(root, signal_name, times, moment, stderr)
-            if result:
-                print(f"{signal_name} x {times} in {moment}, stderr {stderr}: {'; '.join(result)}", flush=True)
-            os._exit(bool(result))
-        print(f"{len(cases)} runs, {failed} of them not as without a signal")
-        return failed
+        with get_context("fork").Pool(at_once) as pool:
+            for case, result in zip(cases, pool.imap(problems, cases), strict=True):
+                failed += bool(result)
+                if result:
+                    print(*case, "; ".join(result), flush=True)
+        os.chdir(ROOT)
+    print(f"{len(cases)} runs, {failed} of them not as without a signal")
+    return failed
 
 
 if __name__ == "__main__":
