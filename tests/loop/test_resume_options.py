@@ -1,7 +1,6 @@
 """Training continues exactly whatever the Trainer is told, and however it has ended."""
 
 import contextlib
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,20 +109,6 @@ def csv(trainer: jl.Trainer) -> bytes:
     return (trainer.run_dir / "metrics.csv").read_bytes()
 
 
-class Does(RaisesAt):
-    """Does something at the n-th call of a hook."""
-
-    def __init__(self, hook: str, number: int, do: Callable[[jl.Trainer], Any]) -> None:
-        super().__init__(hook, number)
-        self.do = do
-
-    def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
-        try:
-            super().at(trainer, *arguments)
-        except Stopped:
-            self.do(trainer)
-
-
 # The batches that are done when training is cut, the callbacks that cut it, and arguments.
 CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
     "before its first checkpoint": (
@@ -132,11 +117,6 @@ CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
         {"max_epochs": 2},
     ),
     "by max_steps": (23 + 9, list, {"max_steps": 11}),
-    "by Ctrl-C": (
-        23 + 7,
-        lambda: [Does("on_validation_batch_start", 17, lambda trainer: signal.raise_signal(signal.SIGINT))],
-        {"max_epochs": 2},
-    ),
 }
 
 

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
-from kit.trainers import fit, make_trainer, splitting, thinned
+from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
 from jaxlit.strategies.program import Program
 
 
@@ -99,15 +98,6 @@ def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
     assert {sharding.shard_shape((8, 16)) for sharding in seen} == {(4, 4)}
     by_hand = HandLoop(Net(rngs=nnx.Rngs(0)), loss=lambda net, batch: net.loss(batch))(*rows).module
     assert_same(model.inner, by_hand.inner)
-
-
-def test_a_mesh_of_other_sizes_is_refused() -> None:
-    class Wrong(Columns):
-        def mesh_shape(self, device_count: int) -> dict[str, int]:
-            return {"data": 2, "columns": 3}
-
-    with pytest.raises(ArgumentError, match=r"The mesh of Wrong: .*'columns': 3\} do not multiply to 8"):
-        make_trainer(strategy=Wrong())
 
 
 class Table(jl.TrainModule):

@@ -288,20 +288,3 @@ def test_auto_without_a_checkpoint_is_refused_but_by_resume(method: str) -> None
     trainer = make_trainer()
     with pytest.raises(CheckpointError, match="'auto' was asked for, and there is no checkpoint"):
         getattr(trainer, method)(Line(), numbered(1), ckpt_path="auto")
-
-
-def test_a_checkpoint_after_a_teardown_keeps_the_number_that_hooks_had_set() -> None:
-    def sets() -> jl.Callback:
-        def start(trainer: jl.Trainer, module: Any) -> None:
-            trainer.accumulate_grad_batches = 4 if trainer.current_epoch == 1 else trainer.accumulate_grad_batches
-
-        def teardown(trainer: jl.Trainer, module: Any, stage: str) -> None:
-            trainer.accumulate_grad_batches = 2
-
-        return hooks(on_train_epoch_start=start, teardown=teardown)
-
-    given = {"accumulate_grad_batches": 2}
-    whole = fit(Line(), numbered(4), None, sets(), max_epochs=3, **given)
-    fit(Line(), numbered(4), None, sets(), max_epochs=2, **given).save_checkpoint("after")
-    resumed = fit(Line(), numbered(4), None, sets(), max_epochs=3, ckpt_path="after", **given)
-    assert resumed.global_step == whole.global_step == 2 + 1 + 1
