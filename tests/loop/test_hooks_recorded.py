@@ -207,12 +207,3 @@ def test_hooks_come_in_the_same_order_under_every_strategy(strategy: str) -> Non
     case, recorder = CASES["02_fit_with_val"], Lines()
     run({**case, "trainer": {**case["trainer"], "strategy": strategy}}, recorder)
     assert recorder.lines == case["hooks"].split(" | ")
-
-
-def test_a_data_module_hears_of_an_error_before_its_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = []
-    monkeypatch.setattr(Data, "on_exception", lambda self, error: heard.append(repr(error)))
-    monkeypatch.setattr(Data, "teardown", lambda self, stage: heard.append(stage))
-    with pytest.raises(ValueError, match="boom"):
-        run(CASES["74_datamodule_exc"], Lines())
-    assert heard == ["ValueError('boom')", "fit"]

@@ -88,7 +88,7 @@ MORE = [
     (("simulate:8", None), ("fsdp", 8)),
     *[(("ddp", 8), now) for now in (("ddp", 4), ("simulate:8", None))],
     *[(("pmap", 8), ("shard_map", 8)), (("fsdp", 8), ("ddp", 8)), (("shard_map", 8), ("fsdp", 8))],
-    *[(("zero1", 8), ("simulate:8", None)), (("shard_map", 2), ("pmap", 8))],
+    *[(("zero1", 8), ("simulate:8", None)), (("shard_map", 2), ("pmap", 8)), (("hsdp", 8), ("zero2", 8))],
 ]
 
 

@@ -21,26 +21,17 @@ def weight(model: Any) -> float:
 
 
 BEFORE, ONE_BATCH, ONE_EPOCH, ALL = (0, 0), (1, 1), (1, 3), (3, 9)
+EARLY = ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start")
+PARTS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 STOPPED = {
-    "setup": BEFORE,
-    "on_fit_start": BEFORE,
-    "on_sanity_check_start": BEFORE,
-    "on_sanity_check_end": BEFORE,
-    "on_train_start": BEFORE,
+    **dict.fromkeys(
+        ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"), BEFORE
+    ),
     "on_train_epoch_start": (1, 0),
-    "on_train_batch_start": ONE_BATCH,
-    "on_train_batch_end": ONE_BATCH,
+    **dict.fromkeys(("on_train_batch_start", "on_train_batch_end"), ONE_BATCH),
     "on_log": (1, 2),  # a row comes one step late
-    "on_validation_start": ONE_EPOCH,
-    "on_validation_epoch_start": ONE_EPOCH,
-    "on_validation_batch_start": ONE_EPOCH,
-    "on_validation_batch_end": ONE_EPOCH,
-    "on_validation_epoch_end": ONE_EPOCH,
-    "on_validation_end": ONE_EPOCH,
-    "on_train_epoch_end": ONE_EPOCH,
-    "on_train_end": ALL,
-    "on_fit_end": ALL,
-    "teardown": ALL,
+    **dict.fromkeys((*(f"on_validation_{part}" for part in PARTS), "on_train_epoch_end"), ONE_EPOCH),
+    **dict.fromkeys(("on_train_end", "on_fit_end", "teardown"), ALL),
 }
 
 
@@ -59,7 +50,7 @@ def test_stop_in_a_hook_ends_at_the_next_safe_place(hook: str) -> None:
     # An epoch that a stop has left without a batch does not count.
     assert (trainer.current_epoch or epochs, trainer.global_step) == (epochs, steps)
     assert (trainer.should_stop, trainer.stop_reason) == (True, hook)
-    started = hook not in ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end")
+    started = hook not in EARLY[:-1]
     assert ("on_train_start" in journal.names) == ("on_train_end" in journal.names) == started
     assert journal.names[-2:] == ["on_fit_end", "teardown"]
     # Nothing is cut off: what has started ends, and is validated once an epoch at most.

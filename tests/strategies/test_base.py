@@ -203,24 +203,3 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType, strategy
     assert_same(trainer.module, wanted.module)
     assert_same(step.module(state), wanted.module)
     np.testing.assert_allclose(result, wanted.module(batches[0]["x"]), rtol=1e-5)
-
-
-def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
-    meshes = [jl.sharding.mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4)]
-    shardings = [NamedSharding(mesh, spec) for mesh in meshes for spec in (P("data"), P())]
-    strategy = jl.strategies.DDP()
-    strategy.setup(4)
-
-    def init(key: jax.Array, x: jax.Array) -> list[jax.Array]:
-        return [x * 2, x + 1, jax.random.normal(key, (4,)), x.sum()]
-
-    key, x = jax.random.key(0), np.arange(8.0, dtype=np.float32)
-    made = strategy.create_state(init, shardings, key, x)
-    assert [a.sharding for a in made] == shardings
-    wanted = [x * 2, x + 1, np.asarray(jax.random.normal(key, (4,))), x.sum()]
-    for result, value in zip(made, wanted, strict=True):
-        np.testing.assert_allclose(result, value, rtol=1e-6)
-    # Nothing is sent to devices whose arrays are not made of it: what is not there any more cannot be.
-    gone = jnp.ones(3)
-    gone.delete()
-    assert len(strategy.create_state(lambda key, x, _: init(key, x), shardings, key, x, gone)) == 4

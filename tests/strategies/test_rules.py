@@ -229,46 +229,6 @@ def test_a_module_with_named_dims_trains_anywhere() -> None:
     assert state.opt_state[0].mu["blocks"][1]["down"]["kernel"].sharding.spec == WHOLE_ROWS
 
 
-class Awkward(jl.TrainModule):
-    """A pair of matrices whose dims have names, and an array of which two dims together divide by eight."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.up, self.down = linear(8, 16, ("embed", "mlp"), rngs), linear(16, 8, ("mlp", "embed"), rngs)
-        self.extra = nnx.Param(jax.random.normal(rngs.params(), (6, 4)))
-
-    def training_step(self, batch: jax.Array) -> jax.Array:
-        return jnp.mean((self.down(self.up(batch)) - batch) ** 2) + jnp.mean(self.extra**2)
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.adamw(1e-2)
-
-
-@pytest.mark.full
-def test_a_checkpoint_moves_between_strategies_bit_by_bit(tmp_path: Any) -> None:
-    def leaves(trainer: jl.Trainer) -> list[Any]:
-        return [np.asarray(x) for x in jax.tree.leaves((trainer.state.params, trainer.state.opt_state))]
-
-    model, sizes = jl.lazy(Awkward), {"max_steps": 1, "enable_checkpointing": False}
-    batches = [np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)]
-    trainer = fit(model, batches, **sizes)
-    first, path = leaves(trainer), tmp_path / "0"
-    trainer.save_checkpoint(path)
-    split = TensorParallel({"mlp": "tp", "embed": None}, tp=2, fsdp=2, data=2, min_size=0)
-    others = (
-        FSDP(min_size=0),
-        split,
-        FSDP(replicas=2, min_size=0),
-        FSDP(body="explicit", min_size=0),
-        "zero1",
-        "single",
-    )
-    for i, strategy in enumerate(others, 1):
-        trainer = fit(model, batches, strategy=strategy, ckpt_path=path, **sizes)
-        for a, b in zip(first, leaves(trainer), strict=True):
-            np.testing.assert_array_equal(a, b)
-        trainer.save_checkpoint(path := tmp_path / str(i))
-
-
 def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
     trainer = make_trainer(strategy=TensorParallel({r"up\.kernel$": P("fsdp")}, tp=4, data=2))
     refuses(

@@ -169,6 +169,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (RUN | {"resume": "auto", "max_epochs": 2}, ArgumentError, r"max_epochs=2.*3 epochs.*step_00000003.*Raise"),
     ({"ckpt_path": "last"}, CheckpointError, "'last' was asked for, and there is no checkpoint in .*other"),
     ({"ckpt_path": "best"}, CheckpointError, "'best' was asked for, and there is no checkpoint in .*other"),
+    ({"ckpt_path": "auto"}, CheckpointError, "'auto' was asked for, and there is no checkpoint"),
     ({"resume": 3}, ArgumentTypeError, r"Trainer\(resume=\.\.\.\) takes 'auto', .*, got 3"),
     (RUN | {"resume": "auto", "fast_dev_run": True}, ArgumentError, "resume='auto'.*fast_dev_run"),
     ({"strict": False}, ArgumentError, "strict=False.*ckpt_path"),
@@ -281,10 +282,3 @@ def begins_with(path: str) -> float:
     result: list[float] = []
     train("new", 1, hooks(on_fit_start=lambda t, m: result.append(float(m.w[...][0]))), init_from=path)
     return result[0]
-
-
-@pytest.mark.parametrize("method", ["test", "fit"])
-def test_auto_without_a_checkpoint_is_refused_but_by_resume(method: str) -> None:
-    trainer = make_trainer()
-    with pytest.raises(CheckpointError, match="'auto' was asked for, and there is no checkpoint"):
-        getattr(trainer, method)(Line(), numbered(1), ckpt_path="auto")

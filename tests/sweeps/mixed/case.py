@@ -11,7 +11,7 @@ LAYERS += ("lora_around", "weight_norm", "spectral_norm", "partitioned")
 EVALUATING = ("eval_norm", "eval_dropout")  # parts put into evaluation mode before training
 RANDOM = ("dropout", "attention_dropout", "scan_dropout", "remat_dropout", "own_key", "own_rngs")
 METRICS = ("average", "accuracy", "welford")
-COUNTERS = ("count_steps", "count_rows", "ema_mean", "tokens", *METRICS)
+COUNTERS = ("count_steps", "count_rows", "ema_mean", *METRICS)
 TARGETS = ("hard_target", "soft_target", "own_target", "own_hard_target")
 WRITERS = ("copied", "centred", "weight_norm", "spectral_norm", "hard_target", "soft_target")
 
@@ -20,7 +20,7 @@ OPTIMIZERS += ("adafactor", "schedule_free")
 SCHEDULED = ("sgd", "momentum", "adamw", "inject")
 
 # What a replica's step does to these follows from its own rows, so that no mean of the replicas is true.
-IRREDUCIBLE = {"count_rows", "tokens", "masked_norm", *METRICS}
+IRREDUCIBLE = {"count_rows", "masked_norm", *METRICS}
 
 
 @dataclass(frozen=True)
