@@ -111,8 +111,7 @@ def test_a_link_is_refused_wherever_it_leads(name, inside, listed, folder):
 
 def test_a_manifest_of_wrong_types_is_refused(folder):
     nan = float("nan")
-    entries = [[size, "x"] for size in (-1, 1e3, True, None, "3", [3], nan)]
-    for entry in (*entries, [3], [3, "x", 1], [3, 7], [3, None], None, 7, "x", {}, {"0": 3, "1": "x"}):
+    for entry in (*([size, "x"] for size in (-1, 1e3, True, None, "3", nan)), [3], [3, 7], None, "x", {"0": 3}):
         seal(folder, {"state.json": entry})
         refused(folder, r"MANIFEST\.json names 'state\.json' with")
     members = {"format_version": ("1", 1.0, True, None, [1], nan), "format": (None, "orbax", 7), "files": (None, [], 7)}

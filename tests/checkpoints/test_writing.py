@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -357,44 +355,3 @@ def test_auto_continues_with_the_newer_history_after_a_crash():
         train("run", 2, saves(), resume=older, max_steps=3)
     # That of step 6, the largest number in the folder, belongs to the history that was left.
     assert newest_of(folder).state["global_step"] == 2
-
-
-CHILD = """
-import sys
-sys.path[:0] = sys.argv[2:]
-import jaxlit as jl
-jl.testing.fake_devices(8)
-from kit.checkpoints import train
-from kit.journal import hooks
-
-def wait(trainer, module, batch, batch_idx):
-    if trainer.global_step == 4:
-        print("ready", flush=True)
-        sys.stdin.readline()
-
-with jl.testing.faults("run/checkpoints", at=int(sys.argv[1]), kind="kill"):
-    train("run", 3, hooks(on_train_batch_start=wait), resume="auto")
-"""
-
-
-def test_a_second_training_is_refused_until_the_first_ends(root, operations, whole):
-    at = next(i for i, line in enumerate(operations, 1) if line.startswith("open") and "MANIFEST" in line)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    arguments = [sys.executable, "-c", CHILD, str(at), *filter(None, sys.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen(arguments, **pipes) as child:
-        try:
-            while (line := child.stdout.readline()) != "ready\n":
-                assert line, "the child ended early"
-            stop = hooks(on_train_batch_end=lambda *_: pytest.fail("it trains"))
-            words = f"run is in use by process {child.pid}"
-            refuses(CheckpointError, lambda: train("run", 3, stop, resume="auto"), words)
-            child.communicate("go\n", timeout=BOUND)
-        finally:
-            child.kill()
-            child.wait(BOUND)
-    assert child.returncode == -signal.SIGKILL
-    (left,) = [name for name in names() if name.startswith(f".tmp-{NEWER}")]
-    assert Path("run/checkpoints", left, "state.json").exists()
-    assert newest_of("run/checkpoints").state["global_step"] == 3
-    assert bytes_of(train("run", 3, resume="auto")) == whole and names() == ["step_00000009"]

@@ -198,27 +198,20 @@ def test_a_loaders_error_comes_after_its_batches(given, words, prefetch):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_of_loaders_name_the_loader_and_batch(prefetch):
-    def notes(call):
-        return refuses(OSError, call, "disk").__notes__
+    def notes(verb, *given):
+        trainer = make_trainer(max_epochs=3, num_sanity_val_steps=0, prefetch=prefetch)
+        error = refuses(OSError, lambda: getattr(trainer, verb)(Mean(), *given), "disk")
+        return [note.removeprefix("It was raised by ") for note in error.__notes__]
 
     broken = lambda at: Loader(5, instead={at: OSError})  # noqa: E731
-    made = Mean()
     with compiles() as compiled:
-        assert notes(lambda: draw(broken(0), prefetch=prefetch)) == [
-            f"It was raised by {TRAIN} in epoch 0, batch 0 (global_step 0)."
-        ]
-    assert compiled == []
-    val = Stream(Loader(2), broken(2))
-    trainer = make_trainer(max_epochs=3, num_sanity_val_steps=0, prefetch=prefetch)
-    result = notes(lambda: trainer.fit(made, numbered(3, rows=2), [numbered(2, rows=2), val]))
-    assert result == [f"It was raised by {VAL}[1] in epoch 1, batch 2 (global_step 6)."]
-    assert float(made.w[0]) == pytest.approx(mean([[1], [2], [3]] * 2), rel=1e-6)
+        assert notes("fit", broken(0)) == [f"{TRAIN} in epoch 0, batch 0 (global_step 0)."]
+    assert not any("_step" in name for name in compiled)
+    val = [numbered(2, rows=2), Stream(Loader(2), broken(2))]
+    assert notes("fit", numbered(3, rows=2), val) == [f"{VAL}[1] in epoch 1, batch 2 (global_step 6)."]
     for verb, batch in (("validate", 0), ("test", 3), ("predict", 3)):
-        run = getattr(make_trainer(prefetch=prefetch), verb)
-        result = notes(lambda: run(Mean(), broken(batch)))  # noqa: B023
-        assert result == [
-            f"It was raised by Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch} (global_step 0)."
-        ]
+        told = f"Trainer.{verb}(dataloaders=...) in epoch 0, batch {batch} (global_step 0)."
+        assert notes(verb, broken(batch)) == [told]
 
 
 def test_ctrl_c_while_a_threaded_loader_hangs_ends_fit():

@@ -130,13 +130,11 @@ SLOW, BY = optax.sgd(0.01), {"inner": INJECTED(0.1), "outer": INJECTED(0.2), ...
 NAMES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     (optax.chain(INJECTED(0.1), INJECTED(0.2)), {}, {"learning_rate/0": 0.1, "learning_rate/1": 0.2}),
     (INJECTED(0.1), {"inner": None}, {"learning_rate": 0.1, "learning_rate/inner": 0.1}),
-    (INJECTED(0.1), {"inner": SLOW}, {"learning_rate": 0.1}),
     (
         jl.Optimizer(by=BY),
         {"inner": None},
         {"learning_rate/inner": 0.1, "learning_rate/outer": 0.2, "learning_rate/rest": 0.3},
     ),
-    (jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: SLOW}), {"norm": None}, {"learning_rate": 0.1}),
     (
         jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: INJECTED(0.2)}),
         {"inner": None, "norm": None},

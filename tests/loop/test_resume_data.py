@@ -1,7 +1,7 @@
 """Resumed data: every kind of loader continues after the last batch that a step has used; and after SIGKILL."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from kit.batches import Stream, counted, rows_of
 from kit.grain_rows import BATCH, ROWS, data_loader, shuffled
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.resume_model import RaisesAt, Stopped, make_trainer
-from kit.resume_model import fit as fit_everything
-from kit.resume_runs import ended, problems_of, start_child, write_final
+from kit.resume_model import STEPS_PER_EPOCH, RaisesAt, Stopped
+from kit.resume_runs import ended, problems_of, start_child
 from kit.trainers import fit, thinned
 
 import jaxlit as jl
@@ -50,25 +49,32 @@ def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch:
     assert result == expected
 
 
-# Killed by SIGKILL, and started again; tests/sweeps/resume.py kills at every step under every strategy.
+# Killed by SIGKILL, and started again
 
-EPOCHS, EVERY = 2, 2  # 16 optimizer steps
-KILL = ("on_train_batch_start", 13)  # where a checkpoint may just be being written
+EPOCHS = 4  # of 8 optimizer steps
+# The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
+KILLS = ("on_train_batch_end", "on_safe_point", "on_validation_batch_end", "on_log", "on_train_batch_start")
+KILLS += ("on_validation_end", "on_safe_point", "on_train_epoch_end", "on_validation_start")
+STEPS = range(1, EPOCHS * STEPS_PER_EPOCH + 1)
+KILLED = [("fsdp", [14]), ("fsdp", STEPS), *((strategy, STEPS[4::5]) for strategy in ("single", "ddp", "pmap"))]
 
 
-@pytest.mark.full
-def test_killed_training_goes_on_exactly(tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    code, output = ended(start_child(killed, 0, "fsdp", epochs=EPOCHS, every=EVERY, kill=KILL))
-    assert code == -signal.SIGKILL, output
-    last = start_child(killed, 1, "fsdp", epochs=EPOCHS, every=EVERY)
-    try:
-        # In this process, and without checkpoints.
-        reference = fit_everything(make_trainer("fsdp", whole, name="journal0", max_epochs=EPOCHS))
-        write_final(reference, whole)
-    finally:
-        code, output = ended(last)
+@pytest.mark.parametrize(("strategy", "steps"), thinned(KILLED, full=KILLED[:1]))
+def test_killed_training_goes_on_exactly(strategy: str, steps: Sequence[int], tmp_path: Path) -> None:
+    whole, lost = tmp_path / "whole", 0
+    code, output = ended(start_child(whole, 0, strategy, epochs=EPOCHS, every=5))
     assert code == 0, output
-    result = problems_of(killed, whole, 2)
-    assert result.pop("lost") > 0  # something was done again, so the kill came where it should
-    assert not result
+    for step in steps:
+        # After the last step there is no validation.
+        hook = "on_train_epoch_end" if step == STEPS[-1] else KILLS[step % len(KILLS)]
+        # Every third training is killed before as well, where no checkpoint may be there yet.
+        kills = [("on_log", step // 2)] * (step % 3 == 1) + [(hook, step)]
+        folder = tmp_path / str(step)
+        for number, kill in enumerate([*kills, None]):
+            child = start_child(folder, number, strategy, epochs=EPOCHS, every=(5, 1, 3)[step % 3], kill=kill)
+            code, output = ended(child)
+            assert code == (-signal.SIGKILL if kill else 0), output
+        result = problems_of(folder, whole, len(kills) + 1)
+        lost += result.pop("lost")
+        assert not result, f"step {step}, {hook}"
+    assert lost > 0  # something was done again, so the kills came where they should

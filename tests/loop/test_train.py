@@ -24,9 +24,7 @@ BEFORE, ONE_BATCH, ONE_EPOCH, ALL = (0, 0), (1, 1), (1, 3), (3, 9)
 EARLY = ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start")
 PARTS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 STOPPED = {
-    **dict.fromkeys(
-        ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start"), BEFORE
-    ),
+    **dict.fromkeys(EARLY, BEFORE),
     "on_train_epoch_start": (1, 0),
     **dict.fromkeys(("on_train_batch_start", "on_train_batch_end"), ONE_BATCH),
     "on_log": (1, 2),  # a row comes one step late

@@ -146,7 +146,6 @@ def test_shapes_that_do_not_divide_train() -> None:
 
 
 OPTIMIZERS = {
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),  # rows and columns of moments, all of them small
     "muon": optax.contrib.muon(1e-2),
     "masked": optax.masked(optax.adam(1e-2), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
@@ -154,7 +153,7 @@ OPTIMIZERS = {
         {"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2)},
         lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params),
     ),
-    "ema": optax.chain(optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
 }
 
 

@@ -26,23 +26,14 @@ PARTS = ("jaxlit", "strategies", "callbacks", "tests", "examples", "docs", "READ
 
 @dataclass(frozen=True)
 class Defect:
-    """A change of the code that would hurt some user.
+    """A change of the code that would hurt some user."""
 
-    Args:
-        name: What it does, in words.
-        file: Where.
-        old: A text that occurs there once.
-        new: What replaces it.
-        tests: What must notice it: files, or tests in them, as pytest takes them.
-        invisible: Why no user can notice it; "" if one can.
-    """
-
-    name: str
+    name: str  # what it does, in words
     file: str
-    old: str
+    old: str  # a text that occurs there once
     new: str
-    tests: tuple[str, ...]
-    invisible: str = ""
+    tests: tuple[str, ...]  # what must notice it: files, or tests in them, as pytest takes them
+    invisible: str = ""  # why no user can notice it; "" if one can
 
     @property
     def problem(self) -> str:
