@@ -10,25 +10,16 @@ from kit.by_hand import params_of, state_of
 
 @dataclass
 class Record:
-    """What one training gave.
+    """What one training gave."""
 
-    Attributes:
-        losses: The loss of each batch.
-        steps: The logged loss of each optimizer step, of all rows of its window, by fit and step.
-        epochs: The metrics of each epoch, by fit and epoch.
-        validations: The metrics of each validation, and the optimizer steps before it.
-        arrays: All arrays of the network by path; keys as their data.
-        params: The paths of the parameters.
-        modes: Whether a part trains or evaluates, by path.
-    """
-
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # of each batch
+    # The logged loss of each optimizer step, of all rows of its window, by fit and step.
     steps: dict[tuple[int, int], float] = field(default_factory=dict)
-    epochs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)
-    validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    params: set[str] = field(default_factory=set)
-    modes: dict[str, bool] = field(default_factory=dict)
+    epochs: dict[tuple[int, int], dict[str, float]] = field(default_factory=dict)  # metrics, by fit and epoch
+    validations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # metrics, and the steps before
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)  # of the network by path; keys as their data
+    params: set[str] = field(default_factory=set)  # the paths of the parameters
+    modes: dict[str, bool] = field(default_factory=dict)  # whether a part trains or evaluates, by path
 
     def take(self, net: nnx.Module) -> None:
         """Keep what the network holds."""
