@@ -8,7 +8,7 @@ import grain
 import numpy as np
 import pytest
 from kit import trainers
-from kit.batches import rows_of
+from kit.batches import Stream, rows_of
 from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
 from kit.inside import position_of, prefetcher_of
 from kit.journal import Batches, hooks
@@ -30,13 +30,6 @@ def fit(loader, val=None, *callbacks, **arguments):
 def batches(order=range(ROWS)):
     rows = np.asarray(order, np.float32)[:, None]
     return [{"x": rows[i : i + BATCH]} for i in range(0, ROWS, BATCH)]
-
-
-class Again:
-    """Can be iterated again, and that is all."""
-
-    def __iter__(self):
-        return iter(batches())
 
 
 class Stateful:
@@ -81,7 +74,7 @@ LOADERS = {
     "IterDataset": lambda: shuffled().to_iter_dataset().map(double).filter(is_no_fifth).batch(3),
     "DataLoader": data_loader,
     "list": batches,
-    "iterable": Again,
+    "iterable": lambda: Stream(batches()),
     "state_dict": Stateful,
     "living state_dict": lambda: Stateful(lives=True),
 }
@@ -115,7 +108,7 @@ def take(source, epoch, count=None, *, limit=None, prefetch=0):
 def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
     loaders = [
         batches(),
-        Again(),
+        Stream(batches()),
         jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
     ]
     for loader in loaders:
@@ -128,7 +121,7 @@ def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
 
 def test_only_cheap_loaders_are_drawn_again() -> None:
     assert source_of(iter(batches()), "train").again(0, None, 1) == []
-    assert source_of(Again(), "train").again(0, 1000, 1) == []
+    assert source_of(Stream(batches()), "train").again(0, 1000, 1) == []
     stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
     (_, after), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
     assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, after, 1)) == rows_of([second])

@@ -12,11 +12,6 @@ from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
 
 
-def losses(*numbers):
-    """Return the loss of `Mean` at each of its batches, by hand."""
-    return [(n - mean([[k] for k in numbers[:i]])) ** 2 for i, n in enumerate(numbers)]
-
-
 def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
     trainer = make_trainer(**BARE, log_every_n_steps=1, max_epochs=2)
     assert len(trainer.history) == 0
@@ -26,7 +21,8 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
         "lr": [0, 1, 2, 3],
         "val": [1, 3],
     }
-    assert trainer.history["loss"][1].tolist() == losses(1, 2, 1, 2)
+    losses = [(n - mean([[k] for k in (1, 2, 1, 2)[:i]])) ** 2 for i, n in enumerate((1, 2, 1, 2))]
+    assert trainer.history["loss"][1].tolist() == losses
     weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
     assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
     trainer.max_epochs = 1

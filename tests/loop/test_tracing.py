@@ -133,15 +133,11 @@ def shows(value: Any, every: Any = 100) -> jl.Callback:
     return result
 
 
-def fails(grads: Any) -> Any:
-    raise RuntimeError("not today")
-
-
 REFUSED: dict[str, tuple[type[Exception], str, Any]] = {
     "no dict": (ModuleError, r"Shows\.trace_step must return a dict of names and arrays, got", lambda: [shows(1.0)]),
     "a step's name": (LogError, "trace_step returns 'loss'", lambda: [Sees(50, scalar="loss")]),
     "another's": (LogError, "'grad'", lambda: [Sees(50), shows({"grad": jnp.zeros(())}, 70)]),
-    "an error": (RuntimeError, "not today", lambda: [shows(fails)]),
+    "an error": (KeyError, "'gone'", lambda: [shows(lambda grads: grads["gone"])]),
 }
 
 

@@ -27,17 +27,13 @@ def test_an_output_stays_averaged_for_later_batches(strategy: str, verb: str) ->
         np.testing.assert_allclose(result["row"], batch["x"].sum(1), rtol=1e-6, atol=1e-6)
 
 
-def count_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
-    return {"correct": (batch["x"][:, 0] > 0).sum()}
-
-
 @pytest.mark.parametrize(
     ("strategy", "rows", "verb"),
     [("ddp", 16, "fit"), ("simulate:8", 16, "fit"), ("shard_map", 23, "validate"), ("pmap", 23, "predict")],
 )
 def test_a_count_is_that_of_the_whole_batch(strategy: str, rows: int, verb: str) -> None:
-    batches = make_batches(rows)
-    (result,) = outputs_of(verb, returning(count_positive), batches, strategy)
+    batches, count = make_batches(rows), lambda module, batch: {"correct": (batch["x"][:, 0] > 0).sum()}
+    (result,) = outputs_of(verb, returning(count), batches, strategy)
     assert result["correct"] == (batches[0]["x"][:, 0] > 0).sum() > 2
 
 
@@ -62,17 +58,15 @@ def test_confusion_matrices_add_up_to_that_of_all_rows(strategy: str) -> None:
     np.testing.assert_array_equal(np.concatenate([batch["true"] for batch in result]), true)
 
 
-def most_positive(module: Any, batch: Any) -> dict[str, jax.Array]:
-    return {"largest": batch["x"][:, 0].argmax()}
-
-
 @pytest.mark.parametrize(
     ("strategy", "rows", "verb"),
     [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
 )
 def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, verb: str) -> None:
     with pytest.raises(ModuleError, match=r"largest, int32\[\].*differs between the replicas"):
-        outputs_of(verb, returning(most_positive), make_batches(rows), strategy)
+        outputs_of(
+            verb, returning(lambda m, batch: {"largest": batch["x"][:, 0].argmax()}), make_batches(rows), strategy
+        )
 
 
 @pytest.mark.parametrize(
