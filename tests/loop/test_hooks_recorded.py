@@ -135,9 +135,7 @@ SCRIPTS = {
     "stop in on_train_epoch_end": Script({}, after=stop_in("on_train_epoch_end")),
     "module skips": Script(SKIPS),
     "step returns None": Script({"training": lambda self, batch: None}),
-    "early stopping on val": Script(
-        {"validation": lambda m, batch: m.log("val_loss", RISING[m.current_epoch])}, before=early_stopping(patience=2)
-    ),
+    "early stopping on val": Script(RISES, before=early_stopping(patience=2)),
     "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
     "early stopping at once": Script({}, before=early_stopping()),
     "early stopping after validation": Script({}, before=early_stopping(check_on_train_epoch_end=False)),

@@ -63,10 +63,9 @@ def test_confusion_matrices_add_up_to_that_of_all_rows(strategy: str) -> None:
     [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
 )
 def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, verb: str) -> None:
+    module = returning(lambda m, batch: {"largest": batch["x"][:, 0].argmax()})
     with pytest.raises(ModuleError, match=r"largest, int32\[\].*differs between the replicas"):
-        outputs_of(
-            verb, returning(lambda m, batch: {"largest": batch["x"][:, 0].argmax()}), make_batches(rows), strategy
-        )
+        outputs_of(verb, module, make_batches(rows), strategy)
 
 
 @pytest.mark.parametrize(
