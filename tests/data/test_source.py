@@ -223,7 +223,7 @@ def test_kept_batches_are_given_as_they_were_in_each_epoch():
             batch["x"] += 100  # as a hook may
 
 
-def test_shares_of_a_dataset_that_two_processes_saved_continue_in_one():
+def test_shares_that_two_processes_saved_continue_in_one():
     rows = grain.MapDataset.source(records())
     states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]
     fresh = source_of(rows.batch(BATCH), "loader")
@@ -327,7 +327,7 @@ def test_a_dataset_with_workers_reshuffles_and_continues():
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_an_endless_loader_continues_after_a_checkpoint_of_an_epochs_end(kind):
+def test_an_endless_loader_continues_after_an_epochs_checkpoint(kind):
     save = hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("end"))
     whole, resumed, given = Batches(), Batches(), {"max_epochs": 3, "limit_train_batches": 3}
     fit(ENDLESS[kind](), None, whole, save, **given)

@@ -366,7 +366,7 @@ def test_each_skipped_step_is_read_and_warned_of_once(caplog: pytest.LogCaptureF
     assert "The update was skipped" not in caplog.text
 
 
-def test_a_skipped_window_after_a_dropped_one_keeps_its_statistics() -> None:
+def test_a_skipped_window_after_a_dropped_one_keeps_statistics() -> None:
     class Stat(Mean):
         def __init__(self) -> None:
             super().__init__()

@@ -66,7 +66,7 @@ def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
     assert trainer.callback_metrics["x"] == 2.0
 
 
-def test_a_name_that_a_hook_has_logged_before_the_step_is_refused() -> None:
+def test_a_name_that_a_hook_logs_before_the_step_is_refused() -> None:
     made = logging(lambda m, batch, i: m.log("x", 1.0, on_epoch=True))
     early = hooks(on_train_start=lambda trainer, module: module.log("x", 42.0))
     with pytest.raises(LogError, match=r"'x', \.\.\.\) in on_train_start: training_step logs this name"):
