@@ -336,7 +336,7 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: Nothing has run yet.
         """
-        return explain(self._session.current)
+        return explain(self._session.current, self._session.compiles)
 
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
