@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 import jaxlit as jl
+from kit.by_hand import state_of
 
 WIDTH, WORDS, LENGTH = 8, 20, 5
 
@@ -116,13 +117,7 @@ def sentences(rows: int, batches: int) -> list[np.ndarray]:
 
 
 def by_microbatches(module: Any, batches: Sequence[Any], count: int | Sequence[Sequence[int]]) -> list[float]:
-    """Train a module in place by plain nnx, a step a batch; returns the batches' losses.
-
-    Args:
-        module: The module.
-        batches: The batches.
-        count: In how many passes each, or the rows of each pass.
-    """
+    """Train a module in place by plain nnx, each batch in so many passes or of so many rows; returns its losses."""
     optimizer = nnx.Optimizer(module, module.configure_optimizers(), wrt=nnx.Param)
     gradient = nnx.jit(nnx.value_and_grad(lambda module, part: module.loss(part)))
     losses = []
@@ -143,8 +138,4 @@ def by_microbatches(module: Any, batches: Sequence[Any], count: int | Sequence[S
     return losses
 
 
-def numbers(module: Any) -> dict[str, np.ndarray]:
-    """Return all arrays of a module by their paths, random keys as their data."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return {jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in leaves}
+numbers = state_of  # all arrays of a module by their paths
