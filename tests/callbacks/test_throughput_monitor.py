@@ -82,22 +82,21 @@ def test_operations_are_those_of_a_formula(strategy: str, monkeypatch: pytest.Mo
 
 
 CASES = {
-    "rows": ({}, [16] * 6, 1),
-    "accumulated": ({"accumulate_grad_batches": 2}, [16] * 6, 1),
-    "a short batch": ({}, [16] * 5 + [8], 2),
-    "functions": ({}, [16] * 6, 3),
+    "rows": ({}, [16] * 6, 1, 1),
+    "accumulated": ({"accumulate_grad_batches": 2}, [16] * 6, 1, 1),
+    "a short batch": ({}, [16] * 5 + [8], 2, 1),
+    "functions": ({}, [16] * 6, 3, 2),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_rates_do_not_count_validations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, sizes, every = CASES[case]
+    arguments, sizes, every, scale = CASES[case]
     clock, batches, window = Clock(monkeypatch), sized(*sizes), arguments.get("accumulate_grad_batches", 1)
-    of = {"batch_size_fn": lambda batch: 2 * len(batch["y"])} if case == "functions" else {}
+    of = {"batch_size_fn": lambda batch: 2 * len(batch["y"])} if scale == 2 else {}
     monitor = ThroughputMonitor(length_fn=lambda batch: batch["x"].size, window_size=2, **of)
     given = BARE | arguments | {"max_epochs": 2, "log_every_n_steps": every, "num_sanity_val_steps": 0}
     trainer = fit(Linear(), batches, batches[:1], clock.hooks(), monitor, Rows(), **given)
-    scale = 2 if of else 1
     taken = np.cumsum([0, *sizes * 2])  # rows after each batch
     steps = [step for step in range(len(sizes) * 2 // window) if (step + 1) % every == 0]
     assert rows_of(trainer, "train/samples") == {s: scale * taken[(s + 1) * window] for s in steps}
@@ -166,11 +165,9 @@ def test_a_monitor_works_with_callbacks_that_trace() -> None:
 
 def test_missing_rows_and_a_taken_name_are_refused() -> None:
     fit_refuses(ArgumentError, "log_every_n_steps", callbacks=ThroughputMonitor(), log_every_n_steps=0)
-    taken = hooks(on_train_batch_end=lambda *_: None)
-    taken.on_train_batch_end = lambda *_: taken.log("train/samples", 1.0)  # type: ignore[method-assign]
-    arguments = {"log_every_n_steps": 1, **BARE}
+    taken = hooks(on_train_batch_end=lambda *_: taken.log("train/samples", 1.0))
     with pytest.raises(LogError, match="ThroughputMonitor adds 'train/samples'"):
-        fit(Mean(), numbered(3), None, taken, ThroughputMonitor(), **arguments)
+        fit(Mean(), numbered(3), None, taken, ThroughputMonitor(), log_every_n_steps=1, **BARE)
 
 
 @pytest.mark.parametrize(
