@@ -12,6 +12,7 @@ from flax import nnx
 
 import jaxlit as jl
 from kit.by_hand import state_of
+from kit.modules import Linear
 
 WIDTH, WORDS, LENGTH = 8, 20, 5
 
@@ -27,8 +28,8 @@ class Layer(nnx.Module):
         return x + self.dropout(nnx.tanh(self.linear(x)))
 
 
-class Layered(jl.TrainModule):
-    """Layers one after the other, without a mark: `batch["y"]` (rows, 1) of `batch["x"]` (rows, 3)."""
+class Layered(Linear):
+    """Layers one after the other, without a mark."""
 
     def __init__(self, layers: int = 4, tx: Any = None, *, rngs: nnx.Rngs) -> None:
         self.inward = nnx.Linear(3, WIDTH, rngs=rngs)
@@ -41,20 +42,6 @@ class Layered(jl.TrainModule):
         for layer in self.layers:
             x = layer(x)
         return self.outward(x)
-
-    def loss(self, batch: Any) -> jax.Array:
-        return jnp.mean((self(batch["x"]) - batch["y"]) ** 2)
-
-    def training_step(self, batch: Any) -> jax.Array:
-        loss = self.loss(batch)
-        self.log("train", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", self.loss(batch))
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return self(batch["x"])
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return self.tx
