@@ -39,21 +39,26 @@ def test_an_example_is_read_on_one_screen() -> None:
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, Any], Any]]:
-    """Return a function that returns what an example defines, and what its `main` returns."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Return a function that executes an example with arguments, and returns what it defines."""
 
-    def call(name: str, *arguments: str) -> tuple[dict[str, Any], Any]:
+    def load_it(name: str, *arguments: str, as_name: str = "__main__") -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        example = runpy.run_path(str(EXAMPLES / name), run_name="example")
-        return example, example["main"]()
+        return runpy.run_path(str(EXAMPLES / name), run_name=as_name)
 
-    return call
+    return load_it
 
 
 @pytest.fixture
-def run(called: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def called(load: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any], Any]]:
+    """Return a function that returns what an example defines, and what its `main` returns."""
+    return lambda *given: ((example := load(*given, as_name="example")), example["main"]())
+
+
+@pytest.fixture
+def run(load: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that runs an example, and returns what it printed."""
-    return lambda *given: (called(*given), capfd.readouterr().out)[1]
+    return lambda *given: (load(*given), capfd.readouterr().out)[1]
 
 
 def accuracy(out: str) -> float:
