@@ -19,7 +19,7 @@ from flax import nnx
 from kit.batches import random
 from kit.checkpoints import state_of
 from kit.inside import listeners, lowered
-from kit.journal import Rows, hooks
+from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear, Wide
 from kit.threads import as_processes
 from kit.trainers import fit, splitting
@@ -57,12 +57,9 @@ def state_by_hand(num_batches: int) -> dict[str, Any]:
             trace[name] = 0.9 * trace[name] + sum(grads[name] for grads, *_ in window) / rows
             params[name] = params[name] - 0.1 * trace[name]
         sums += [sum(loss for _, loss, _ in window), rows]
-        if steps >= 1:  # the average begins at step 1, and takes each step
-            average = {k: (0.5 * average[k] + 0.5 * params[k]) if count else params[k] for k in params}
-            count += 1
-        else:
-            average = dict(params)
-        steps, window = steps + 1, []
+        # The average begins at step 1, and takes each step.
+        average = {k: (0.5 * average[k] + 0.5 * params[k]) if count else params[k] for k in params}
+        steps, count, window = steps + 1, max(steps, 0), []
     (grads, loss, rows) = window[0]
     # The loss is logged twice: for the progress bar, and for the loggers.
     return {
@@ -80,13 +77,10 @@ def state_by_hand(num_batches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero2"])
 def test_every_array_of_a_checkpoint_is_that_of_a_hand_loop(strategy: str) -> None:
-    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4:  # in the middle of the third window
-            trainer.save_checkpoint("run/middle")
-
+    save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("run/middle"))  # of the third window
     ema = jl.callbacks.EMA(0.5, update_starting_at_step=1)
     given = {"strategy": splitting(strategy), "accumulate_grad_batches": 2, "default_root_dir": "run"}
-    fit(Linear(), BATCHES, None, hooks(on_train_batch_end=save), ema, **given)
+    fit(Linear(), BATCHES, None, save, ema, **given)
     arrays, expected = arrays_of("run/middle"), state_by_hand(5)
     assert arrays.keys() == expected.keys()
     for name, x in expected.items():
@@ -95,22 +89,13 @@ def test_every_array_of_a_checkpoint_is_that_of_a_hand_loop(strategy: str) -> No
 
 # By strategy: what of a (64, 64) matrix each of the eight devices holds as a parameter, its moment and its gradient.
 SPLIT, WHOLE = (8, 64), (64, 64)
-PARTS = {
-    "ddp": (WHOLE, WHOLE, WHOLE),
-    "fsdp": (SPLIT, SPLIT, SPLIT),
-    "zero1": (WHOLE, SPLIT, WHOLE),
-    "zero2": (WHOLE, SPLIT, SPLIT),
-}
+PARTS = {"ddp": (WHOLE, WHOLE, WHOLE), "fsdp": (SPLIT, SPLIT, SPLIT), "zero1": (WHOLE, SPLIT, WHOLE)}
+PARTS |= {"zero2": (WHOLE, SPLIT, SPLIT)}
 
 
 @pytest.mark.parametrize("strategy", PARTS)
 def test_every_array_of_a_step_has_the_sharding_of_its_stage(strategy: str) -> None:
-    class Square(Wide):
-        def __init__(self, *, rngs: Any) -> None:
-            super().__init__(rngs=rngs)
-            self.blocks.append(type(self.inner)(64, 64, rngs=rngs))
-
-    trainer = fit(Square(rngs=nnx.Rngs(0)), BATCHES[:1], strategy=splitting(strategy))
+    trainer = fit(Wide(rngs=nnx.Rngs(0)), BATCHES[:1], strategy=splitting(strategy))
     state = trainer.state
     of = lambda tree: {x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(tree) if x.shape == (64, 64)}  # noqa: E731
     assert (of(state.params), of(state.opt_state)) == ({PARTS[strategy][0]}, {PARTS[strategy][1]})
@@ -119,24 +104,13 @@ def test_every_array_of_a_step_has_the_sharding_of_its_stage(strategy: str) -> N
     assert bool(constrained) == (PARTS[strategy][2] == SPLIT), text
 
 
-class Named(jl.Callback):
-    """Has a state of its own."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.value = state_dict["value"]
-
-
 def test_three_callbacks_of_one_class_get_each_its_own_state() -> None:
-    fit(Linear(), BATCHES, None, *map(Named, (1, 2, 3)), default_root_dir="run")
-    resumed = [Named(0) for _ in range(3)]
-    fit(Linear(), BATCHES, None, *resumed, default_root_dir="run", resume="auto", max_epochs=2)
-    assert [callback.value for callback in resumed] == [1, 2, 3]
+    for epochs in (1, 2):
+        seen: list[list[Any]] = [[], [], []]
+        given = {"default_root_dir": "run", "resume": "auto", "max_epochs": epochs}
+        made = [hooks(state_dict=lambda i=i: {"value": i}, load_state_dict=seen[i].append) for i in range(3)]
+        fit(Linear(), BATCHES, None, *made, **given)
+    assert seen == [[{"value": i}] for i in range(3)]
 
 
 def test_a_reset_optimizer_begins_with_the_first_loss_scale() -> None:
@@ -156,8 +130,7 @@ def test_a_reset_optimizer_begins_with_the_first_loss_scale() -> None:
 def surroundings() -> dict[str, Any]:
     """Return what a fit could leave changed in its process."""
     gc.collect()
-    files = Counter(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if fd.isdecimal() and
-                    os.path.exists(f"/proc/self/fd/{fd}"))  # fmt: skip
+    files = Counter(os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists())
     return {
         "threads": Counter(thread.name for thread in threading.enumerate()),
         "files": {name: count for name, count in files.items() if name.startswith(os.getcwd())},
@@ -190,17 +163,6 @@ def test_keys_that_processes_agreed_on_are_deleted(monkeypatch: pytest.MonkeyPat
         return len(team_file._client().values)
 
     assert max(as_processes(monkeypatch, work, 3)) <= 3 * 3  # of the last topics only
-
-
-def test_each_epoch_begins_without_a_training_loss() -> None:
-    starts, ends = list[Any](), list[Any]()
-    watch = hooks(
-        on_train_epoch_start=lambda trainer, module: starts.append(trainer.loss),
-        on_train_epoch_end=lambda trainer, module: ends.append(trainer.loss),
-    )
-    fit(Linear(), BATCHES, None, watch, max_epochs=2, log_every_n_steps=1)
-    assert starts == [None, None]
-    assert all(np.isfinite(ends))
 
 
 def test_traced_values_follow_the_rows_of_a_reloaded_loader() -> None:

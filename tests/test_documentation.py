@@ -10,16 +10,13 @@ import pytest
 from kit.pages import DOCS, PAGES, blocks
 from kit.trainers import thinned
 
+import jaxlit as jl
 from jaxlit.strategies import registry
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     f"{package}.{path.stem}"
-    for package, folder in (
-        ("jaxlit", "jaxlit"),
-        ("jaxlit.strategies", "strategies"),
-        ("jaxlit.callbacks", "callbacks"),
-    )
+    for package, folder in (("jaxlit", "jaxlit"), *((f"jaxlit.{x}", x) for x in ("strategies", "callbacks")))
     for path in (ROOT / folder).glob("*.py")
     if path.stem != "__init__"
 )
@@ -37,7 +34,6 @@ def test_docstring_examples_run(name: str) -> None:
 
 
 def test_public_classes_have_an_example() -> None:
-    import jaxlit as jl
 
     public = [vars(scope)[name] for scope in (jl, jl.strategies, jl.callbacks, jl.pipeline) for name in scope.__all__]
     public = [x for x in public if isinstance(x, type)]
@@ -46,9 +42,8 @@ def test_public_classes_have_an_example() -> None:
     assert sorted(set(without)) == ["PerReplica", "Program"]
 
 
-@pytest.fixture(scope="module")
-def programs() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+README = (ROOT / "README.md").read_text()
+FIRST = re.findall(r"```python\n(.*?)```", README, re.S)[0]
 
 
 def without_numbers(screen: str) -> list[str]:
@@ -59,22 +54,19 @@ def without_numbers(screen: str) -> list[str]:
 
 
 def test_the_readmes_first_example_prints_the_screen_below_it(
-    programs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    scope: dict[str, object] = {}
-    exec(programs[0], scope)
-    out, (screen, *_) = (
-        capsys.readouterr().out,
-        re.findall(r"```\n(jaxlit .*?)```", (ROOT / "README.md").read_text(), re.S),
-    )
+    exec(FIRST, {})
+    out = capsys.readouterr().out
+    screen = re.findall(r"```\n(jaxlit .*?)```", README, re.S)[0]
     assert without_numbers(out) == without_numbers(screen)
     best = [float(x) for x in re.findall(r"val/accuracy (\S+) +\* best", out)]
     assert best == sorted(set(best)) and best[-1] >= 0.95
 
 
-def test_the_readmes_first_example_is_short(programs: list[str]) -> None:
-    lines = [line for line in programs[0].splitlines() if line.strip() and not line.startswith(("import ", "from "))]
+def test_the_readmes_first_example_is_short() -> None:
+    lines = [line for line in FIRST.splitlines() if line.strip() and not line.startswith(("import ", "from "))]
     assert len(lines) <= 25
 
 
@@ -97,7 +89,6 @@ def test_the_index_has_one_line_for_each_page() -> None:
 
 
 def test_the_page_on_callbacks_has_every_one() -> None:
-    import jaxlit as jl
 
     first = "\n".join(line.split(" | ")[0] for line in page_text("callbacks.md").splitlines() if line.startswith("| `"))
     assert sorted(re.findall(r"`(\w+)`", first)) == sorted(jl.callbacks.__all__)
@@ -115,8 +106,7 @@ def test_links_between_pages_lead_to_a_heading() -> None:
 
 
 def test_the_readme_links_every_page() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert [page for page in PAGES if f"(docs/{page})" not in readme] == []
+    assert [page for page in PAGES if f"(docs/{page})" not in README] == []
 
 
 def test_each_difference_from_lightning_names_a_test() -> None:

@@ -4,6 +4,7 @@ import ast
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,27 @@ def test_an_example_is_read_on_one_screen() -> None:
     assert {name: count for name, count in lines.items() if count > 80} == {}
 
 
-def run_digits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    return run("digits.py", monkeypatch, capsys, *arguments)
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Return a function that executes an example with arguments, and returns what it defines."""
+
+    def load_it(name: str, *arguments: str, as_name: str = "__main__") -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        return runpy.run_path(str(EXAMPLES / name), run_name=as_name)
+
+    return load_it
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return capsys.readouterr().out
+@pytest.fixture
+def called(load: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any], Any]]:
+    """Return a function that returns what an example defines, and what its `main` returns."""
+    return lambda *given: ((example := load(*given, as_name="example")), example["main"]())
+
+
+@pytest.fixture
+def run(load: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs an example, and returns what it printed."""
+    return lambda *given: (load(*given), capfd.readouterr().out)[1]
 
 
 def accuracy(out: str) -> float:
@@ -57,26 +71,18 @@ RUNS = [pytest.param(*ONE, marks=[pytest.mark.sweep, pytest.mark.smoke]), *thinn
 
 
 @pytest.mark.parametrize(("strategy", "devices"), RUNS)
-def test_digits_reaches_95_percent(
-    strategy: str, devices: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert accuracy(run_digits(monkeypatch, capsys, "--strategy", strategy, "--devices", devices)) >= 0.95
+def test_digits_reaches_95_percent(strategy: str, devices: str, run: Any) -> None:
+    assert accuracy(run("digits.py", "--strategy", strategy, "--devices", devices)) >= 0.95
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("fsdp", marks=pytest.mark.full), pytest.param("single", marks=pytest.mark.sweep)]
-)
-def test_records_reaches_95_percent(
-    strategy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert accuracy(run("records.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "5")) >= 0.95
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "single"], full=["fsdp"]))
+def test_records_reaches_95_percent(strategy: str, run: Any) -> None:
+    assert accuracy(run("records.py", "--strategy", strategy, "--epochs", "5")) >= 0.95
 
 
 @pytest.mark.full
-def test_the_custom_strategy_trains_like_a_single_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run("custom_strategy.py", monkeypatch, capsys)
+def test_the_custom_strategy_trains_like_a_single_device(run: Any) -> None:
+    out = run("custom_strategy.py")
     assert "TensorParallel on mesh data=4 x tp=2" in out
     single, split = np.array([line.split()[2:] for line in out.splitlines() if line.startswith("step")], float).T
     assert len(single) == 10 and single[-1] < single[0] - 1
@@ -84,23 +90,17 @@ def test_the_custom_strategy_trains_like_a_single_device(
 
 
 @pytest.mark.full
-def test_experts_train_like_a_single_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def closing_line(strategy: str) -> str:
-        return run("experts.py", monkeypatch, capsys, "--strategy", strategy, "--epochs", "1").splitlines()[-1]
-
-    split, single = map(closing_line, ("experts", "single"))
+def test_experts_train_like_a_single_device(run: Any) -> None:
+    last = lambda strategy: run("experts.py", "--strategy", strategy, "--epochs", "1").splitlines()[-1]  # noqa: E731
+    split, single = map(last, ("experts", "single"))
     assert split.endswith("experts P('ep', None, None)") and single.endswith("experts P()")
     losses = [float(re.findall(r"^loss (\S+),", line)[0]) for line in (split, single)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.full
-def test_pipelines_train_to_the_losses_of_fsdp(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run("pipeline.py", monkeypatch, capsys)
+def test_pipelines_train_to_the_losses_of_fsdp(run: Any) -> None:
+    out = run("pipeline.py")
     fsdp, *pipelines = np.array([line.split()[2:] for line in out.splitlines() if line.startswith("step")], float).T
     assert len(fsdp) == 6 and len(pipelines) == 2 and fsdp[-1] < fsdp[0]
     for losses in pipelines:
@@ -111,14 +111,9 @@ def test_pipelines_train_to_the_losses_of_fsdp(
     assert len(re.findall(r" ms a step$", out, re.M)) == 3
 
 
-SPLIT = {  # into how many parts, by dim
-    "up.kernel": (1, 2),
-    "attention.query.kernel": (1, 2, 1),
-    "attention.out.kernel": (2, 1, 1),
-    "down.kernel": (2, 1),
-    "up.bias": (2,),
-    "norm.bias": (1,),
-}
+# Into how many parts, by dim.
+SPLIT = {"up.kernel": (1, 2), "attention.query.kernel": (1, 2, 1), "attention.out.kernel": (2, 1, 1)}
+SPLIT |= {"down.kernel": (2, 1), "up.bias": (2,), "norm.bias": (1,)}
 
 
 def test_the_custom_strategy_splits_moments_and_gradients() -> None:
@@ -133,53 +128,18 @@ def test_the_custom_strategy_splits_moments_and_gradients() -> None:
     assert shardings.opt_state[0].count.is_fully_replicated
 
 
-def check(**arguments: Any) -> dict[str, float]:
+@pytest.mark.full
+def test_a_strategy_of_ones_own_trains_on_windows_and_a_tail() -> None:
     example = runpy.run_path(str(EXAMPLES / "custom_strategy.py"))
-    model_fn = lambda: example["Transformer"](rngs=nnx.Rngs(0))  # noqa: E731
-    strategies = [example["TensorParallel"]()]
-    return jl.testing.assert_same_training(
-        model_fn, example["token_batches"](2), strategies=strategies, steps=2, **arguments
+    given = {"strategies": [example["TensorParallel"]()], "steps": 2, "devices": [8], "accumulate_grad_batches": 2}
+    jl.testing.assert_same_training(
+        lambda: example["Transformer"](rngs=nnx.Rngs(0)), example["token_batches"](2), **given
     )
 
 
-@pytest.mark.sweep
-def test_a_strategy_of_ones_own_passes_the_check_of_strategies() -> None:
-    assert len(check(factors=jl.testing.FACTORS)) == 6
-
-
-@pytest.mark.full
-def test_a_strategy_of_ones_own_trains_on_windows_and_a_tail() -> None:
-    check(devices=[8], accumulate_grad_batches=2)
-
-
-@pytest.mark.full
-def test_piped_output_is_one_plain_line_an_epoch(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run_digits(monkeypatch, capsys, "--strategy", "ddp", "--epochs", "3")
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out) and "━━  22" not in out
-    assert len(re.findall(r"^epoch \d/3  22/22 .*train/loss .*val/accuracy ", out, re.M)) == 3
-
-
-def test_single_refuses_more_than_one_device(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ValueError, match="'single' uses one device. Use strategy='ddp' for 8"):
-        run_digits(monkeypatch, capsys, "--strategy", "single", "--devices", "8")
-
-
-def called(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[dict[str, Any], Any]:
-    """Return what an example defines, and what its `main` returns."""
-    monkeypatch.setattr(sys, "argv", [name, *arguments])
-    example = runpy.run_path(str(EXAMPLES / name), run_name="example")
-    return example, example["main"]()
-
-
 @pytest.mark.parametrize("steps", thinned([2, 20], full=[2]))
-def test_the_language_model_learns_more_than_frequencies(
-    steps: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run("transformer_lm.py", monkeypatch, capsys, "--devices", "2", "--steps", str(steps))
+def test_the_language_model_learns_more_than_frequencies(steps: int, run: Any) -> None:
+    out = run("transformer_lm.py", "--devices", "2", "--steps", str(steps))
     source = b"".join(path.read_bytes() for path in Path(ast.__file__).parent.glob("*.py"))
     often = np.bincount(np.frombuffer(source, np.uint8)) / len(source)
     entropy = -(often[often > 0] * np.log2(often[often > 0])).sum()
@@ -215,27 +175,20 @@ def test_each_network_of_the_gan_has_its_own_optimizer() -> None:
     assert_same(params_of(step.module(state)), params_of(hand))
 
 
-@pytest.mark.sweep
-def test_the_gan_draws_from_all_eight_modes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, points = called("gan.py", monkeypatch, "--epochs", "6")
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.full), pytest.param(6, marks=pytest.mark.sweep)])
+def test_the_gan_draws_from_all_eight_modes(epochs: int, called: Any) -> None:
+    example, points = called("gan.py", "--epochs", str(epochs))
+    before = example["GAN"](rngs=nnx.Rngs(0)).generator(np.random.default_rng(0).normal(size=(500, 2)))
+    assert np.linalg.norm(before, axis=1).mean() < 1 < np.linalg.norm(points, axis=1).mean() < 3
     angle = np.arange(8) * np.pi / 4
     apart = np.linalg.norm(points[:, None] - 2 * np.stack([np.cos(angle), np.sin(angle)], axis=1), axis=-1)
     near = np.bincount(apart.argmin(1)[apart.min(1) < 0.3], minlength=8) / len(points)
-    assert near.min() > 0.04 and near.sum() > 0.5  # of points in the same square, drawn anyhow, 0.008 each
+    assert epochs == 1 or (near.min() > 0.04 and near.sum() > 0.5)  # drawn anyhow in the square: 0.008 each
 
 
 @pytest.mark.full
-def test_the_gan_moves_from_the_middle_to_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    example, points = called("gan.py", monkeypatch, "--epochs", "1")
-    before = example["GAN"](rngs=nnx.Rngs(0)).generator(np.random.default_rng(0).normal(size=(500, 2)))
-    assert np.linalg.norm(before, axis=1).mean() < 1 < np.linalg.norm(points, axis=1).mean() < 3
-
-
-@pytest.mark.full
-def test_fine_tuning_leaves_the_backbone_unchanged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    example, (checkpoint, tuned) = called("finetune.py", monkeypatch, "--strategy", "fsdp", "--epochs", "4")
+def test_fine_tuning_leaves_the_backbone_unchanged(called: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    example, (checkpoint, tuned) = called("finetune.py", "--strategy", "fsdp", "--epochs", "4")
     backbone = params_of(example["Digits"].load_from_checkpoint(checkpoint))
     result = params_of(tuned)
     lora = {name: x for name, x in result.items() if name not in backbone}
@@ -250,13 +203,9 @@ def test_fine_tuning_leaves_the_backbone_unchanged(
 
 
 @pytest.mark.full
-def test_a_killed_training_continues_to_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_training_continues_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
-    monkeypatch.setattr(sys, "argv", ["resume_anywhere.py"])
-    runpy.run_path(str(EXAMPLES / "resume_anywhere.py"), run_name="__main__")
-    out = capfd.readouterr().out
+    out = run("resume_anywhere.py")
     code, left = re.findall(r"^exit code (\S+), left is (.*)$", out, re.M)[0]
     assert code == "-9" and "step_000000" in left and "step_00000140" not in left
     line = r"^resumed on (\d): (\d+) losses, the largest difference (\S+); weights (\S+)$"
@@ -265,10 +214,8 @@ def test_a_killed_training_continues_to_the_same_bits(
 
 
 @pytest.mark.full
-def test_the_port_of_a_lightning_program_reaches_90_percent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run("lightning_port.py", monkeypatch, capsys, "--max_epochs", "4")
+def test_the_port_of_a_lightning_program_reaches_90_percent(run: Any) -> None:
+    out = run("lightning_port.py", "--max_epochs", "4")
     assert float(re.findall(r"^validated +val/accuracy (\S+)$", out, re.M)[0]) > 0.9
 
 
@@ -287,9 +234,8 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", 4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
-    *_, trained, curves, wrong = (
-        cell.outputs for cell in executed(notebook, tmp_path).cells if cell.cell_type == "code"
-    )
+    done = executed(notebook, tmp_path)
+    *_, trained, curves, wrong = (cell.outputs for cell in done.cells if cell.cell_type == "code")
     screen, told = ("".join(x.get("text", "") for x in outputs) for outputs in (trained, wrong))
     best = max(float(x) for x in re.findall(r"val/accuracy (\S+)", screen))
     count, rows, reached = re.findall(r"^(\d+) of (\d+) are read wrongly: accuracy (\S+)$", told, re.M)[0]

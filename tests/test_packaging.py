@@ -7,7 +7,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,27 +20,12 @@ PACKAGES = {"jaxlit": "jaxlit", "strategies": "jaxlit.strategies", "callbacks": 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
     """Return what a command prints, without the caller's Python settings."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | env
     result = subprocess.run(
-        command,
-        cwd=cwd,
-        env=clean | env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command, cwd=cwd, env=clean, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, f"{command} failed:\n{result.stdout}\n{result.stderr}"
     return result.stdout
-
-
-def folders() -> Iterator[tuple[str, Path]]:
-    """Yield every folder that ships, with the dotted name it ships as."""
-    for root, package in PACKAGES.items():
-        # Links are not followed, so that strategies and callbacks are met once, where they lie.
-        for folder, subfolders, _ in os.walk(ROOT / root):
-            subfolders[:] = [name for name in subfolders if name != "__pycache__"]
-            yield ".".join([package, *Path(folder).relative_to(ROOT / root).parts]), Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -89,37 +73,28 @@ def site_packages(python: Path) -> Path:
 
 def test_wheel_holds_every_source_file(wheel: Path) -> None:
     expected = {"jaxlit/py.typed", "jaxlit/porting.toml", "jaxlit/reporting/report.css"}
-    for name, folder in folders():
-        expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob("*.py")}
+    for root, package in PACKAGES.items():
+        # Links are not followed, so that strategies and callbacks are met once, where they are.
+        for folder, _, names in os.walk(ROOT / root):
+            shipped_as = Path(package.replace(".", "/"), Path(folder).relative_to(ROOT / root))
+            expected |= {(shipped_as / name).as_posix() for name in names if name.endswith(".py")}
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert shipped == expected
 
 
-def test_installed_packages_import_from_the_wheel(installed: Path, tmp_path: Path) -> None:
-    code = (
-        "import json, jaxlit, jaxlit.strategies, jaxlit.callbacks;"
-        "print(json.dumps([m.__file__ for m in (jaxlit, jaxlit.strategies, jaxlit.callbacks)]))"
-    )
-    files = json.loads(run(installed, "-I", "-c", code, cwd=tmp_path))
-    home = site_packages(installed) / "jaxlit"
-    assert [Path(file) for file in files] == [
-        home / "__init__.py",
-        home / "strategies" / "__init__.py",
-        home / "callbacks" / "__init__.py",
-    ]
-
-
-def test_nothing_but_jaxlit_reaches_site_packages(installed: Path) -> None:
-    names = {path.name for path in site_packages(installed).iterdir()} - {"borrowed.pth"}
-    assert {name for name in names if not name.endswith(".dist-info")} == {"jaxlit"}
+def test_the_wheel_is_imported_and_nothing_else_installed(installed: Path, tmp_path: Path) -> None:
+    packages = ", ".join(PACKAGES.values())
+    code = f"import json, {packages}; print(json.dumps([m.__file__ for m in ({packages})]))"
+    files, site = json.loads(run(installed, "-I", "-c", code, cwd=tmp_path)), site_packages(installed)
+    assert [Path(file).parent for file in files] == [site.joinpath(*x.split(".")) for x in PACKAGES.values()]
+    names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
+    assert names == {"jaxlit", "borrowed.pth"}
 
 
 def test_import_adds_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:
-    code = (
-        "import json, sys, jax, flax.nnx, optax; before = set(sys.modules); import jaxlit;"
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
+    code = "import json, sys, jax, flax.nnx, optax; before = set(sys.modules); import jaxlit;"
+    code += "print(json.dumps(sorted(set(sys.modules) - before)))"
     added = json.loads(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)))
     assert "jaxlit.trainer" in added
     assert [name for name in added if name.split(".")[0] in ("grain", "orbax", "wandb", "rich")] == []

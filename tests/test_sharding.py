@@ -18,39 +18,30 @@ def test_a_mesh_is_made_of_all_devices_with_one_size_left_open() -> None:
     assert dict(jl.sharding.mesh({"rows": -1}, jax.devices()[:3]).shape) == {"rows": 3}
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ({"data": 3}, r"\{'data': 3\} do not multiply to 8"),
-        ({"data": 3, "fsdp": -1}, r"-1\} do not multiply to 8"),
-        ({"data": -1, "fsdp": -1}, "one of them -1 at most"),
-        ({"data": 0}, "the size of each axis"),
-        ({}, "the size of each axis"),
-    ],
-)
-def test_sizes_that_make_no_mesh_are_refused(shape, words) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        jl.sharding.mesh(shape)
+NO_MESH = [
+    ({"data": 3}, r"\{'data': 3\} do not multiply to 8"),
+    ({"data": 3, "fsdp": -1}, r"-1\} do not multiply to 8"),
+    ({"data": -1, "fsdp": -1}, "one of them -1 at most"),
+    ({"data": 0}, "the size of each axis"),
+    ({}, "the size of each axis"),
+]
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (
-            lambda s, m: s.place_state(np.ones(8), {"data": 8}),
-            ArgumentTypeError,
-            r"place_state\(mesh, .* got \{'data': 8\}",
-        ),
-        (
-            lambda s, m: s.place_state(1.0, m, min_size=-1),
-            ArgumentError,
-            r"min_size=\.\.\.\) takes an int of at least 0",
-        ),
-        (lambda s, m: s.rows({"data": 8}), ArgumentTypeError, r"sharding\.rows\(mesh, "),
+        (lambda s, m: s.place_state(np.ones(8), {"data": 8}), r"place_state\(mesh, .* got \{'data': 8\}"),
+        (lambda s, m: s.place_state(1.0, m, min_size=-1), r"min_size=\.\.\.\) takes an int of at least 0"),
+        (lambda s, m: s.rows({"data": 8}), r"sharding\.rows\(mesh, "),
+        (lambda s, m: s.rows(m, "model"), r"rows\(axes=...\) takes axes of the mesh.*'model'"),
+        (lambda s, m: s.place_state({}, m, "split"), r"place_state\(how=...\) takes one of 'replicate', 'shard'"),
+        (lambda s, m: s.place_state({}, m, axes=()), r"place_state\(axes=...\) takes axes of the mesh"),
+        (lambda s, m: s.all_reduce(1.0, "data", "max"), r"all_reduce\(how=...\) takes one of 'mean', 'sum'"),
+        *((lambda s, m, shape=shape: s.mesh(shape), words) for shape, words in NO_MESH),
     ],
 )
-def test_what_cannot_be_placed_is_refused_by_name(call, error, words) -> None:
-    with pytest.raises(error, match=words):
+def test_what_there_is_not_is_refused_by_name(call, words) -> None:
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=words):
         call(jl.sharding, jl.sharding.mesh({"data": 8}))
 
 
@@ -128,20 +119,3 @@ def test_values_of_devices_are_averaged_or_added_up(how, expected) -> None:
     reduce = lambda x: jl.sharding.all_reduce({"x": x}, "data", how)  # noqa: E731
     mapped = jax.shard_map(reduce, mesh=mesh, in_specs=P("data"), out_specs=P())
     assert mapped(jnp.arange(4.0))["x"].tolist() == [expected]
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda mesh: jl.sharding.rows(mesh, "model"), r"rows\(axes=...\) takes axes of the mesh.*'model'"),
-        (
-            lambda mesh: jl.sharding.place_state({}, mesh, "split"),
-            r"place_state\(how=...\) takes one of 'replicate', 'shard'",
-        ),
-        (lambda mesh: jl.sharding.place_state({}, mesh, axes=()), r"place_state\(axes=...\) takes axes of the mesh"),
-        (lambda mesh: jl.sharding.all_reduce(1.0, "data", "max"), r"all_reduce\(how=...\) takes one of 'mean', 'sum'"),
-    ],
-)
-def test_what_there_is_not_is_refused_by_name(call, words) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        call(jl.sharding.mesh({"data": 8}))

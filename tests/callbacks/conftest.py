@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from kit.inside import Clock, stop_clocks
 
 
 class Metrics(Mapping):
@@ -90,3 +91,8 @@ class StandInTrainer:
 def make_trainer(tmp_path):
     """Return a function that makes a stand-in with the attributes given."""
     return lambda **attributes: StandInTrainer(attributes.pop("run_dir", tmp_path / "run"), **attributes)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return stop_clocks(monkeypatch)

@@ -1,5 +1,6 @@
 """A frozen part stays bit by bit, and trains from its epoch on as a loop by hand trains it."""
 
+import itertools
 import signal
 from typing import Any
 
@@ -48,32 +49,29 @@ def by_hand(
         window: Batches of a step.
         clip: The largest norm of all gradients that are used.
     """
-    model, states = Deep(), dict[str, Any]()
+    model, states, (kept, tree) = Deep(), dict[str, Any](), jax.tree.flatten(nnx.state(Deep(), nnx.Param))
     gradient = nnx.jit(nnx.value_and_grad(lambda model, batch: model.loss(batch)))
     part_of = lambda name: next((part for part in parts if name.startswith(f"['{part}']")), "")  # noqa: E731
-    for epoch in range(EPOCHS):
-        for i in range(0, len(batches), window):
-            if any(not np.isfinite(batch["x"]).all() for batch in batches[i : i + window]):
-                model.count[...] += window
-                continue
-            result = [gradient(model, batch)[1] for batch in batches[i : i + window]]
-            model.count[...] += window
-            grads = named(jax.tree.map(lambda *g: sum(g) / len(g), *map(nnx.as_pure, result)))
-            params = named(nnx.as_pure(nnx.state(model, nnx.Param)))
-            live = {name: g for name, g in grads.items() if epoch >= parts.get(part_of(name), (0, None))[0]}
-            if clip is not None:
-                norm = np.sqrt(sum(float((g**2).sum()) for g in live.values()))
-                assert norm > clip
-                live = {name: g * (clip / norm) for name, g in live.items()}
-            for part in {part_of(name) for name in live}:
-                tx = parts.get(part, (0, None))[1] or ADAM
-                mine = {name: x for name, x in params.items() if part_of(name) == part}
-                state = states[part] if part in states else tx.init(mine)
-                updates, states[part] = tx.update({name: live[name] for name in mine}, state, mine)
-                params |= optax.apply_updates(mine, updates)
-            leaves, tree = jax.tree.flatten(nnx.state(model, nnx.Param))
-            assert len(leaves) == len(params)
-            nnx.update(model, jax.tree.unflatten(tree, list(params.values())))
+    for epoch, i in itertools.product(range(EPOCHS), range(0, len(batches), window)):
+        model.count[...] += window
+        if any(not np.isfinite(batch["x"]).all() for batch in batches[i : i + window]):
+            continue
+        result = [gradient(model, batch)[1] for batch in batches[i : i + window]]
+        grads = named(jax.tree.map(lambda *g: sum(g) / len(g), *map(nnx.as_pure, result)))
+        params = named(nnx.as_pure(nnx.state(model, nnx.Param)))
+        live = {name: g for name, g in grads.items() if epoch >= parts.get(part_of(name), (0, None))[0]}
+        if clip is not None:
+            norm = np.sqrt(sum(float((g**2).sum()) for g in live.values()))
+            assert norm > clip
+            live = {name: g * (clip / norm) for name, g in live.items()}
+        for part in {part_of(name) for name in live}:
+            tx = parts.get(part, (0, None))[1] or ADAM
+            mine = {name: x for name, x in params.items() if part_of(name) == part}
+            state = states[part] if part in states else tx.init(mine)
+            updates, states[part] = tx.update({name: live[name] for name in mine}, state, mine)
+            params |= optax.apply_updates(mine, updates)
+        assert len(params) == len(kept)
+        nnx.update(model, jax.tree.unflatten(tree, list(params.values())))
     return model
 
 
@@ -81,16 +79,14 @@ def named(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-class Kept:
-    """The bits of a part at the start of each epoch."""
+def keeping(part: str) -> tuple[list[list[bytes]], Any]:
+    """Return the bits of a part at the start of each epoch, and the callback that keeps them."""
+    bits: list[list[bytes]] = []
 
-    def __init__(self, part: str) -> None:
-        self.found: list[list[bytes]] = []
-        self.callback = hooks(on_train_epoch_start=self.keep, on_train_end=self.keep)
-        self.part = part
+    def keep(trainer: Any, module: Any) -> None:
+        bits.append([np.asarray(x).tobytes() for x in jax.tree.leaves(nnx.state(getattr(module, part)))])
 
-    def keep(self, trainer: Any, module: Any) -> None:
-        self.found.append([np.asarray(x).tobytes() for x in jax.tree.leaves(nnx.state(getattr(module, self.part)))])
+    return bits, hooks(on_train_epoch_start=keep, on_train_end=keep)
 
 
 SLOW = optax.sgd(0.05, momentum=0.9)
@@ -117,12 +113,12 @@ def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> t
 @pytest.mark.parametrize(("case", "strategy"), thinned(EVERY, *OFTEN, full=[*EVERY[3::8], ("two", "single")]))
 def test_it_trains_as_a_loop_by_hand(case: str, strategy: str) -> None:
     parts, options = CASES[case]
-    kept = {part: Kept(part) for part in parts}
+    kept = {part: keeping(part) for part in parts}
     given = {"accumulate_grad_batches": options.get("window", 1), "gradient_clip_val": options.get("clip")}
-    model, _ = trained(parts, strategy, *(k.callback for k in kept.values()), **given, **BARE)
+    model, _ = trained(parts, strategy, *(callback for _, callback in kept.values()), **given, **BARE)
     assert_same(model, by_hand(parts, **options), rtol=2e-4, atol=2e-5)
     for part, (start, _) in parts.items():
-        bits = kept[part].found
+        bits, _ = kept[part]
         assert all(x == bits[0] for x in bits[: start + 1]) and len(bits) == EPOCHS + 1
         assert start == EPOCHS or bits[start + 1] != bits[0]
 
@@ -156,17 +152,14 @@ def test_a_skipped_step_changes_nothing(strategy: str) -> None:
 
 
 def test_nothing_is_compiled_when_a_part_is_unfrozen() -> None:
-    seen: list[list[str]] = []
-    moments: list[Any] = []
+    seen, moments = list[list[str]](), list[Any]()
 
     def start(trainer: Any, module: Any) -> None:
         moments.append(jax.device_get(trainer.state.opt_state.parts["inner"]))
 
     with compiles() as result:
-        watch = hooks(
-            on_train_epoch_start=start, on_train_batch_end=lambda *_: seen.append(list(result)), on_train_end=start
-        )
-        trained({"inner": (2, None)}, "single", watch, **BARE)
+        watch = {"on_train_batch_end": lambda *_: seen.append(list(result)), "on_train_end": start}
+        trained({"inner": (2, None)}, "single", hooks(on_train_epoch_start=start, **watch), **BARE)
     assert seen[len(BATCHES)] == seen[-1]  # from the first step of the second epoch on
     flat = [[x.tobytes() for x in jax.tree.leaves(state)] for state in moments]
     assert flat[0] == flat[1] == flat[2] != flat[3]
@@ -187,17 +180,9 @@ def test_batch_statistics_of_a_frozen_part_move_in_training() -> None:
 
 
 def test_rates_of_a_part_are_hyperparameters_of_their_own() -> None:
-    class Adjustable(Deep):
-        def configure_optimizers(self) -> Any:
-            return optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-
-    trainer = fit(Adjustable(), BATCHES, None, BackboneFreeze("inner"), **BARE)
+    model = module(base=Deep, tx=optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    trainer = fit(model, BATCHES, None, BackboneFreeze("inner"), **BARE)
     assert dict(trainer.hyperparams) == pytest.approx({"learning_rate": 0.1, "learning_rate/inner": 0.1})
-
-
-def inner(path: Any, x: Any) -> bool:
-    """Take some of the attribute of the same name."""
-    return path == ("inner", "kernel")
 
 
 SCHEDULE, FALL = optax.linear_schedule(0.1, 0.0, 24), optax.linear_schedule(0.02, 0.0, 24)
@@ -234,55 +219,33 @@ RATES: dict[str, tuple[Any, dict[Any, tuple[int, Any]], dict[str, tuple[Any, int
 def test_the_rate_of_a_part_is_0_until_its_epoch(case: str) -> None:
     made, parts, expected = RATES[case]
     freezes = [BackboneFreeze(part, unfreeze_at_epoch=start, tx=tx) for part, (start, tx) in parts.items()]
-    rows, model = Rows(rates=True), module(base=Deep, configure_optimizers=lambda self: made)
+    rows, model = Rows(rates=True), module(base=Deep, tx=made)
     fit(model, BATCHES, None, rows, *freezes, max_epochs=3, log_every_n_steps=1, **BARE)
     result = {name: rows.of(name) for name in rows.rows[0][1] if name.startswith("lr")}
-    steps = range(3 * len(BATCHES))
+    assert result.keys() == expected.keys()
     for name, (schedule, epoch) in expected.items():
-        first = epoch * len(BATCHES)
-        expect = [0.0 if step < first else float(schedule(step - first)) for step in steps]
-        assert result.pop(name) == pytest.approx(expect), name
-    assert result == {}
-
-
-REFUSED: list[Any] = [
-    ({"part": "iner"}, r"fits no trained parameter of Deep.*Did you mean 'inner'\?.*inner, norm"),
-    ({"part": "inne"}, "'inne'.* fits no trained parameter of Deep"),
-    ({"part": nnx.BatchStat}, "BatchStat.* fits no trained parameter of Deep"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "words"), REFUSED)
-def test_a_part_that_is_none_is_refused(arguments: dict[str, Any], words: str) -> None:
-    fit_refuses(ArgumentError, words, model=Deep(), train=BATCHES, callbacks=BackboneFreeze(**arguments))
+        late = range(-epoch * len(BATCHES), (3 - epoch) * len(BATCHES))
+        assert result[name] == pytest.approx([0.0 if step < 0 else float(schedule(step)) for step in late]), name
 
 
 class Own(BackboneFreeze):
-    def __init__(self, result: Any) -> None:
-        super().__init__("inner")
-        self.found = result
-
     def names(self, module: Any, wrt: Any) -> Any:
-        return self.found
+        return self.part
 
 
 @pytest.mark.parametrize(
-    ("result", "words"),
+    ("freezes", "words"),
     [
-        (
-            ["inner/kernel"],
-            r"Own\.names\(\.\.\.\) takes .* of Deep, got \['inner/kernel'\]\. It has: .*'inner\.kernel'",
-        ),
-        ((), r"takes names of trained parameters of Deep, got \[\]\. It has: \["),
+        ([BackboneFreeze("iner")], r"fits no trained parameter of Deep.*Did you mean 'inner'\?.*inner, norm"),
+        ([BackboneFreeze("inne")], "'inne'.* fits no trained parameter of Deep"),
+        ([BackboneFreeze(nnx.BatchStat)], "BatchStat.* fits no trained parameter of Deep"),
+        ([Own(["inner/kernel"])], r"Own\.names.* of Deep, got \['inner/kernel'\]\. It has: .*'inner\.kernel'"),
+        ([Own(())], r"takes names of trained parameters of Deep, got \[\]\. It has: \["),
+        ([BackboneFreeze("blocks"), BackboneFreeze(nnx.PathContains("blocks"))], r"has blocks\[0\]\..*which another"),
     ],
 )
-def test_a_rule_of_ones_own_names_what_is_there(result: Any, words: str) -> None:
-    fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=Own(result))
-
-
-def test_parts_that_overlap_are_refused() -> None:
-    both = [BackboneFreeze("blocks"), BackboneFreeze(nnx.PathContains("blocks"))]
-    fit_refuses(ArgumentError, r"has blocks\[0\]\..*which another", model=Deep(), train=BATCHES, callbacks=both)
+def test_parts_that_are_none_or_overlap_are_refused(freezes: list[Any], words: str) -> None:
+    fit_refuses((ArgumentError, ArgumentTypeError), words, model=Deep(), train=BATCHES, callbacks=freezes)
 
 
 def test_a_checkpoint_of_other_parts_is_refused() -> None:

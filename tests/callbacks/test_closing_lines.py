@@ -3,13 +3,13 @@
 import contextlib
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
+from kit import trainers
 from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
-from kit.trainers import make_trainer, thinned
+from kit.trainers import thinned
 from kit.waiting import interrupts
 
 from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
@@ -81,7 +81,7 @@ CASES = {
 def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
     callbacks, arguments, expected = CASES[case]
     given = {"default_root_dir": "run", "max_epochs": 2, "log_every_n_steps": 1, "enable_model_summary": False}
-    trainer = make_trainer(*callbacks(), **(given | arguments))
+    trainer = trainers.make_trainer(*callbacks(), **(given | arguments))
     with contextlib.suppress(KeyError), interrupts():
         trainer.fit(Mean(), numbered(4), numbered(1))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -90,13 +90,10 @@ def test_the_closing_lines_say_how_it_ended_and_how_to_go_on(case, capsys):
     assert "|".join(re.sub(took, "", line) for line in lines[begin:]) == expected
 
 
-def test_the_time_of_compiling_is_told_apart():
-    nothing = {"checkpoint_callbacks": [], "loggers": [], "callbacks": []}
-    trainer = SimpleNamespace(current_epoch=1, global_step=1234, stop_reason=None, interrupted=False, **nothing)
-    for seconds, told in (
-        ({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"),
-        ({"train_step": 0.04}, ""),
-    ):
-        trainer.compile_seconds = seconds
-        result = closing_lines(trainer, seconds=3.0, error=None, best="")
-        assert result == f"done 1 epoch · 1,234 steps · 3.0 s{told}"
+@pytest.mark.parametrize(
+    ("seconds", "told"), [({"train_step": 60.0, "eval_step": 90.0}, " (0:02:30 compiling)"), ({"train_step": 0.04}, "")]
+)
+def test_the_time_of_compiling_is_told_apart(seconds, told, make_trainer):
+    trainer = make_trainer(current_epoch=1, global_step=1234, compile_seconds=seconds)
+    result = closing_lines(trainer, seconds=3.0, error=None, best="")
+    assert result == f"done 1 epoch · 1,234 steps · 3.0 s{told}"

@@ -30,23 +30,22 @@ def stopped_at(callback: Any, trainer: Any, values: Any) -> int | None:
 
 def lightnings(values: Any, mode: str, min_delta: float, patience: int, **rules: Any) -> tuple[Any, ...]:
     """Return where Lightning 2.6's rule stops, for which of its reasons, the best value and the checks waited."""
-    better = {"min": lambda a, b: a < b, "max": lambda a, b: a > b}[mode]
-    best, wait, delta = (INF, 0, -min_delta) if mode == "min" else (-INF, 0, min_delta)
-    stopping, divergence = rules["stopping_threshold"], rules["divergence_threshold"]
+    sign = 1 if mode == "min" else -1
+    best, wait, reason = sign * INF, 0, "NOT_STOPPED"
     for i, value in enumerate(values):
         if rules["check_finite"] and not math.isfinite(value):
-            return i, "NON_FINITE_METRIC", best, wait
-        if stopping is not None and better(value, stopping):
-            return i, "STOPPING_THRESHOLD", best, wait
-        if divergence is not None and better(-value, -divergence):
-            return i, "DIVERGENCE_THRESHOLD", best, wait
-        if better(value - delta, best):
+            reason = "NON_FINITE_METRIC"
+        elif (limit := rules["stopping_threshold"]) is not None and sign * value < sign * limit:
+            reason = "STOPPING_THRESHOLD"
+        elif (limit := rules["divergence_threshold"]) is not None and sign * value > sign * limit:
+            reason = "DIVERGENCE_THRESHOLD"
+        elif sign * value + min_delta < sign * best:
             best, wait = value, 0
-            continue
-        wait += 1
-        if wait >= patience:
-            return i, "PATIENCE_EXHAUSTED", best, wait
-    return None, "NOT_STOPPED", best, wait
+        elif (wait := wait + 1) >= patience:
+            reason = "PATIENCE_EXHAUSTED"
+        if reason != "NOT_STOPPED":
+            return i, reason, best, wait
+    return None, reason, best, wait
 
 
 def test_random_sequences_stop_where_lightnings_rule_stops(make_trainer) -> None:

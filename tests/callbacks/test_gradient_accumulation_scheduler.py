@@ -32,16 +32,14 @@ def windows(lengths: tuple[int, ...]) -> list[list[float]]:
 
 @pytest.mark.parametrize(("schedule", "lengths"), SCHEDULES)
 def test_each_epoch_has_the_windows_of_the_nearest_key_below_it(schedule: Any, lengths: tuple[int, ...]) -> None:
-    model, callback, known = Mean(), GradientAccumulationScheduler(schedule), []
-    model = module(
-        configure_optimizers=lambda self: (
-            known.append(self.trainer.estimated_stepping_batches),
-            Mean.configure_optimizers(self),
-        )[1]
-    )
-    steps: list[int] = []
-    watch = hooks(on_train_epoch_end=lambda trainer, module: steps.append(trainer.global_step))
-    trainer = make_trainer(callback, watch, max_epochs=4, **BARE)
+    steps, known = list[int](), list[int]()
+
+    def tx(self: Any) -> Any:
+        known.append(self.trainer.estimated_stepping_batches)
+        return Mean.configure_optimizers(self)
+
+    model, watch = module(configure_optimizers=tx), hooks(on_train_epoch_end=lambda t, m: steps.append(t.global_step))
+    trainer = make_trainer(GradientAccumulationScheduler(schedule), watch, max_epochs=4, **BARE)
     for _ in range(2):  # a second fit starts again
         steps.clear()
         model.w[...] = np.zeros(1, np.float32)

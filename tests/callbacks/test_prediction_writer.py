@@ -13,7 +13,7 @@ import pytest
 from kit.batches import Stream, random
 from kit.journal import hooks
 from kit.modules import Linear, module
-from kit.processes import launch, say
+from kit.processes import launch
 from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, make_trainer, thinned
 
@@ -25,9 +25,9 @@ from jaxlit.errors import ArgumentError, DataError
 KERNEL = np.linspace(-1.0, 1.0, 3)[:, None]
 
 OUTPUTS: dict[str, Any] = {
-    "an array": (lambda y: y, {"predictions": 1}),
-    "a dict": (lambda y: {"mean": y, "sides": {"up": y > 0, "n": (10 * y).astype(jnp.int32)}}, None),
-    "a sequence": (lambda y: [y[:, 0], (jnp.stack([y, 2 * y], 1), (y > 0).astype(jnp.bfloat16))], None),
+    "an array": lambda y: y,
+    "a dict": lambda y: {"mean": y, "sides": {"up": y > 0, "n": (10 * y).astype(jnp.int32)}},
+    "a sequence": lambda y: [y[:, 0], (jnp.stack([y, 2 * y], 1), (y > 0).astype(jnp.bfloat16))],
 }
 
 
@@ -73,26 +73,30 @@ OFTEN = ("a dict", "fsdp"), ("a sequence", "single"), ("an array", "pmap")
 @pytest.mark.parametrize(("case", "strategy"), thinned([(c, s) for c in OUTPUTS for s in STRATEGIES], *OFTEN))
 @pytest.mark.parametrize("interval", ["batch", "epoch"])
 def test_rows_are_those_of_numpy_in_order(case: str, strategy: str, interval: str) -> None:
-    model, writer = predicts(OUTPUTS[case][0]), PredictionWriter("made/here", interval)
+    model, writer = predicts(OUTPUTS[case]), PredictionWriter("made/here", interval)
     predict(model, loader(), writer, strategy=strategy)
     same(PredictionWriter.load("made/here"), expected(case, DATA["x"]))
     assert sorted(os.listdir("made")) == ["here"]
     assert sorted(os.listdir("made/here")) == FILES[case]
-    if case == "an array":
-        assert np.load("made/here/predictions.npy").shape == (36, 1)
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_parquet_holds_the_same_and_texts(case: str) -> None:
+def test_parquet_holds_the_same_rows(case: str) -> None:
     for interval in ("batch", "epoch"):
-        predict(predicts(OUTPUTS[case][0]), loader(), PredictionWriter("made", interval, format="parquet"))
+        predict(predicts(OUTPUTS[case]), loader(), PredictionWriter("made", interval, format="parquet"))
         same(PredictionWriter.load("made"), expected(case, DATA["x"]))
-    batches = [{**batch, "id": np.array([f"row {i * 'x'}{k}" for k in range(8)])} for i, batch in enumerate(random(3))]
-    writer = PredictionWriter("made", format="parquet")
-    predict(predicts(lambda y: {"y": y}), batches, writer, host_keys=("id",))
+
+
+@pytest.mark.parametrize("format", ["npy", "parquet"])
+def test_host_keys_are_written(format: str) -> None:
+    day = np.datetime64("2026-01-01", "D") + np.arange(36)
+    keys = {"day": day} | ({"id": np.array([f"row {k * 'x'}" for k in range(36)])} if format == "parquet" else {})
+    batches = jl.ArrayLoader({**DATA, **keys}, 8)
+    predict(predicts(lambda y: {"y": y}), batches, PredictionWriter("made", format=format), host_keys=(*keys,))
     loaded = PredictionWriter.load("made")
-    assert loaded["id"].tolist() == [f"row {i * 'x'}{k}" for i in range(3) for k in range(8)]
-    same(loaded["y"], np.concatenate([b["x"] @ KERNEL for b in batches]).astype(np.float32))
+    for name, x in keys.items():
+        assert loaded[name].tolist() == x.tolist()
+    same(loaded["y"], expected("an array", DATA["x"]))
 
 
 def test_loaders_have_a_folder_each_and_a_new_run_replaces_it() -> None:
@@ -111,10 +115,9 @@ def test_an_interrupted_run_keeps_earlier_predictions() -> None:
     model, ours = predicts(lambda y: y), PredictionWriter("made")
     predict(model, loader(), ours)
     before = {path.name: path.read_bytes() for path in Path("made").iterdir()}
-    seen: list[list[str]] = []
 
     def fail(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int, loader: int) -> None:
-        seen.append(sorted(os.listdir(".")))
+        assert sorted(os.listdir(".")) == [".made.partial", "made"]
         if idx == 3:
             raise error
 
@@ -123,15 +126,13 @@ def test_an_interrupted_run_keeps_earlier_predictions() -> None:
             predict(model, loader(), ours, hooks(on_predict_batch_end=fail))
         assert {path.name: path.read_bytes() for path in Path("made").iterdir()} == before
         assert sorted(os.listdir(".")) == ["made"]
-    assert seen[-1] == [".made.partial", "made"]
     Path(".made.partial/of a process that was killed").mkdir(parents=True)
     predict(model, Stream(random(1)), ours)
     assert PredictionWriter.load("made").shape == (8, 1) and sorted(os.listdir(".")) == ["made"]
 
 
 def test_at_most_two_batches_are_in_memory() -> None:
-    refs: list[Any] = []
-    alive: list[int] = []
+    refs, alive = list[Any](), list[int]()
 
     def count(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         refs.append(weakref.ref(outputs))
@@ -143,10 +144,8 @@ def test_at_most_two_batches_are_in_memory() -> None:
 
 def predict_in_a_process() -> None:
     """Predict in one of two processes, with batches that divide among them and a tail that does not."""
-    writer = PredictionWriter("made")
-    predict(predicts(lambda y: {"y": y}), loader(), writer, strategy="ddp")
-    say("whole", Path("made/index.json").exists())
     own = predicts(lambda y: {"y": y})
+    predict(own, loader(), PredictionWriter("made"), strategy="ddp")
     rows = {**DATA, "id": np.arange(36)}
     with pytest.raises(ArgumentError, match="in several processes predictions are of all rows"):
         predict(own, jl.ArrayLoader(rows, 8), PredictionWriter("other"), strategy="ddp", host_keys=("id",))
@@ -162,30 +161,28 @@ def test_two_processes_write_all_rows_in_order(tmp_path: Path) -> None:
     same(PredictionWriter.load(tmp_path / "made"), {"y": expected("an array", DATA["x"])})
 
 
-REFUSED: list[Any] = [
-    ("a scalar", lambda y: {"y": y, "mean": y.mean()}, r"one row for each row.*'mean': float32\[\]"),
-    ("other rows", lambda y: {"y": y, "half": y[:4]}, r"one row for each row.*'half': float32\[4"),
-]
+REFUSED: dict[str, Any] = {
+    "a scalar": (lambda y: {"y": y, "mean": y.mean()}, {}, r"one row for each row.*'mean': float32\[\]"),
+    "other rows": (lambda y: {"y": y, "half": y[:4]}, {}, r"one row for each row.*'half': float32\[4"),
+    "texts": (lambda y: {"y": y}, {"host_keys": ("id",)}, "'id' holds texts"),
+}
 
 
-@pytest.mark.parametrize(("case", "make", "words"), REFUSED)
-def test_outputs_without_a_row_for_each_row_are_refused(case: str, make: Any, words: str) -> None:
-    refuses(DataError, lambda: predict(predicts(make), loader(), PredictionWriter("made")), words)
+@pytest.mark.parametrize("case", REFUSED)
+def test_outputs_that_are_no_rows_of_numbers_are_refused(case: str) -> None:
+    (make, given, words), rows = REFUSED[case], {**DATA, "id": np.array(["a"] * 36)}
+    data = jl.ArrayLoader(rows if given else DATA, 8)
+    refuses(DataError, lambda: predict(predicts(make), data, PredictionWriter("made"), **given), words)
     assert os.listdir(".") == []
-
-
-def test_outputs_of_another_shape_in_a_later_batch_are_refused() -> None:
-    batches = [random(1)[0], random(1, features=2)[0]]
+    other = [{"x": np.zeros((8, width), np.float32)} for width in (3, 2)]
     model = module(base=Linear, predict=lambda self, batch: batch["x"])
-    refuses(DataError, lambda: predict(model, batches, PredictionWriter("made")), r"\[8, 2\].*\[3\].*Pad them")
+    refuses(DataError, lambda: predict(model, other, PredictionWriter("made")), r"\[8, 2\].*\[3\].*Pad them")
 
 
-def test_host_keys_that_are_texts_are_refused_in_npy_files() -> None:
-    named = [{**batch, "id": np.array(["a"] * 8)} for batch in random(2)]
-    run = lambda *given: predict(predicts(given[0]), named, PredictionWriter("made"), host_keys=("id",))  # noqa: E731
-    refuses(DataError, lambda: run(lambda y: {"y": y}), "'id' holds texts")
-    run(lambda y: y)  # host keys do not join outputs that are one array
-    assert PredictionWriter.load("made").shape[0] == 16
+def test_host_keys_do_not_join_outputs_that_are_one_array() -> None:
+    rows = {**DATA, "id": np.arange(36)}
+    predict(predicts(lambda y: y), jl.ArrayLoader(rows, 8), PredictionWriter("made"), host_keys=("id",))
+    same(PredictionWriter.load("made"), expected("an array", DATA["x"]))
 
 
 def test_a_link_stays_and_its_target_is_replaced() -> None:
@@ -197,27 +194,22 @@ def test_a_link_stays_and_its_target_is_replaced() -> None:
     assert Path("link").is_symlink() and os.listdir("disk") == ["here"] and sorted(os.listdir(".")) == ["disk", "link"]
 
 
-UNUSABLE: list[Any] = [
-    (["a/b", "a/b"], "replace each other's files"),
-    (["a", "a/b"], "replace each other's files"),
-    (["a", "a/../a"], "replace each other's files"),
-    (["file/made"], "cannot be made"),
-    (["work"], "holds no predictions"),
-]
-
-
-@pytest.mark.parametrize(("folders", "words"), UNUSABLE)
+@pytest.mark.parametrize(
+    ("folders", "words"),
+    [
+        *[(["a", other], "replace each other's files") for other in ("a", "a/b", "b/../a")],
+        (["file/made"], "cannot be made"),
+        (["work"], "holds no predictions"),
+    ],
+)
 def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], words: str) -> None:
     Path("file").write_text("")
     Path("work").mkdir()
     Path("work/index.json").write_text("{}")
     begun: list[Any] = []
-    watch = hooks(on_predict_batch_start=lambda *_: begun.append(1))
-    writers = map(PredictionWriter, folders)
+    watch, writers = hooks(on_predict_batch_start=lambda *_: begun.append(1)), map(PredictionWriter, folders)
     refuses(ArgumentError, lambda: predict(predicts(lambda y: y), loader(), watch, *writers), words)
-    assert begun == []
-    assert sorted(os.listdir(".")) == ["file", "work"]
-    assert os.listdir("work") == ["index.json"]
+    assert begun == [] and sorted(os.listdir(".")) == ["file", "work"] and os.listdir("work") == ["index.json"]
     refuses(ArgumentError, lambda: PredictionWriter.load("work"), "finds no predictions")
 
 
@@ -251,18 +243,6 @@ def test_a_loader_without_rows_keeps_its_place(sizes: list[int], format: str, in
     for x, batches in zip(loaded, loaders, strict=True):
         if batches:
             same(x, expected("an array", np.concatenate([b["x"] for b in batches])))
-
-
-def test_host_keys_that_are_dates_are_written() -> None:
-    rows = {**DATA, "day": np.datetime64("2026-01-01", "D") + np.arange(36)}
-    for format in ("npy", "parquet"):
-        predict(
-            predicts(lambda y: {"y": y}),
-            jl.ArrayLoader(rows, 8),
-            PredictionWriter("made", format=format),
-            host_keys=("day",),
-        )
-        assert PredictionWriter.load("made")["day"].tolist() == rows["day"].tolist()
 
 
 @pytest.mark.parametrize("make", [lambda y: {"x": y + 1j}, lambda y: {"x": y[:, :0], "y": y}])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kit.batches import Stream, numbered
-from kit.inside import Clock, stop_clocks
+from kit.inside import Clock
 from kit.journal import at_batch, hooks
 from kit.modules import Mean
 from kit.refusals import fit_refuses
@@ -17,39 +17,28 @@ from jaxlit.callbacks import Timer
 from jaxlit.errors import ArgumentError
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return stop_clocks(monkeypatch)
-
-
 def ticks(clock: Clock, seconds: float, hook: str = "on_train_batch_end") -> Any:
-    def tick(*_: Any) -> None:
-        clock.now += seconds
-
-    return hooks(**{hook: tick})
+    return hooks(**{hook: lambda *_: setattr(clock, "now", clock.now + seconds)})
 
 
 # Four batches of 3 s an epoch, and the steps that are taken: the first that ends after the duration is the last.
 DURATIONS = [
-    ("00:00:00:10", {}, 4),
-    ({"seconds": 10}, {}, 4),
-    (datetime.timedelta(seconds=13), {}, 5),
-    (datetime.timedelta(seconds=13), {"interval": "epoch"}, 8),
-    (datetime.timedelta(seconds=12), {"interval": "epoch"}, 4),
-    (datetime.timedelta(0), {}, 0),
-    (None, {}, 12),
+    ("00:00:00:10", "step", 4),
+    ({"seconds": 10}, "step", 4),
+    (datetime.timedelta(seconds=13), "step", 5),
+    (datetime.timedelta(seconds=13), "epoch", 8),
+    (datetime.timedelta(seconds=12), "epoch", 4),
+    (datetime.timedelta(0), "step", 0),
+    (None, "step", 12),
 ]
 
 
-@pytest.mark.parametrize(("duration", "arguments", "steps"), DURATIONS)
-def test_it_stops_after_the_step_or_epoch_at_the_limit(
-    clock: Clock, duration: Any, arguments: dict[str, Any], steps: int
-) -> None:
-    timer = Timer(duration, **arguments)
+@pytest.mark.parametrize(("duration", "interval", "steps"), DURATIONS)
+def test_it_stops_after_the_step_or_epoch_at_the_limit(clock: Clock, duration: Any, interval: str, steps: int) -> None:
+    timer = Timer(duration, interval=interval)
     trainer = fit(Mean(), numbered(4), None, timer, ticks(clock, 3), max_epochs=3, **BARE)
     assert (trainer.global_step, timer.time_elapsed()) == (steps, 3 * steps)
-    left = None if timer.duration is None else timer.duration - 3 * steps
-    assert timer.time_remaining() == left
+    assert timer.time_remaining() == (None if timer.duration is None else timer.duration - 3 * steps)
     assert (trainer.stop_reason or "Timer").startswith("Timer") and (trainer.stop_reason is None) == (steps == 12)
 
 
@@ -80,9 +69,9 @@ def test_a_resumed_training_has_the_rest_of_the_time(clock: Clock, strategy: str
 
 def test_it_is_limit_enough_also_for_a_loader_without_end(clock: Clock) -> None:
     endless = Stream(itertools.cycle(numbered(2)))  # type: ignore[arg-type]
-    for timer, limit in ((Timer({"seconds": 8}), None), (Timer({"seconds": 8}), 2)):
-        given = {"max_epochs": None, "limit_train_batches": 1.0 if limit is None else limit} | BARE
-        assert fit(Mean(), endless, None, timer, ticks(clock, 3), **given).global_step == 3
+    for limit in (1.0, 2):
+        given = BARE | {"max_epochs": None, "limit_train_batches": limit}
+        assert fit(Mean(), endless, None, Timer({"seconds": 8}), ticks(clock, 3), **given).global_step == 3
     fit_refuses(ArgumentError, "has no limit.*Timer.*limits_time = True", max_epochs=None, callbacks=Timer())
 
 
@@ -100,12 +89,11 @@ def test_a_callback_of_ones_own_that_says_so_is_limit_enough(clock: Clock, loade
 
 
 def test_it_tells_how_long_each_stage_took(clock: Clock) -> None:
-    timer, trainer = Timer(), None
+    timer, seen = Timer(), list[Any]()
     stages = ("train", "validation", "test", "predict")
     tick = [ticks(clock, k, f"on_{stage}_batch_end") for k, stage in enumerate(stages, 1)]
-    trainer = make_trainer(timer, *tick, max_epochs=2, num_sanity_val_steps=0, **BARE)
-    seen: list[Any] = []
-    trainer.callbacks += [hooks(on_validation_batch_end=lambda *_: seen.append(timer.end_time("validate")))]
+    look = hooks(on_validation_batch_end=lambda *_: seen.append(timer.end_time("validate")))
+    trainer = make_trainer(timer, *tick, look, max_epochs=2, num_sanity_val_steps=0, **BARE)
     trainer.fit(Mean(), numbered(3), numbered(2))
     trainer.test(None, numbered(5))
     trainer.predict(None, numbered(7))

@@ -10,25 +10,19 @@ import pytest
 from flax import nnx
 from kit.batches import Stream, numbered, random
 from kit.journal import Rows, at_batch
-from kit.modules import Linear, Mean
+from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
-import jaxlit as jl
-from jaxlit.callbacks import EMA, WeightAveraging
+from jaxlit.callbacks import EMA, LambdaCallback, WeightAveraging
 from jaxlit.errors import ArgumentError, ModuleError
 
 BATCHES, RATE = random(10), 0.1
 
 
-class Validated(Linear):
-    """A linear model by SGD, whose validation tells its loss."""
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", jnp.mean((batch["x"] @ self.kernel[...] + self.bias[...] - batch["y"]) ** 2))
-
-    def configure_optimizers(self) -> Any:
-        return optax.sgd(RATE)
+def linear() -> Any:
+    """Return a linear model that trains by plain SGD."""
+    return module(base=Linear, tx=optax.sgd(RATE))
 
 
 def by_hand(steps: int) -> list[list[np.ndarray]]:
@@ -76,7 +70,7 @@ OFTEN = [("ema", "fsdp"), ("mean", "single")]
 )
 def test_an_average_is_that_of_numpy_everywhere(name: str, strategy: str) -> None:
     make, expected = AVERAGES[name]
-    weights, model, rows = by_hand(50), Validated(), Rows()
+    weights, model, rows = by_hand(50), linear(), Rows()
     callback = make()
     trainer = fit(model, BATCHES, BATCHES, rows, callback, strategy=splitting(strategy), max_epochs=5, **BARE)
     average = expected(weights)
@@ -96,67 +90,38 @@ def test_an_average_of_16_bit_weights_has_32_bits() -> None:
     apply = at_batch(
         8, lambda trainer, module: seen.append(trainer.apply(lambda m: m.kernel[...].dtype.itemsize * m.kernel[...]))
     )
-    trainer = fit(Validated(), BATCHES, BATCHES, callback, apply, precision="bf16-true", **BARE)
+    trainer = fit(linear(), BATCHES, BATCHES, callback, apply, precision="bf16-true", **BARE)
     arrays = trainer.callback_arrays(callback)
     assert {x.dtype for x in jax.tree.leaves(arrays["average"])} == {jnp.dtype("float32")}
     assert {x.dtype for x in jax.tree.leaves(arrays["rounded"])} == {jnp.dtype("bfloat16")}
     assert seen[0].dtype == jnp.bfloat16 and trainer.callback_metrics["val"] > 0
 
 
-class Chooses(jl.Callback):
-    """Says what evaluations see."""
-
-    def __init__(self, choose: Any) -> None:
-        self.choose = choose
-
-    def init_arrays(self, params: Any) -> Any:
-        return {"a": params, "n": jnp.zeros(())}
-
-    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: Any) -> Any:
-        return arrays, params
-
-    def eval_params(self, arrays: Any) -> Any:
-        return self.choose(arrays)
-
-
-CHOICES: dict[str, Any] = {
-    "what is computed": (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays unchanged"),
-    "another tree": (lambda a: a["n"], "in a pytree with the parameters"),
-}
-
-
-@pytest.mark.parametrize("case", CHOICES)
-def test_a_choice_that_does_not_match_parameters_is_refused(case: str) -> None:
-    choose, words = CHOICES[case]
-    fit_refuses(
-        ModuleError, "Chooses.eval_params", words, model=Validated(), train=BATCHES, callbacks=[Chooses(choose)]
+@pytest.mark.parametrize(
+    ("choose", "words"),
+    [
+        (lambda a: jax.tree.map(lambda x: 2.5 * x, a["a"]), "leaves of its arrays unchanged"),
+        (lambda a: a["n"], "in a pytree with the parameters"),
+    ],
+)
+def test_a_choice_that_does_not_match_parameters_is_refused(choose: Any, words: str) -> None:
+    chooses = LambdaCallback(
+        init_arrays=lambda params: {"a": params, "n": jnp.zeros(())},
+        update_arrays=lambda arrays, params, grads, global_step: (arrays, params),
+        eval_params=choose,
     )
+    fit_refuses(ModuleError, "LambdaCallback.eval_params", words, train=BATCHES, model=linear(), callbacks=chooses)
 
 
 def test_two_that_choose_are_refused() -> None:
     both = [EMA(0.9), WeightAveraging()]
-    fit_refuses(ModuleError, "EMA and WeightAveraging both", model=Validated(), train=BATCHES, callbacks=both)
+    fit_refuses(ModuleError, "EMA and WeightAveraging both", model=linear(), train=BATCHES, callbacks=both)
 
 
 def test_an_epoch_of_a_loader_without_a_length_is_refused() -> None:
     callback = WeightAveraging(update_starting_at_epoch=1)
     with pytest.raises(ArgumentError, match="Give update_starting_at_step"):
-        make_trainer(callback, max_epochs=2, **BARE).fit(Validated(), Stream(BATCHES))
-
-
-def test_a_module_keeps_its_other_variables() -> None:
-    class Counted(Validated):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen = nnx.BatchStat(jnp.zeros(()))
-
-        def training_step(self, batch: Any) -> jax.Array:
-            self.seen[...] += 1
-            return super().training_step(batch)
-
-    model = Counted()
-    fit(model, BATCHES, None, EMA(0.9), **BARE)
-    assert float(model.seen[...]) == 10
+        make_trainer(callback, max_epochs=2, **BARE).fit(linear(), Stream(BATCHES))
 
 
 def test_weights_that_the_user_sets_after_a_fit_are_evaluated() -> None:
@@ -164,3 +129,9 @@ def test_weights_that_the_user_sets_after_a_fit_are_evaluated() -> None:
     trainer = fit(model, numbered(4), None, EMA(0.5))
     model.w[...] = jnp.full(1, 100.0)
     assert trainer.validate(model, numbered(1)) == [{"val": 1.0 - 100.0}]
+
+
+def test_a_module_keeps_its_other_variables() -> None:
+    model = Net(rngs=nnx.Rngs(0))
+    fit(model, BATCHES, None, EMA(0.9), **BARE)
+    assert int(model.count[...]) == 10

@@ -44,17 +44,13 @@ def floats(tree: Any) -> set[Any]:
 def test_bf16_true_holds_float32_statistics(strategy: str) -> None:
     seen: list[Any] = []
 
-    class Noting(Linear):
-        def __init__(self) -> None:
-            super().__init__(8)
-            self.mean = nnx.BatchStat(jnp.zeros(8))
+    def step(self: Any, batch: Any) -> jax.Array:
+        seen.append((batch["x"].dtype, self.kernel[...].dtype))
+        self.mean[...] = batch["x"].mean(0)
+        return self.loss(batch)
 
-        def training_step(self, batch: Any) -> jax.Array:
-            seen.append((batch["x"].dtype, self.kernel[...].dtype))
-            self.mean[...] = batch["x"].mean(0)
-            return self.loss(batch)
-
-    made = Noting()
+    made = module(step, base=Linear, init=lambda self: Linear.__init__(self, 8))
+    made.mean = nnx.BatchStat(jnp.zeros(8))
     state = fit(made, sized(8, 8, features=8), strategy=splitting(strategy), precision="bf16-true").state
     assert seen and set(seen) == {(jnp.dtype(jnp.bfloat16),) * 2}
     assert floats((state.params, state.opt_state)) == {jnp.dtype(jnp.bfloat16)} == {made.kernel[...].dtype}

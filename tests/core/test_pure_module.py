@@ -24,22 +24,16 @@ from jaxlit.errors import ModuleError, StateError
 # What a step may not change --------------------------------------------------------------------------------
 
 
-def sows(self: Any, batch: Any) -> None:
-    self.sow(nnx.Intermediate, "features", batch["x"])
-
-
-def adds_variable(self: Any, batch: Any) -> None:
-    self.cache = nnx.Variable(jnp.zeros(2))
-
-
-def adds_parameter(self: Any, batch: Any) -> None:
-    self.extra = nnx.Param(jnp.zeros(2))
-
-
 CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "sown": (sows, ("changed features.* from nothing", r"nnx\.pop\(self, nnx\.Intermediate\)")),
-    "variable": (adds_variable, ("changed cache from nothing", "__init__")),
-    "parameter": (adds_parameter, (r"\bextra\b", "__init__")),
+    "sown": (
+        lambda self, batch: self.sow(nnx.Intermediate, "features", batch["x"]),
+        ("changed features.* from nothing", r"nnx\.pop\(self, nnx\.Intermediate\)"),
+    ),
+    "variable": (
+        lambda self, batch: setattr(self, "cache", nnx.Variable(jnp.zeros(2))),
+        ("changed cache from nothing", "__init__"),
+    ),
+    "parameter": (lambda self, batch: setattr(self, "extra", nnx.Param(jnp.zeros(2))), (r"\bextra\b", "__init__")),
     "shape": (
         lambda self, batch: self.count.set_value(jnp.zeros(2, jnp.int32)),
         (r"count from int32\[\] to int32\[2",),
@@ -53,46 +47,26 @@ CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_states_structure_is_refused(change: str, strategy: str) -> None:
     do, words = CHANGES[change]
-
-    def init(self: Any) -> None:
-        Mean.__init__(self)
-        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def step(self: Any, batch: Any) -> Any:
-        do(self, batch)
-        return Mean.training_step(self, batch)
-
-    fit_refuses(StateError, r"Made\.training_step", *words, model=module(step, init=init), strategy=strategy)
+    step = lambda self, batch: (do(self, batch), Net.training_step(self, batch))[1]  # noqa: E731
+    model = module(step, base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
+    fit_refuses(StateError, r"Made\.training_step", *words, model=model, train=random(2), strategy=strategy)
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_validation_step_that_writes_is_refused(strategy: str) -> None:
-    def validation(self: Any, batch: Any) -> None:
-        self.count[...] += 100
-
-    model = module(base=Net, validation=validation, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
+    write = lambda self, batch: self.count.set_value(self.count + 100)  # noqa: E731
+    model = module(base=Net, validation=write, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(0)))
     words = (r"Made\.validation_step wrote to count\. Only training changes the state", "on_validation_end")
     fit_refuses(StateError, *words, model=model, train=random(2), val=random(2), strategy=strategy)
     assert int(model.count[...]) == 0
 
 
-def with_offset() -> Any:
-    """Return a module that holds a jax array that is no Variable."""
-
-    def init(self: Any) -> None:
-        Mean.__init__(self)
-        self.offset = jnp.array([2.0])
-
-    error = lambda self, batch: batch["x"] + self.offset - self.w[...]  # noqa: E731
-    return module(Mean.training_step, init=init, error=error)
-
-
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
-    model = with_offset()
-    held, trainer = model.offset, fit(model, numbered(3), strategy=strategy)
-    assert model.offset is held or model.offset.tolist() == [2.0]
-    assert held.tolist() == [2.0]
+    model = module(error=lambda self, batch: batch["x"] + self.offset - self.w[...])
+    held = model.offset = jnp.array([2.0])  # which is no Variable
+    trainer = fit(model, numbered(3), strategy=strategy)
+    assert held.tolist() == model.offset.tolist() == [2.0]
     w = float(model.w[...][0])
     assert w == pytest.approx((3 / 8 + 4 / 4 + 5 / 2), rel=1e-6)
     assert trainer.validate(None, numbered(1, 10))[0]["val"] == pytest.approx(12 - w, rel=1e-6)
@@ -174,26 +148,21 @@ def test_python_on_traced_values_comes_with_a_note(step: Any, kind: str) -> None
 # What it sees ----------------------------------------------------------------------------------------------
 
 
-def notes_counters(self: Any, batch: Any, batch_idx: Any = None) -> Any:
-    traced = [self.global_step, self.current_epoch, self.trainer.global_step, self.trainer.current_epoch]
-    assert all(isinstance(x, jax.core.Tracer) for x in traced)
-    names = ("step", "epoch", "trainers_step", "trainers_epoch")
-    self.log_dict({f"at_{name}": x for name, x in zip(names, traced, strict=True)})
-    return Mean.training_step(self, batch) if batch_idx is None else None
-
-
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_counters_inside_a_step_are_right(strategy: str) -> None:
-    rows, traced = Rows(), []
+    rows, traced = Rows(), list[int]()
 
     def step(self: Any, batch: Any) -> Any:
         traced.append(1)
-        return notes_counters(self, batch)
+        for owner, name in ((self, "module"), (self.trainer, "trainer")):
+            assert isinstance(owner.global_step, jax.core.Tracer) and isinstance(owner.current_epoch, jax.core.Tracer)
+            self.log_dict({f"step/{name}": owner.global_step, f"epoch/{name}": owner.current_epoch})
+        return Mean.training_step(self, batch)
 
     model = module(step, validation=lambda self, batch: self.log("val", self.global_step + 10.0 * self.current_epoch))
     fit(model, numbered(2), numbered(2), rows, strategy=strategy, max_epochs=2, log_every_n_steps=1)
-    assert rows.of("at_step") == rows.of("at_trainers_step") == [0, 1, 2, 3]
-    assert rows.of("at_epoch") == rows.of("at_trainers_epoch") == [0, 0, 1, 1]
+    assert rows.of("step/module") == rows.of("step/trainer") == [0, 1, 2, 3]
+    assert rows.of("epoch/module") == rows.of("epoch/trainer") == [0, 0, 1, 1]
     assert rows.of("val") == [2, 14]  # those of training
     assert len(traced) == 1 or strategy == "shard_map"  # there also for other sizes, to see what grows with them
 
@@ -256,11 +225,8 @@ def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -
 
 
 def test_a_linen_module_comes_with_a_note() -> None:
-    def init(self: Any) -> None:
-        Mean.__init__(self)
-        self.net = linen.Dense(1)
-
-    made = module(lambda self, batch: jnp.mean(self.net(batch["x"]) - self.w), init=init)
+    made = module(lambda self, batch: jnp.mean(self.net(batch["x"]) - self.w))
+    made.net = linen.Dense(1)
     with pytest.raises(CallCompactUnboundModuleError) as caught:
         fit(made, numbered(1))
     assert any("self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x)" in x for x in caught.value.__notes__)
@@ -283,30 +249,19 @@ def test_a_method_of_a_tensor_is_told_with_what_arrays_have(
     assert any(re.search(note, text) for text in caught.value.__notes__), caught.value.__notes__
 
 
-class Block(nnx.Module):
-    """Two layers, the second of which fits nothing."""
-
-    def __init__(self) -> None:
-        made = [nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(5, 1, rngs=nnx.Rngs(0))]
-        self.layers = nnx.List(made)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.layers[1](self.layers[0](x))
-
-
-CALLS = {
-    "the layer": (lambda net, x: net(x), r"It was raised in self\.net\.layers\[1\] \(nnx\.Linear\)\."),
-    "a transform of it": (
-        lambda net, x: nnx.remat(lambda net, x: net(x))(net, x),
-        r"in nnx\.Linear\.",
-    ),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_an_error_of_a_layer_names_its_path(call: str) -> None:
-    fn, words = CALLS[call]
-    made = module(lambda self, batch: fn(self.net, batch["x"]).mean(), init=lambda self: setattr(self, "net", Block()))
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda net, x: net(x), r"It was raised in self\.net\.layers\[1\] \(nnx\.Linear\)\."),
+        (nnx.remat(lambda net, x: net(x)), r"in nnx\.Linear\."),
+    ],
+)
+def test_an_error_of_a_layer_names_its_path(call: Callable[..., Any], words: str) -> None:
+    layers = [nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Linear(5, 1, rngs=nnx.Rngs(0))]  # the second fits nothing
+    made = module(
+        lambda self, batch: call(self.net, batch["x"]).mean(),
+        init=lambda self: setattr(self, "net", nnx.Sequential(*layers)),
+    )
     with pytest.raises(TypeError, match="dot_general") as raised:
         fit(made, random(1))
     (note,) = [note for note in raised.value.__notes__ if re.match("It was raised in", note)]

@@ -178,22 +178,19 @@ def test_a_pipeline_shows_the_rates_of_all_its_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "interval", "expected"),
-    [({}, None, [7.0, 7.0]), ({"on_step": False, "on_epoch": True}, None, [7.0]), ({}, "epoch", [7.0, 7.0])],
+    ("arguments", "monitors", "expected"),
+    [
+        ({}, [], [7.0, 7.0]),
+        ({"on_step": False, "on_epoch": True}, [], [7.0]),
+        ({}, [jl.callbacks.LearningRateMonitor("epoch")], [7.0, 7.0]),
+        (None, [hooks(on_train_batch_end=lambda t, m, *_: m.log("lr", 7.0))], [7.0, 7.0]),
+    ],
 )
-def test_what_a_module_logs_itself_is_left_alone(arguments: Any, interval: Any, expected: list[float]) -> None:
+def test_what_a_module_or_hook_logs_itself_is_left_alone(arguments: Any, monitors: Any, expected: list[float]) -> None:
     def step(self: Any, batch: Any) -> jax.Array:
-        loss = jnp.mean(self.error(batch) ** 2)
-        self.log("loss", loss)
-        self.log("lr", 7.0, **arguments)
-        return loss
+        if arguments is not None:
+            self.log("lr", 7.0, **arguments)
+        return Mean.training_step(self, batch)
 
-    rows, monitors = Rows(rates=True), [jl.callbacks.LearningRateMonitor(interval)] if interval else []
-    fit(module(step), numbered(2), None, rows, *monitors, log_every_n_steps=1, **BARE)
+    fit(module(step), numbered(2), None, rows := Rows(rates=True), *monitors, log_every_n_steps=1, **BARE)
     assert rows.of("lr") == expected
-
-
-def test_what_a_hook_logs_is_left_alone() -> None:
-    logs = hooks(on_train_batch_end=lambda t, m, *_: m.log("lr", 7.0))
-    fit(Mean(), numbered(2), None, logs, rows := Rows(rates=True), log_every_n_steps=1, **BARE)
-    assert rows.of("lr") == [7.0, 7.0]

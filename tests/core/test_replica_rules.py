@@ -52,14 +52,18 @@ def fit(module: jl.TrainModule, strategy: Any, *callbacks: jl.Callback, sizes: t
     return trainer
 
 
+def also(do: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a step that does this with the module and the batch, and returns the mean of the errors."""
+    return lambda module, batch: (do(module, batch), module.errors(batch).mean())[1]
+
+
 def writing(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a step that writes this function of the held value and the batch."""
+    return also(lambda module, batch: module.held.set_value(value(module.held[...], batch)))
 
-    def step(module: Line, batch: Any) -> Any:
-        module.held[...] = value(module.held[...], batch)
-        return module.errors(batch).mean()
 
-    return step
+def counting(module: Any, batch: Any) -> None:
+    module.held[...] += (batch["x"] > 0).sum()
 
 
 WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
@@ -83,17 +87,12 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
 def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
     cases = {name: case for name, case in WRITES.items() if "now and then" not in name}
 
-    def step(module: Any, batch: Any) -> Any:
+    def write(module: Any, batch: Any) -> None:
         for name, (value, _) in cases.items():
             module.all[name][...] = value(module.all[name][...], batch)
-        return module.errors(batch).mean()
 
-    class Writes(Line):
-        def __init__(self) -> None:
-            super().__init__(step)
-            self.all = nnx.Dict({name: nnx.Variable(jnp.asarray(held)) for name, (_, held) in cases.items()})
-
-    module = Writes()
+    module: Any = Line(also(write))
+    module.all = nnx.Dict({name: nnx.Variable(jnp.asarray(held)) for name, (_, held) in cases.items()})
     fit(module, strategy)
     for name, (value, held) in cases.items():
         expected = jnp.asarray(held)
@@ -128,13 +127,12 @@ def test_what_differs_from_one_device_is_refused_by_name(case: str, strategy: st
 
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_metric_reset_in_each_step_holds_the_last_batch(reset: bool) -> None:
-    def step(module: Line, batch: Any) -> Any:
+    def update(module: Line, batch: Any) -> None:
         if reset:
             module.average.reset()
         module.average.update(values=batch["x"])
-        return module.errors(batch).mean()
 
-    module = Line(step)
+    module = Line(also(update))
     fit(module, "shard_map", sizes=(8, 4))
     x = np.concatenate([batch["x"] for batch in make_batches(8, 4)[reset:]])
     assert int(module.average.count[...]) == x.size
@@ -142,22 +140,17 @@ def test_a_metric_reset_in_each_step_holds_the_last_batch(reset: bool) -> None:
 
 
 def test_a_statistic_that_replicas_cannot_merge_is_refused() -> None:
-    def step(module: Line, batch: Any) -> Any:
-        module.spread.update(values=batch["x"])
-        return module.errors(batch).mean()
-
     with pytest.raises(StateError, match=r"writes a value to spread\.m"):
-        fit(Line(step), "shard_map")
+        fit(Line(also(lambda module, batch: module.spread.update(values=batch["x"]))), "shard_map")
 
 
 def test_a_step_of_one_size_writes_nothing_unclear() -> None:
-    def step(module: Line, batch: Any) -> Any:
+    def add(module: Line, batch: Any) -> None:
         assert len(batch["x"]) == 2
         module.held[...] += len(batch["x"])
-        return module.errors(batch).mean()
 
     with pytest.raises(StateError, match="could not be traced with more rows"):
-        fit(Line(step, 0), "shard_map", sizes=(8,))
+        fit(Line(also(add), 0), "shard_map", sizes=(8,))
 
 
 READS: dict[str, Callable[[Any, Any], Any]] = {
@@ -169,21 +162,14 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("case", thinned(READS, "in a metric"))
 def test_reading_what_replicas_count_in_parts_is_refused(case: str) -> None:
-    def step(module: Line, batch: Any) -> Any:
-        module.held[...] += (batch["x"] > 0).sum()
-        return READS[case](module, batch)
-
+    step = lambda module, batch: (counting(module, batch), READS[case](module, batch))[1]  # noqa: E731
     with pytest.raises(StateError, match=r"training_step reads held, which adds up over the rows"):
         fit(Line(step), "shard_map")
 
 
 def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
-    def step(module: Line, batch: Any) -> Any:
-        module.held[...] += (batch["x"] > 0).sum()
-        module.log("count", module.held[...])
-        return module.errors(batch).mean()
-
-    trainer = fit(Line(step), "shard_map")
+    log = also(lambda module, batch: (counting(module, batch), module.log("count", module.held[...])))
+    trainer = fit(Line(log), "shard_map")
     expected = sum(int((batch["x"] > 0).sum()) for batch in make_batches(*SIZES))
     assert trainer.callback_metrics["count"] == pytest.approx(expected)
 
@@ -212,12 +198,10 @@ def test_a_loss_of_another_reduction_is_refused(kind: str, cls: Any) -> None:
         fit(Line(step), cls(loss_reduction=reduction))
 
 
-@pytest.mark.parametrize(
-    ("cls", "accumulate"),
-    thinned(
-        [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Simulated, 1)], (jl.strategies.PMap, 3)
-    ),
-)
+SUMMED = [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Simulated, 1)]
+
+
+@pytest.mark.parametrize(("cls", "accumulate"), thinned(SUMMED, SUMMED[1]))
 def test_a_sum_trains_as_on_one_device_under_loss_reduction_sum(cls: Any, accumulate: int) -> None:
     result = []
     for strategy, devices in (("single", 1), (cls(loss_reduction="sum"), 4)):
@@ -332,13 +316,8 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
             x = jnp.repeat(batch["x"][..., None], 4, -1)
             x = jnp.concatenate([jnp.tile(self.first[...], (len(x), 1, 1)), x], 1)
             x = self.rnn(self.norm(self.conv(x + self.attend(x))))[:, -1]
-            turned = jnp.real(jnp.fft.fft(x) * 1j)
-            return {
-                "x": jax.nn.log_softmax(x),
-                "class": x.argmax(-1),
-                "sorted": jax.vmap(jnp.sort)(x),
-                "fft": turned,
-            }
+            turned, ordered = jnp.real(jnp.fft.fft(x) * 1j), jax.vmap(jnp.sort)(x)
+            return {"x": jax.nn.log_softmax(x), "class": x.argmax(-1), "sorted": ordered, "fft": turned}
 
         def training_step(self, batch: Any) -> Any:
             x = self.predict_step(batch)["x"]
@@ -360,33 +339,30 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
-    def step(module: Line, batch: Any) -> Any:
-        values = {"sum": batch["x"].sum(), "mean": batch["x"].mean(), "rows": batch["x"].shape[0], "one": 1.0}
-        for name, value in values.items():
-            for fx in ("mean", "sum", "min", "max"):
-                module.log(f"{name} {fx}", value, reduce_fx=fx, batch_size=2, on_step=False, on_epoch=True)
-        return module.errors(batch).mean()
-
-    trainer = fit(Line(step), strategy)
-    x = [batch["x"].astype(np.float64) for batch in make_batches(*SIZES)]
-    of_batches = {
-        "sum": [part.sum() for part in x],
-        "mean": [part.mean() for part in x],
-        "rows": [len(part) for part in x],
-        "one": [1.0 for _ in x],
+    of: dict[str, Callable[[Any], Any]] = {
+        "sum": lambda x: x.sum(),
+        "mean": lambda x: x.mean(),
+        "rows": lambda x: x.shape[0],
+        "one": lambda x: 1.0,
     }
-    expected = {f"{n} {fx}": getattr(np, fx)(v) for n, v in of_batches.items() for fx in ("mean", "sum", "min", "max")}
+    names = [(name, fx) for name in of for fx in ("mean", "sum", "min", "max")]
+
+    def log(module: Line, batch: Any) -> None:
+        for name, fx in names:
+            value = of[name](batch["x"])
+            module.log(f"{name} {fx}", value, reduce_fx=fx, batch_size=2, on_step=False, on_epoch=True)
+
+    trainer = fit(Line(also(log)), strategy)
+    x = [batch["x"].astype(np.float64) for batch in make_batches(*SIZES)]
+    expected = {f"{name} {fx}": getattr(np, fx)([of[name](part) for part in x]) for name, fx in names}
     assert dict(trainer.callback_metrics) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
 def test_a_mean_of_all_rows_is_not_weighted_per_replica(strategy: str) -> None:
-    def step(module: Line, batch: Any) -> Any:
-        module.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), on_epoch=True, on_step=False)
-        return module.errors(batch).mean()
-
-    trainer = fit(Line(step), strategy)
-    batches = make_batches(*SIZES)
+    given = {"on_epoch": True, "on_step": False}
+    log = also(lambda m, batch: m.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), **given))
+    trainer, batches = fit(Line(log), strategy), make_batches(*SIZES)
     weights = [batch["label"].sum() for batch in batches]
     expected = np.average([batch["x"].mean(dtype=np.float64) for batch in batches], weights=weights)
     assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-5)

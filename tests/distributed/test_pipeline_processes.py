@@ -46,7 +46,7 @@ def work() -> None:
         module, rows = Layered(rngs=nnx.Rngs(0)), Rows()
         strategy = Pipeline(4, "1f1b", 4, layers="layers")
         trainer = fit(module, own(BATCHES), None, rows, strategy=strategy, max_steps=steps, **given)
-    say("losses", [float(x) for x in rows.of("train")])
+    say("losses", [float(x) for x in rows.of("loss")])
     say("weights", weights(module))
     say("validated", {key: float(x) for key, x in trainer.validate(module, own(BATCHES))[0].items()})
     predicted = [np.asarray(fetch(x)).tolist() for x in trainer.predict(module, own(BATCHES[:1]))]

@@ -18,14 +18,7 @@ def mean(windows: Sequence[Sequence[float]], w: float = 0.0) -> float:
 
 
 class HandLoop:
-    """Trains a module by plain nnx and optax.
-
-    Args:
-        module: The module; it is changed. Its `training_step` must not log: give `loss` otherwise.
-        tx: The optimizer; the module's own if there is none.
-        loss: The loss of (module, batch).
-        wrt: The Variables that are trained.
-    """
+    """Trains a module in place by plain nnx and optax; `loss` of (module, batch) is its own `loss` by default."""
 
     def __init__(self, module: Any, tx: Any = None, loss: Any = None, wrt: Any = nnx.Param) -> None:
         self.module, self.wrt, self.losses = module, wrt, list[float]()

@@ -27,15 +27,8 @@ def loader() -> jl.ArrayLoader:
 
 def train(root: Any, epochs: int, *callbacks: jl.Callback, module: Any = None, **arguments: Any) -> jl.Trainer:
     """Train `Linear` on `loader` in a run's folder, with arguments of the Trainer and of `fit`."""
-    return fit(
-        Linear() if module is None else module,
-        loader(),
-        None,
-        *callbacks,
-        default_root_dir=root,
-        max_epochs=epochs,
-        **arguments,
-    )
+    model = Linear() if module is None else module
+    return fit(model, loader(), None, *callbacks, default_root_dir=root, max_epochs=epochs, **arguments)
 
 
 def keep_all(**arguments: Any) -> jl.callbacks.ModelCheckpoint:
@@ -55,11 +48,7 @@ def state_of(path: str | Path) -> dict[str, Any]:
 
 def names(folder: str | Path = "run/checkpoints") -> list[str]:
     """Return what is in a folder, but for its lock and the probe of a start that crashed."""
-    return sorted(
-        p.name
-        for p in Path(folder).iterdir()
-        if p.name not in (".lock", ".run-lock") and not p.name.startswith(".probe-")
-    )
+    return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith((".lock", ".run-lock", ".probe-")))
 
 
 # Forging: a manifest as documented, made here, so that only one thing about a checkpoint is wrong.
@@ -103,5 +92,4 @@ def put(*path: Any, value: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def flip(data: bytes, at: int, bits: int = 1) -> bytes:
-    """Return bytes of which one has bits flipped."""
     return data[:at] + bytes([data[at] ^ bits]) + data[at + 1 :]

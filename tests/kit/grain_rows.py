@@ -17,19 +17,11 @@ def shuffled(seed: int = 1, count: int = ROWS, first: int = 0) -> grain.MapDatas
 
 
 def data_loader(
-    count: int = ROWS,
-    batch_size: int = BATCH,
-    seed: int = 3,
-    drop: bool = False,
-    first: int = 0,
-    num_epochs: int | None = 1,
+    count: int = ROWS, batch_size: int = BATCH, seed: int = 3, drop: bool = False, first: int = 0, num_epochs: Any = 1
 ) -> grain.DataLoader:
-    return grain.DataLoader(
-        data_source=records(count, first),
-        sampler=grain.samplers.IndexSampler(num_records=count, shuffle=True, num_epochs=num_epochs, seed=seed),
-        operations=[grain.transforms.Batch(batch_size=batch_size, drop_remainder=drop)],
-        worker_count=0,
-    )
+    sampler = grain.samplers.IndexSampler(num_records=count, shuffle=True, num_epochs=num_epochs, seed=seed)
+    batch = grain.transforms.Batch(batch_size=batch_size, drop_remainder=drop)
+    return grain.DataLoader(data_source=records(count, first), sampler=sampler, operations=[batch], worker_count=0)
 
 
 def add_noise(record: Any, rng: np.random.Generator) -> Any:

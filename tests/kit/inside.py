@@ -50,13 +50,7 @@ def position_of(trainer: jl.Trainer) -> Any:
 
 
 def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
-    """Return a program of a Trainer's newest fit, lowered for a host batch.
-
-    Args:
-        trainer: The Trainer.
-        name: "train_step", "micro_step", or "traced" for the step that callbacks look into.
-        batch: The host batch.
-    """
+    """Return a program of the newest fit, lowered for a host batch; "traced" is the step that callbacks look into."""
     engine = engine_of(trainer)
     result = [fn for key, fn in engine._programs.items() if (type(key) is tuple if name == "traced" else key == name)]
     assert len(result) == 1, list(engine._programs)
@@ -65,14 +59,7 @@ def lowered(trainer: jl.Trainer, name: str, batch: Any) -> Any:
 
 
 def laid_out(strategy: jl.Strategy, module: Any, tx: Any = None, *, accumulate: bool = False) -> tuple[Any, Any]:
-    """Return a module's training state of step 0, abstract, and its shardings; nothing is compiled.
-
-    Args:
-        strategy: The strategy.
-        module: The module; its arrays may be shapes.
-        tx: The optimizer, if it is not the module's.
-        accumulate: Whether there is a window.
-    """
+    """Return a module's abstract training state of step 0, with a window or not, and its shardings; compile nothing."""
     optimizer = optimizer_of(module) if tx is None else jl.Optimizer(tx)
     graphdef, params, frozen, rest = nnx.split(module, optimizer.wrt, nnx.Param, ...)
     parts = [nnx.as_pure(part) for part in (params, frozen, rest)]
@@ -87,9 +74,8 @@ def rates_along(optimizer: jl.Optimizer, params: Any, steps: int) -> dict[str, l
     rates, state = rates_of(optimizer, params), optimizer.tx.init(params)
     result: dict[str, list[float]] = {name: [] for name in rates.names}
     for k in range(steps):
-        for name, rate in zip(
-            rates.names, rates.values(state, jnp.float32(1), jnp.int32(k), jnp.int32(0)), strict=True
-        ):
+        values = rates.values(state, jnp.float32(1), jnp.int32(k), jnp.int32(0))
+        for name, rate in zip(rates.names, values, strict=True):
             result[name].append(float(rate))
         grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), params)
         _, state = optax.with_extra_args_support(optimizer.tx).update(grads, state, params, value=1.0, grad=grads)
@@ -135,12 +121,8 @@ def listeners() -> list[Any]:
 
 def prefetcher_of(prefetch: int) -> Prefetcher:
     """Return a prefetcher that places nothing."""
-    return Prefetcher(
-        lambda batch: batch,
-        splits=lambda batch: True,
-        prefetch=prefetch,
-        watchdog=Watchdog(None),
-    )
+    as_is = lambda batch: batch  # noqa: E731
+    return Prefetcher(as_is, splits=lambda batch: True, prefetch=prefetch, watchdog=Watchdog(None))
 
 
 def evaluated(trainer: jl.Trainer) -> Any:
@@ -152,19 +134,14 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
     """Train in a pipeline; returns the most that each rank held at once, and how many arrays of a shape were sent."""
     live, peaks, sent, send = Counter[int](), Counter[int](), 0, Places.send
 
-    def counting(change: int, method: Any) -> Any:
+    def counting(change: int, method: Any, meanwhile: int = 0) -> Any:
         def call(self: Any, task: Any) -> None:
             rank = self.rank_of(task.stage)
             live[rank] += change
-            peaks[rank] = max(peaks[rank], live[rank])
+            peaks[rank] = max(peaks[rank], live[rank] + meanwhile)
             method(self, task)
 
         return call
-
-    def fused(self: Any, task: Any) -> None:
-        rank = self.rank_of(task.stage)
-        peaks[rank] = max(peaks[rank], live[rank] + 1)
-        fuses(self, task)
 
     def counted(self: Places, arrays: Any, ranks: Any) -> Any:
         nonlocal sent
@@ -173,10 +150,8 @@ def pipelined(trainer: jl.Trainer, module: Any, batches: Any, shape: tuple[int, 
         return send(self, arrays, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, change in (("forward", 1), ("backward", -1), ("backward_weight", -1)):
-            patch.setattr(BatchRun, name, counting(change, getattr(BatchRun, name)))
-        fuses = BatchRun.fused
-        patch.setattr(BatchRun, "fused", fused)
+        for name, *change in (("forward", 1), ("backward", -1), ("backward_weight", -1), ("fused", 0, 1)):
+            patch.setattr(BatchRun, name, counting(change[0], getattr(BatchRun, name), *change[1:]))
         patch.setattr(Places, "send", counted)
         trainer.fit(module, batches)
     return [peaks[rank] for rank in sorted(peaks)], sent

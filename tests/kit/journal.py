@@ -7,8 +7,6 @@ import jaxlit as jl
 from kit.batches import number_of
 
 HOOKS = tuple(name for name in vars(jl.Callback) if name.startswith("on_") or name in ("setup", "teardown"))
-# Those that Lightning has as well.
-LIGHTNINGS = tuple(h for h in HOOKS if h.startswith("on_") and h not in ("on_log", "on_trace", "on_safe_point"))
 
 
 def hooks(name: str = "Made", **functions: Callable[..., Any]) -> jl.Callback:

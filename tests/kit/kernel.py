@@ -19,13 +19,8 @@ f.write(notebook, "out.ipynb")
 """
 
 
-def executed(notebook: Any, folder: Path) -> Any:
-    """Return a notebook with what its cells have put out; an error in one of them fails the test.
-
-    Args:
-        notebook: The notebook, of nbformat 4.
-        folder: An empty folder, in which it runs.
-    """
+def executed(notebook: Any, folder: Path, environment: dict[str, str] | None = None) -> Any:
+    """Return a notebook of nbformat 4 with what its cells have put out in an empty folder; an error fails the test."""
     spec = folder / "jupyter" / "kernels" / "ours"
     spec.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -34,7 +29,7 @@ def executed(notebook: Any, folder: Path) -> Any:
     own = {k: str(folder / k.lower()) for k in ("HOME", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
     own |= {"JUPYTER_PATH": str(folder / "jupyter"), "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     # In a process of its own, whose event loop and warnings are none of this one's.
-    command, own = [sys.executable, "-c", RUN], os.environ | CHEAP | own
+    command, own = [sys.executable, "-c", RUN], (environment or os.environ | CHEAP) | own
     child = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return nbformat.read(folder / "out.ipynb", 4)

@@ -75,10 +75,6 @@ def by_hand(w: Any, windows: Any) -> np.ndarray:
     return w
 
 
-def losses_by_hand(w: Any, batches: list[dict[str, np.ndarray]]) -> list[float]:
-    return [float(np.mean((b["x"].astype(np.float64) @ np.asarray(w) - b["y"]) ** 2)) for b in batches]
-
-
 def assert_weights(module: Any, expected: Any) -> None:
     np.testing.assert_allclose(np.asarray(module.w[...]), expected, rtol=1e-6, atol=1e-6)
 

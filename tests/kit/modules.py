@@ -112,32 +112,15 @@ def module(
 ) -> Any:
     """Return a module with these functions of (self, ...) in place of `base`'s methods.
 
-    Args:
-        training: Its `training_step`, if it is another.
-        tx: What `configure_optimizers` returns, if it is another.
-        base: The class whose methods are the others.
-        name: Its class's name.
-        init: What its constructor does, if it is another.
-        **methods: Other methods and class attributes, by name; `validation` is short for `validation_step`, and so on.
+    `validation` is short for `validation_step`, and so on; `init` is its constructor, `tx` its optimizer.
     """
-    if training is not None:
-        methods["training"] = training
+    methods = {"training": training, "__init__": init, "configure_optimizers": tx and (lambda self: tx)} | methods
     steps = {stage: f"{stage}_step" for stage in ("training", "validation", "test", "predict")}
-    members = {steps.get(key, key): value for key, value in methods.items()}
-    if tx is not None:
-        members["configure_optimizers"] = lambda self: tx
-    if init is not None:
-        members["__init__"] = init
-    return type(name, (base,), members)()
+    return type(name, (base,), {steps.get(key, key): x for key, x in methods.items() if x is not None})()
 
 
 def logging(training: Callable[..., Any] | None = None, validation: Callable[..., Any] | None = None) -> Any:
-    """Return a module whose steps call functions of (self, batch, batch_idx) and log nothing else.
-
-    Args:
-        training: What the training step calls, whose loss is that of `Mean`.
-        validation: What all other steps call.
-    """
+    """Return a `Mean` whose training step, and whose others, call functions of (self, batch, batch_idx) to log."""
 
     def training_step(self: Any, batch: Any, batch_idx: Any) -> jax.Array:
         if training is not None:

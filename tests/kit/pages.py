@@ -48,8 +48,7 @@ def run_script(path: Path, code: str, *arguments: str) -> str:
     path.write_text(code)
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | CHEAP | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, path.name, *arguments], cwd=path.parent, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, path.name, *arguments]
+    done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -18,38 +18,24 @@ ROOT = Path(__file__).parents[2]
 
 # Nearly all time of the tests goes to compiling small programs: they are kept from run to run, for all processes, and
 # compiled without what only long runs are worth.
+FLAGS = [*os.environ.get("XLA_FLAGS", "").split(), "--xla_backend_optimization_level=0"]
+FLAGS += ["--xla_llvm_disable_expensive_passes=true", "--xla_cpu_parallel_codegen_split_count=1"]
+if version("jaxlib").startswith("0.10."):  # later releases know no other way, and end at a flag that they do not know
+    FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 CHEAP = {
     "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax")),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "MALLOC_ARENA_MAX": "2",  # else glibc keeps for each compiling thread what it once needed
-    "XLA_FLAGS": " ".join(
-        dict.fromkeys(
-            [
-                *os.environ.get("XLA_FLAGS", "").split(),
-                "--xla_backend_optimization_level=0",
-                "--xla_llvm_disable_expensive_passes=true",
-                "--xla_cpu_parallel_codegen_split_count=1",
-                # Later releases know no other way, and end at a flag that they do not know.
-                *(["--xla_cpu_use_fusion_emitters=false"] if version("jaxlib").startswith("0.10.") else []),
-            ]
-        )
-    ),
+    "XLA_FLAGS": " ".join(dict.fromkeys(FLAGS)),
 }
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended.
-
-    Args:
-        code: Its exit code, None if it was stopped because it, or another, did not end in time.
-        said: What it told by `say`, by name.
-        output: Its standard output.
-        errors: Its standard error.
-    """
+    """How a process ended: without a code if it was stopped because it, or another, did not end in time."""
 
     code: int | None
-    said: dict[str, Any]
+    said: dict[str, Any]  # what it told by `say`, by name
     output: str
     errors: str
 
@@ -64,49 +50,33 @@ def launch(
     timeout: float = 600.0,  # on a busy machine; only what hangs takes as long
     grace: float = 10.0,
 ) -> list[Ended]:
-    """Run a module's function in several processes, and stop those that do not end.
+    """Run a function at the top of a test file in several processes, and stop those that do not end.
 
-    Args:
-        work: A function at the top of a test file.
-        folder: Where the processes run and write.
-        count: How many processes.
-        devices: How many devices each simulates.
-        join: Whether `jl.distributed.initialize` comes first.
-        timeout: Seconds for all of it.
-        grace: Seconds that the others have when one process has failed: in a collective they would wait for ever.
+    They run and write in the folder, each with its simulated devices; `jl.distributed.initialize` comes first where
+    they join. When one has failed the others have `grace` seconds: in a collective they would wait for ever.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    children = []
+    children, ended = [], []
     for index in range(count):
         told = {"file": inspect.getfile(work), "name": work.__name__, "port": port if join else None}
         told |= {"index": index, "count": count, "devices": devices}
+        command = [sys.executable, __file__, json.dumps(told)]
         with (folder / f"output{index}").open("w") as output, (folder / f"errors{index}").open("w") as errors:
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, __file__, json.dumps(told)],
-                    stdout=output,
-                    stderr=errors,
-                    cwd=folder,
-                    env=environment,
-                )
-            )
+            children.append(subprocess.Popen(command, stdout=output, stderr=errors, cwd=folder, env=environment))
     try:
         codes = _wait(children, time.monotonic() + timeout, grace)
     finally:
         for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()
-    ended = []
+            child.kill()
+            child.wait()
     for index, code in enumerate(codes):
         path = folder / f"said{index}"
         said = dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
-        files = [(folder / f"{name}{index}").read_text() for name in ("output", "errors")]
-        ended.append(Ended(code, said, *files))
+        ended.append(Ended(code, said, *((folder / f"{name}{index}").read_text() for name in ("output", "errors"))))
     return ended
 
 

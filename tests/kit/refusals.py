@@ -33,19 +33,9 @@ def fit_refuses(
     loaders: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> jl.Trainer | None:
-    """See a fit refused before a batch was trained on.
+    """See a fit refused before a batch was trained on; return the Trainer, None if it was refused itself.
 
-    Args:
-        kind: The class of the error.
-        *patterns: What its message must match.
-        model: A `Mean` if there is none.
-        train: Two batches if there are none.
-        val: The validation batches.
-        loaders: The arguments of `fit` in place of these two.
-        **arguments: Those of the Trainer and of `fit`.
-
-    Returns:
-        The Trainer, None if it was refused itself.
+    `loaders` are arguments of `fit` in place of `train` and `val`, `arguments` those of the Trainer and of `fit`.
     """
     made: list[jl.Trainer] = []
     of_fit = {key: arguments.pop(key) for key in OF_FIT if key in arguments and key != "datamodule"}

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,12 @@ from kit.inside import engine_of
 EPOCHS, BATCHES, ACCUMULATE, EVERY = 2, 23, 3, 7
 STEPS_PER_EPOCH = 8  # 23 batches in windows of three, the last of two
 BATCH_SIZE, TAIL, FEATURES = 8, 5, 4
-HOOKS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_validation_start",
-    "on_validation_epoch_start",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_epoch_end",
-    "on_validation_end",
-    "on_train_epoch_end",
-    "on_safe_point",
-    "on_train_end",
-    "on_fit_end",
-    "on_log",
-)
+_HOOKS = """
+on_fit_start on_train_start on_train_epoch_start on_train_batch_start on_train_batch_end on_validation_start
+on_validation_epoch_start on_validation_batch_start on_validation_batch_end on_validation_epoch_end on_validation_end
+on_train_epoch_end on_safe_point on_train_end on_fit_end on_log
+"""
+HOOKS = tuple(_HOOKS.split())
 
 
 class Net(jl.TrainModule):
@@ -77,14 +65,9 @@ class InEveryHook(jl.Callback):
         raise NotImplementedError
 
 
-def _in_hook(name: str) -> Callable[..., None]:
-    if name == "on_log":  # which is not given the module
-        return lambda self, trainer, *arguments: self.at(trainer, name, arguments)
-    return lambda self, trainer, module, *arguments: self.at(trainer, name, arguments)
-
-
-for _name in HOOKS:
-    setattr(InEveryHook, _name, _in_hook(_name))
+for _name in HOOKS:  # `on_log` is not given the module
+    _first = 0 if _name == "on_log" else 1
+    setattr(InEveryHook, _name, lambda self, t, *args, n=_name, first=_first: self.at(t, n, args[first:]))
 
 
 class Journal(InEveryHook):
@@ -270,22 +253,10 @@ def make_trainer(
     strategy: str, root: Path, callbacks: Sequence[jl.Callback] = (), name: str = "journal", **arguments: Any
 ) -> jl.Trainer:
     """Return a Trainer of this training, with a journal in its folder."""
-    given: dict[str, Any] = {
-        "max_epochs": EPOCHS,
-        "accumulate_grad_batches": ACCUMULATE,
-        "val_check_interval": EVERY,
-        "log_every_n_steps": 1,
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return jl.Trainer(
-        strategy=strategy,
-        default_root_dir=root,
-        callbacks=[*watchers(), Journal(Path(root) / name), *callbacks],
-        **{**given, **arguments},
-    )
+    given: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": EVERY}
+    given |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "strategy": strategy, "default_root_dir": root}
+    given |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return jl.Trainer(callbacks=[*watchers(), Journal(Path(root) / name), *callbacks], **given | arguments)
 
 
 def journal(trainer: jl.Trainer) -> list[list[Any]]:

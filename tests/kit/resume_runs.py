@@ -25,15 +25,9 @@ def cut_and_resume(
     more: Callable[[], Sequence[jl.Callback]] = tuple,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Train once without a stop, and once with exceptions; returns what differs.
+    """Train once without a stop, and once with exceptions, each in a Trainer that continues; returns what differs.
 
-    Args:
-        folder: Where both run.
-        data: Makes the loaders, for each Trainer again.
-        strategy: The strategy.
-        stops: Where exceptions come, each in a Trainer that continues from the one before.
-        more: Makes further callbacks.
-        arguments: The Trainer's.
+    `data` and `more` make the loaders and further callbacks of each Trainer.
     """
     arguments = {"max_epochs": 2, **arguments}
     whole = fit(make_trainer(strategy, folder / "whole", more(), "journal0", **arguments), data())
@@ -70,15 +64,9 @@ class KillsAt(InEveryHook):
 def start_child(
     root: Path, number: int, strategy: str, *, epochs: int, every: int, kill: tuple[str, int] | None = None
 ) -> subprocess.Popen[str]:
-    """Start a process that trains, or continues, in a folder; all are given the same Trainer.
+    """Start a process that trains, or continues, in a folder with a checkpoint every so many steps.
 
-    Args:
-        root: The run's folder.
-        number: The process's own number: it writes `journal<number>` and, if it gets there, `final.json`.
-        strategy: The strategy.
-        epochs: How long to train.
-        every: Optimizer steps between checkpoints.
-        kill: The hook and the step at which it dies.
+    It writes `journal<number>` and, unless it dies at the hook and step of `kill`, `final.json`.
     """
     told = json.dumps([str(root), number, strategy, epochs, every, kill])
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -92,9 +80,8 @@ def ended(child: subprocess.Popen[str], timeout: float = 120.0) -> tuple[int, st
     try:
         output, _ = child.communicate(timeout=timeout)
     finally:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        child.kill()
+        child.wait()
     return child.returncode, output
 
 
@@ -104,15 +91,9 @@ def write_final(trainer: jl.Trainer, root: Path) -> None:
 
 
 def problems_of(folder: Path, reference: Path, count: int) -> dict[str, Any]:
-    """Compare a training in several processes with one in a single process that was not stopped.
+    """Return what differs from a training without a stop if all of `count` processes but the last were killed.
 
-    Args:
-        folder: Its folder.
-        reference: That of the training without a stop.
-        count: Its processes, of which all but the last were killed.
-
-    Returns:
-        What differs, and as "lost" how many optimizer steps were done again.
+    And as "lost" how many optimizer steps were done again.
     """
     result: dict[str, Any] = {}
     lost = 0

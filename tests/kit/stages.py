@@ -11,6 +11,8 @@ import optax
 from flax import nnx
 
 import jaxlit as jl
+from kit.by_hand import state_of
+from kit.modules import Linear
 
 WIDTH, WORDS, LENGTH = 8, 20, 5
 
@@ -26,8 +28,8 @@ class Layer(nnx.Module):
         return x + self.dropout(nnx.tanh(self.linear(x)))
 
 
-class Layered(jl.TrainModule):
-    """Layers one after the other, without a mark: `batch["y"]` (rows, 1) of `batch["x"]` (rows, 3)."""
+class Layered(Linear):
+    """Layers one after the other, without a mark."""
 
     def __init__(self, layers: int = 4, tx: Any = None, *, rngs: nnx.Rngs) -> None:
         self.inward = nnx.Linear(3, WIDTH, rngs=rngs)
@@ -40,20 +42,6 @@ class Layered(jl.TrainModule):
         for layer in self.layers:
             x = layer(x)
         return self.outward(x)
-
-    def loss(self, batch: Any) -> jax.Array:
-        return jnp.mean((self(batch["x"]) - batch["y"]) ** 2)
-
-    def training_step(self, batch: Any) -> jax.Array:
-        loss = self.loss(batch)
-        self.log("train", loss)
-        return loss
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", self.loss(batch))
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return self(batch["x"])
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return self.tx
@@ -116,13 +104,7 @@ def sentences(rows: int, batches: int) -> list[np.ndarray]:
 
 
 def by_microbatches(module: Any, batches: Sequence[Any], count: int | Sequence[Sequence[int]]) -> list[float]:
-    """Train a module in place by plain nnx, a step a batch; returns the batches' losses.
-
-    Args:
-        module: The module.
-        batches: The batches.
-        count: In how many passes each, or the rows of each pass.
-    """
+    """Train a module in place by plain nnx, each batch in so many passes or of so many rows; returns its losses."""
     optimizer = nnx.Optimizer(module, module.configure_optimizers(), wrt=nnx.Param)
     gradient = nnx.jit(nnx.value_and_grad(lambda module, part: module.loss(part)))
     losses = []
@@ -143,8 +125,4 @@ def by_microbatches(module: Any, batches: Sequence[Any], count: int | Sequence[S
     return losses
 
 
-def numbers(module: Any) -> dict[str, np.ndarray]:
-    """Return all arrays of a module by their paths, random keys as their data."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return {jax.tree_util.keystr(path): np.asarray(jax.random.key_data(x) if is_key(x) else x) for path, x in leaves}
+numbers = state_of  # all arrays of a module by their paths

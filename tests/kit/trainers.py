@@ -14,12 +14,9 @@ SEVERAL = STRATEGIES[1:]
 REPLICAS = ("shard_map", "pmap", "simulate:8")  # those that run a step once on each replica's rows
 
 # For what looks at the terminal, counts files or writes, or takes thousands of steps.
-BARE: dict[str, Any] = {
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-}
+BARE: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+)
 OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "init_from", "strict")
 
 
@@ -31,12 +28,9 @@ def splitting(name: str) -> Any:
 
 
 def thinned(cases: Iterable[Any], *often: Any, full: Iterable[Any] | None = None) -> list[Any]:
-    """Return the cases of a parametrised test, all but a few of them `full`.
+    """Return the cases of a test, some for every run, and those of `full` (all others if it is not given) marked so.
 
-    Args:
-        cases: The cases.
-        *often: Those that every run of the tests has; at least one, unless `full` is given.
-        full: Those that are `full`, the others being left to tests/sweeps/cases.py; all if it is not given.
+    What is in neither is left to tests/sweeps/cases.py.
     """
     every = list(cases)
     seldom = every if full is None else list(full)

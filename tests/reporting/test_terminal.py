@@ -4,7 +4,6 @@ import base64
 import contextlib
 import fcntl
 import io
-import json
 import os
 import re
 import select
@@ -18,6 +17,7 @@ import nbformat
 import pyte
 import pytest
 from kit.batches import numbered
+from kit.kernel import executed
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
 from kit.trainers import fit
@@ -126,24 +126,13 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
 
 @pytest.mark.full
 def test_a_notebook_shows_every_line_once_and_no_widgets(tmp_path):
-    spec = tmp_path / "jupyter" / "kernels" / "ours"
-    spec.mkdir(parents=True)
-    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-    spec.joinpath("kernel.json").write_text(json.dumps({"argv": argv, "display_name": "ours", "language": "python"}))
     cells = [
         f"import sys\nsys.path.insert(0, {str(DIGITS.parent)!r})\nimport digits",
         "sys.argv = ['digits.py', '--epochs', '3']\ndigits.main()",
     ]
-    nbformat.write(nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)]), tmp_path / "in.ipynb")
-    # In a process of its own, whose event loop and warnings are none of this one's.
-    run = "import nbclient, nbformat as f; n = f.read('in.ipynb', 4); "
-    run += "nbclient.NotebookClient(n, timeout=300, kernel_name='ours').execute(); f.write(n, 'out.ipynb')"
-    places = {k: str(tmp_path / k.lower()) for k in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
-    own = environment(tmp_path, JUPYTER_PATH=str(tmp_path / "jupyter"), **places)
-    command = [sys.executable, "-c", run]
-    child = subprocess.run(command, cwd=tmp_path, env=own, timeout=TIMEOUT, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    notebook = nbformat.read(tmp_path / "out.ipynb", 4)
+    notebook = executed(
+        nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)]), tmp_path, environment(tmp_path)
+    )
     imported, trained = (cell.outputs for cell in notebook.cells)
     # All lines are of one kind; the live line was one output, which takes no room any more.
     text, live = ([o for o in trained if (o.output_type == "stream") == lines] for lines in (True, False))

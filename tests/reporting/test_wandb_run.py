@@ -15,7 +15,6 @@ from kit.refusals import refuses
 from kit.waiting import held, interrupts
 from kit.wandb_runs import STEP, FakeRun
 
-from jaxlit.background import BackgroundQueue
 from jaxlit.reporting import wandb_run
 from jaxlit.reporting.wandb_run import WandbError, WandbRun
 
@@ -86,19 +85,6 @@ def test_a_call_that_hangs_is_left_and_prints_nothing_later(call, capsys):
         assert line.startswith("W&B: the upload did not finish (no end after") and line.endswith(SYNC)
     assert result._queue.wait_idle(30) and run.codes == [0]
     assert len(run.rows) == (1 if call == "log" else 50) and capsys.readouterr().out == ""
-
-
-def test_rows_without_time_left_are_one_line(monkeypatch, capsys):
-    wait_idle = BackgroundQueue.wait_idle
-    with held() as release:
-        monkeypatch.setattr(wandb_run, "MARGIN", 30.0)
-        monkeypatch.setattr(
-            BackgroundQueue, "wait_idle", lambda self, timeout: release.set() or wait_idle(self, timeout)
-        )
-        run = FakeRun(log=lambda row: release.wait(30))
-        send(run, 50, 1e-6)
-    assert len(run.rows) <= 1 and run.codes == [0]
-    assert capsys.readouterr().out == f"W&B: the upload did not finish (there was no time left); {SYNC}\n"
 
 
 def test_a_run_that_lags_behind_too_far_is_given_up(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -60,14 +61,11 @@ def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, c
     with held() as release:
         answers += [lambda: release.wait(30), lambda: run]
         assert opened() is run
-    assert [given["mode"] for given, _ in calls] == [None, "offline"]
-    assert [given["id"] for given, _ in calls] == ["wanted"] * 2
-    assert not calls[0][1]
-    assert sys.stdin.isatty()
+    assert [(given["mode"], given["id"]) for given, _ in calls] == [(None, "wanted"), ("offline", "wanted")]
+    assert not calls[0][1] and sys.stdin.isatty()
     assert len(closed) == 1  # so that the end of the process does not wait for it
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("W&B offline (no answer after")
-    assert line.endswith(") \N{MIDDLE DOT} upload: wandb sync /there")
+    assert re.fullmatch(r"W&B offline \(no answer after .*\) \N{MIDDLE DOT} upload: wandb sync /there", line)
 
 
 def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
@@ -76,8 +74,7 @@ def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
         answers.append(lambda: interrupt() or release.wait(30))
         with pytest.raises(KeyboardInterrupt):
             opened()
-    assert len(calls) == 1
-    assert len(closed) == 1
+    assert len(calls) == len(closed) == 1
     assert capsys.readouterr().out == ""
 
 
@@ -148,37 +145,26 @@ def test_without_the_package_the_error_says_what_to_do(monkeypatch):
 # Processes
 
 
-def fit_and_test():
-    """Train and test with a server that cannot be reached, and before that without W&B."""
-    several = jax.process_count() > 1
-    kind = {"strategy": "ddp" if several else "single", "enable_checkpointing": not several, "max_epochs": 2}
-    plain = trainer_of(default_root_dir="../plain", **kind)
+def fit_test_and_hang():
+    """Train and test with a server that cannot be reached, and before that without W&B.
+
+    Then stop the SDK's own process, which answers nothing any more: at its end the SDK would wait for it.
+    """
+    plain = trainer_of(default_root_dir="../plain", max_epochs=2)
     plain.fit(Wide(), data(), data())
-    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0, processes="group"), []
-
-    def note(trainer, module):
-        runs.append((logger.experiment.id, logger.experiment.group, logger.experiment.offline))
-
-    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), default_root_dir="../run", **kind)
+    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0), []
+    note = lambda *_: runs.append((logger.experiment.id, logger.experiment.offline))  # noqa: E731
+    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), default_root_dir="../run", max_epochs=2)
     trainer.fit(Wide(), data(), data())
     trainer.test(dataloaders=data())
     say("id", logger.id)
     say("runs", runs)
     say("same", all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (plain.state, trainer.state)), strict=True)))
-
-
-def fit_test_and_hang():
-    """Then stop the SDK's own process, which answers nothing any more: at its end the SDK would wait for it."""
-    fit_and_test()
     wandb_run.MARGIN = 0.0
     stop = lambda *all: os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)  # noqa: E731
     logger, given = WandbLogger(offline=True, finish_timeout=0.5), {"max_epochs": 0, "default_root_dir": "../hangs"}
     trainer_of(logger, hooks(on_fit_end=stop), **given).fit(Wide(), data())
     say("ended", True)
-
-
-def lines_of_wandb(ended):
-    return [line for line in ended.output.splitlines() if "W&B" in line]
 
 
 @pytest.fixture(scope="module")
@@ -204,32 +190,17 @@ def test_a_server_out_of_reach_changes_no_number(unreachable):
 def test_a_run_on_disk_has_one_id_and_lines_to_send_it(unreachable):
     folder, ended = unreachable
     name, files = ended.said["id"], run_files(folder / "run")
-    assert ended.said["runs"] == [[name, "", True]] * 2
+    assert ended.said["runs"] == [[name, True]] * 2
     assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
     (state,) = folder.glob("run/checkpoints/step_*/state.json")
     assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
     assert summary(folder / "run")["config"]["api_key"] == "<redacted>"
     written = [path for path in (folder / "run/wandb").rglob("*") if path.is_file()]
     assert [path for path in written if b"planted" in path.read_bytes()] == []
-    first, second, third, hung = lines_of_wandb(ended)
+    first, second, third, hung = [line for line in ended.output.splitlines() if "W&B" in line]
     assert first.startswith("W&B offline (")
     assert second.startswith("W&B offline \N{MIDDLE DOT} ")
     assert third.startswith("W&B offline")
     assert hung.startswith("W&B: the upload did not finish (no end after")
     folders = [(folder / "here" / line.partition("wandb sync ")[2]).resolve() for line in (first, second)]
     assert folders == [path.parent.resolve() for path in files]
-
-
-@pytest.mark.full
-def test_processes_without_a_key_have_an_offline_run_each(tmp_path):
-    first, second = start(fit_and_test, tmp_path / "here", 2, log_to=None)
-    assert [first.code, second.code] == [0, 0], first.errors + second.errors
-    name = first.said["id"]
-    assert second.said["id"] == name
-    for ended, run in zip((first, second), (name, f"{name}-1"), strict=True):
-        assert ended.said["runs"] == [[run, name, True]] * 2
-        assert ended.said["same"]
-        lines = lines_of_wandb(ended)
-        assert len(lines) == 2
-        assert "No API key" in lines[0]
-    assert {path.name for path in run_files(tmp_path / "run")} == {f"run-{name}.wandb", f"run-{name}-1.wandb"}

@@ -67,7 +67,7 @@ def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: i
     told = hooks(on_train_batch_end=lambda t, m, outputs, b, i: means.append(float(outputs["mean"])))
     fit(module, BATCHES, None, rows, told, strategy=strategy, devices=devices, log_every_n_steps=1)
     assert_close(module, expected)
-    np.testing.assert_allclose(rows.of("train"), losses, atol=1e-5)
+    np.testing.assert_allclose(rows.of("loss"), losses, atol=1e-5)
     np.testing.assert_allclose(means, [batch["x"].mean() for batch in BATCHES], atol=1e-6)
 
 
@@ -100,7 +100,7 @@ def test_a_window_of_microbatches_is_one_step() -> None:
     rows = Rows()
     fit(module, batches, None, rows, strategy=strategy, devices=4, accumulate_grad_batches=3, log_every_n_steps=1)
     assert_close(module, expected)
-    np.testing.assert_allclose(rows.of("train"), losses, atol=1e-5)
+    np.testing.assert_allclose(rows.of("loss"), losses, atol=1e-5)
 
 
 @pytest.mark.full
