@@ -1,4 +1,4 @@
-"""Which callbacks act in a step: those with `due_in` say when they do, and the loop compares one number."""
+"""What a step has besides its batch: rows, traces and callbacks say when they act, and the loop compares one number."""
 
 import math
 from functools import partial
@@ -6,38 +6,53 @@ from typing import TypeAlias
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.loop.hooks import Hook, Hooks, overrides
+from jaxlit.loop.tracing import Tracing
 
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
 StepHooks: TypeAlias = tuple[Hook | None, Hook | None, Hook | None]  # in that order; None without functions
 
 
 class Due:
-    """The hooks of a step's batches, with those of callbacks that act at some steps only.
+    """When something acts that does not act in each step, and the hooks of a step's batches.
 
     Args:
-        hooks: The hooks of the run.
+        hooks: The hooks of the run, of which callbacks with `due_in` have some steps only.
+        tracing: The callbacks inside the optimizer step.
 
     Attributes:
-        next: The number of optimizer steps after which one of those callbacks acts next; infinite if none does.
-        each: The hooks of a step in which none of them acts.
+        next: After how many optimizer steps something acts next; infinite if nothing does.
+        each: The hooks of a step in which none of those callbacks acts.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
-        self._hooks, self.next = hooks, math.inf
+    def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
+        self._hooks, self._tracing, self.next = hooks, tracing, math.inf
         self._asked = [c for c in hooks.callbacks if overrides(c, "due_in")]
         self._steps: list[tuple[Callback, int]] = []
+        self._intervals, self._asked_at = list[int](), math.inf
         self.each = self._of([])
 
     def seek(self, step: int) -> None:
-        """Ask the callbacks when they act next, after so many optimizer steps."""
-        ask = self._hooks.ask
-        waits = [(c, ask(c, "due_in", partial(c.due_in, step))) for c in self._asked]
-        self._steps = [(c, step + max(wait, 1)) for c, wait in waits if wait is not None]
-        self.next = min((at for _, at in self._steps), default=math.inf)
+        """Ask anew what acts next, after so many optimizer steps: an interval may have changed, or steps are undone."""
+        every = self._hooks.trainer.log_every_n_steps
+        self._intervals = [*self._tracing.intervals, *([every] if every else [])]
+        self._asked_at = step
+        self.move(step)
+
+    def move(self, step: int) -> None:
+        """Find what acts next, after a step in which something acted."""
+        if step >= self._asked_at:
+            ask = self._hooks.ask
+            waits = [(c, ask(c, "due_in", partial(c.due_in, step))) for c in self._asked]
+            self._steps = [(c, step + max(wait, 1)) for c, wait in waits if wait is not None]
+            self._asked_at = min((at for _, at in self._steps), default=math.inf)
+        self.next = self._asked_at
+        for every in self._intervals:  # no call: a row may be due in each step
+            if (at := step + every - step % every) < self.next:
+                self.next = at
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1."""
-        return self.each if step < self.next else self._of([c for c, at in self._steps if at <= step])
+        return self.each if step < self._asked_at else self._of([c for c, at in self._steps if at <= step])
 
     def _of(self, acting: list[Callback]) -> StepHooks:
         resting = [c for c in self._asked if all(c is not x for x in acting)]

@@ -60,7 +60,7 @@ class TimeLimits:
     def check(self, control: Control, *, epoch_over: bool = False) -> None:
         """Ask for a stop once a limit is over."""
         # One process alone may be interrupted: the others would not exchange their times with it.
-        if not self.waits or not self.team.meets(not control.interrupted):
+        if not self.waits or (control.interrupted and not self.team.meets(False)):
             return
         now = self._elapsed(ask=epoch_over)
         for limit in self._limits:

@@ -25,7 +25,6 @@ class Tracing:
         log_every: The interval of those that name none.
 
     Attributes:
-        next: The optimizer step, from 0, at which the next one fires; -1 if none ever does.
         seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
     """
 
@@ -40,7 +39,7 @@ class Tracing:
             if every := log_every if every is None else every:
                 fitting(callback, "trace_step")
                 self._every.append((callback, every))
-        self.next, self._checked = -1, False
+        self._checked = False
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
@@ -57,7 +56,6 @@ class Tracing:
             shapes = self._hooks.ask(callback, TRACED, trace, failed)
             if shapes is failed:
                 self._every.remove((callback, every))
-                self.seek(self.next)
             elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
                 raise ModuleError(
                     f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
@@ -71,28 +69,27 @@ class Tracing:
                 )
         self._checked = True
 
-    def seek(self, step: int) -> None:
-        """Find the next step at which one fires, from `step` on."""
-        # The last step of each n, whose row is logged.
-        self.next = min((step + every - 1 - step % every for _, every in self._every), default=-1)
+    @property
+    def intervals(self) -> list[int]:
+        """The intervals of the callbacks, each of which fires in the last step of it, whose row is logged."""
+        return [every for _, every in self._every]
 
-    def step(self, engine: Engine, batch: Any) -> tuple[jax.Array, Any, Any]:
-        """Take the optimizer step `next`: its scalars go to the step's row, and all values to `on_trace`."""
-        at = self.next
+    def step(self, engine: Engine, batch: Any, step: int) -> Any:
+        """Take an optimizer step, counted from 0: scalars go to its row, and all values to `on_trace`."""
         # One program for each set of callbacks that come due together: few, as intervals repeat.
-        due = [callback for callback, every in self._every if (at + 1) % every == 0]
+        due = [callback for callback, every in self._every if (step + 1) % every == 0]
+        if not due:
+            return engine.train_step(batch)
         logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)
         for callback, values in zip(due, seen, strict=True):
             self._hooks.log.add_traced({name: x for name, x in values.items() if not x.ndim})
             if overrides(callback, "on_trace"):
-                self.seen.append((callback, at, values))
-        self.seek(at + 1)
+                self.seen.append((callback, step, values))
         return logs, loss, outputs
 
     def forget(self, step: int) -> None:
         """Drop the values of a step and of those after it, which are undone."""
         self.seen = [x for x in self.seen if x[1] < step]
-        self.seek(step)
 
     def deliver(self, until: int | None = None) -> None:
         """Call `on_trace` with the values up to a step, or with all of them; waits for the device."""

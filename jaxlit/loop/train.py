@@ -15,6 +15,7 @@ import jax
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.data.prefetcher import Batch
 from jaxlit.engine.in_flight import Bound
+from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Outputs
@@ -58,7 +59,6 @@ def train_epoch(run: Run) -> None:
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
     wait, due = Bound(run.max_in_flight), run.due
-    run.tracing.seek(position.global_step)
 
     if position.phase <= Phase.EPOCH_START:
         position.phase = Phase.BATCH_START
@@ -75,7 +75,7 @@ def train_epoch(run: Run) -> None:
     run.checkpoints.resumed, shows_steps = False, False
     for batch in batches_left(run):
         if position.global_step >= due.next:
-            due.seek(position.global_step)
+            due.move(position.global_step)
         # None for a hook that no callback has in this step, so that it pays no call.
         starts, ends, saves = due.each if position.global_step + 1 < due.next else due.at(position.global_step + 1)
         hooks.log.batch = batch.host
@@ -117,17 +117,17 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     Returns:
         The table of metrics, the loss of a window's batch, and the other outputs of the step; all on the device.
     """
-    engine, position, tracing = run.engine, run.position, run.tracing
+    engine, position = run.engine, run.position
     # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
     if engine.nan_policy == "raise" and not (position.filled and run.unchecked.starts):
         note_start(run)
     stepping = batch.is_last or position.filled + 1 >= run.window.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
-    elif position.global_step != tracing.next:
+    elif position.global_step + 1 < run.due.next:
         logs, loss, outputs = engine.train_step(batch.arrays)
     else:
-        logs, loss, outputs = tracing.step(engine, batch.arrays)
+        logs, loss, outputs = run.tracing.step(engine, batch.arrays, position.global_step)
     # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
     run.results.latest = run.prefetcher.token = logs
     # Before the hook: a checkpoint in it has this batch.
@@ -168,7 +168,8 @@ def after_step(run: Run, hook: Hook | None) -> bool:
         run.check_notice()
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
-        if not position.filled:
+        is_due = position.global_step >= run.due.next or run.control.should_stop or run.hooks.log.window
+        if is_due and not position.filled:
             run.results.pending = row_of_step(run)
     if run.settings.debug:
         check_finite(run)  # waits for each step, so that an error names it at once
@@ -256,3 +257,4 @@ def reload(run: Run) -> None:
     run.data.reopen(run.settings)
     run.data.count(run.control, run.window.given)
     run.tracing = Tracing(run.hooks, run.log_every)
+    run.due = Due(run.hooks, run.tracing)

@@ -1,4 +1,4 @@
-"""The loaders of a run are opened and checked, and continue where a checkpoint was taken."""
+"""How a run begins: its loaders are opened and checked, and it continues where a checkpoint was taken."""
 
 import logging
 
@@ -10,8 +10,9 @@ from jaxlit.core.step_module import is_in_eval_mode
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
-from jaxlit.loop.run import Setup
+from jaxlit.loop.run import Run, Setup
 from jaxlit.reporting.terminal import say
+from jaxlit.trainer.defaults import log_hyperparams
 
 _logger = logging.getLogger("jaxlit")
 
@@ -76,6 +77,18 @@ def restore_callbacks(run: Setup, checkpoint: Checkpoint) -> None:
         _logger.warning(
             "%s keeps the state of %s, which is not among the callbacks now.", checkpoint.path, ", ".join(left)
         )
+
+
+def begin_fit(run: Run) -> None:
+    """Restore what a checkpoint has of the run, and begin the fit."""
+    if (resume := run.checkpoints.resume) is not None:
+        # Sums and counters go to the device, so not before there is an engine.
+        snapshot.load_run(run, resume.checkpoint.state)
+        if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
+            run.checkpoints.written.append(resume.checkpoint.path)
+        run.hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+    log_hyperparams(run.hooks)
+    run.hooks("on_fit_start")
 
 
 def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:

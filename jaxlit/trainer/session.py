@@ -22,7 +22,6 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
-from jaxlit.loop import snapshot
 from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
@@ -42,10 +41,17 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
-from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
-from jaxlit.trainer.opening import check_loaders, open_fit, restore_callbacks, warn_of_bad_step, warn_of_eval_mode
+from jaxlit.trainer.opening import (
+    begin_fit,
+    check_loaders,
+    open_fit,
+    restore_callbacks,
+    warn_of_bad_step,
+    warn_of_eval_mode,
+)
 from jaxlit.trainer.run_folder import RunFolder
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.signals import interruptible
@@ -206,6 +212,8 @@ class Session:
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
+        if isinstance(self.current, Run):
+            self.current.due.seek(self.position.global_step)
 
     def run(
         self,
@@ -247,7 +255,7 @@ class Session:
                     opened.enter_context(live.registered())
                     opened.enter_context(contextlib.closing(run.prefetcher))
                     if run.data.is_fit:
-                        self._begin_fit(run)
+                        begin_fit(run)
                     results = work(run)
                     if run.data.is_fit:
                         hooks("on_fit_end")
@@ -364,7 +372,9 @@ class Session:
             epoch=lambda: setup.position.epoch,
         )
         tracing = Tracing(hooks, setup.log_every if data.is_fit else 0)
-        self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks))
+        self.current = run = Run(
+            **vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks, tracing)
+        )
         if data.is_fit:
             warn_of_eval_mode(run)
             self.fitted = run
@@ -374,17 +384,6 @@ class Session:
         put_back = not (data.is_fit or take_ownership)
         live = hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
         return run, live
-
-    def _begin_fit(self, run: Run) -> None:
-        """Restore what a checkpoint has of the run, and begin the fit."""
-        if (resume := run.checkpoints.resume) is not None:
-            # Sums and counters go to the device, so not before there is an engine.
-            snapshot.load_run(run, resume.checkpoint.state)
-            if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
-                run.checkpoints.written.append(resume.checkpoint.path)
-            run.hooks("on_load_checkpoint", dict(resume.checkpoint.state))
-        log_hyperparams(run.hooks)
-        run.hooks("on_fit_start")
 
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
@@ -397,14 +396,3 @@ class Session:
         if module is None or self.current is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
         return self._engines.evaluator(module, self.settings, self.engine).apply(fn, *inputs)
-
-    @out_of_meshes
-    def callback_arrays(self, callback: Callback) -> Any:
-        """Return the arrays that a callback keeps in the training state; see `Trainer.callback_arrays`."""
-        for key, keeper in () if self.engine is None else self.engine.extras.items():
-            if keeper is callback and self.engine is not None:
-                return self.engine.state.unflatten().extras[key]
-        raise ArgumentError(
-            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call it "
-            "from fit on, with a callback that defines init_arrays and update_arrays."
-        )

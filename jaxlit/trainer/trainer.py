@@ -13,8 +13,10 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import Settings
+from jaxlit.mesh_context import out_of_meshes
 from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
@@ -291,6 +293,7 @@ class Trainer(TrainerProperties):
         """
         return self._session.apply(fn, *inputs)
 
+    @out_of_meshes
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
 
@@ -303,7 +306,16 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: It took no part in the newest fit, or keeps no arrays.
         """
-        return self._session.callback_arrays(callback)
+        engine = self._session.engine
+        key = (
+            None if engine is None else next((key for key, keeper in engine.extras.items() if keeper is callback), None)
+        )
+        if engine is None or key is None:
+            raise ArgumentError(
+                f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call "
+                "it from fit on, with a callback that defines init_arrays and update_arrays."
+            )
+        return engine.state.unflatten().extras[key]
 
     @takes_only_its_arguments("Trainer.save_checkpoint")
     def save_checkpoint(self, path: str | Path) -> None:
