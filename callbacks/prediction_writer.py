@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.prediction_files import FORMATS, Rows, holds_rows, import_pyarrow, read_rows
+from jaxlit.callbacks.prediction_files import LOADER, Rows, folders_of, import_pyarrow, read_rows
 from jaxlit.distributed.exchange import fetch
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError
@@ -17,8 +17,6 @@ from jaxlit.errors import ArgumentError
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-_LOADER = "dataloader_idx_"
 
 
 class PredictionWriter(Callback):
@@ -40,14 +38,12 @@ class PredictionWriter(Callback):
         format: "npy", or "parquet", which holds texts too and needs `pip install jaxlit[parquet]`.
 
     Raises:
-        ArgumentError: An argument is invalid, pyarrow is not installed, or before the first batch: the folder contains
-            other files, cannot be made, or is that of another writer.
+        ArgumentError: An argument is invalid, or the folder has other files, cannot be made or is another writer's.
         DataError: The outputs are no arrays with one row for each row of the batch, or change their shape.
 
     Example:
         >>> import jaxlit as jl
-        >>> writer = jl.callbacks.PredictionWriter("predictions")
-        >>> trainer = jl.Trainer(callbacks=writer, logger=False)
+        >>> trainer = jl.Trainer(callbacks=jl.callbacks.PredictionWriter("predictions"), logger=False)
     """
 
     in_fast_dev_run = False
@@ -55,13 +51,13 @@ class PredictionWriter(Callback):
     def __init__(self, output_dir: str | Path, write_interval: str = "batch", *, format: str = "npy") -> None:
         self.output_dir, owner = Path(output_dir), "PredictionWriter"
         self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)
-        self.format = check.one_of("format", format, tuple(FORMATS), owner=owner)
+        self.format = check.one_of("format", format, ("npy", "parquet"), owner=owner)
         if format == "parquet":
             import_pyarrow()
         self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
         self._partial: Path | None = None  # the folder that is being written
-        self._rows: dict[int, Rows] = {}  # by loader
-        self._waiting: tuple[int, Any] | None = None  # a loader, and outputs that are not read yet
+        self._rows: list[Rows] = []  # of the loaders so far; the last is open
+        self._waiting: list[tuple[int, Any]] = []  # a loader, and outputs that are not read yet
 
     @staticmethod
     def load(output_dir: str | Path) -> Any:
@@ -73,7 +69,7 @@ class PredictionWriter(Callback):
         Raises:
             ArgumentError: It contains no predictions.
         """
-        if not (folders := _folders(folder := Path(output_dir))):
+        if not (folders := folders_of(folder := Path(output_dir))):
             raise ArgumentError(f"PredictionWriter.load({str(output_dir)!r}) finds no predictions there.")
         return read_rows(folder) if folders == [folder] else [read_rows(path) for path in folders]
 
@@ -99,7 +95,7 @@ class PredictionWriter(Callback):
         if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
             return "and another one replace each other's files. Give each its own."
         try:
-            if folder.exists() and not _folders(folder) and any(folder.iterdir()):
+            if folder.exists() and not folders_of(folder) and any(folder.iterdir()):
                 return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
             self._partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
@@ -121,7 +117,7 @@ class PredictionWriter(Callback):
         self._take()
         if trainer.host_keys and isinstance(outputs, dict):
             outputs = {**{str(key): np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
-        self._waiting = dataloader_idx, outputs
+        self._waiting = [(dataloader_idx, outputs)]
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write the rest, and give the folder its name."""
@@ -129,44 +125,33 @@ class PredictionWriter(Callback):
         if self._partial is None or not self._rows or trainer.interrupted:
             return
         num_loaders = len(trainer.num_predict_batches)
-        for loader in range(num_loaders):  # those without rows keep their place
-            self._rows_of(loader).close()
+        self._rows_of(num_loaders - 1, self._partial).close()
         partial, self._partial = self._partial, None  # complete: kept if it cannot be renamed
-        self._rows.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
-        (partial if num_loaders > 1 else partial / f"{_LOADER}0").rename(self._folder)
+        (partial if num_loaders > 1 else partial / f"{LOADER}0").rename(self._folder)
         shutil.rmtree(partial, ignore_errors=True)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Delete what was interrupted."""
-        for rows in self._rows.values():
-            rows.close()
         if self._partial is not None:
+            for rows in self._rows[-1:]:
+                rows.close()
             shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial = self._waiting = None
-        self._rows.clear()
+        self._partial, self._waiting, self._rows = None, [], []
 
     def _take(self) -> None:
         """Bring the outputs that wait to the host, in all processes, and write them in the first."""
-        if self._waiting is None:
-            return
-        (loader, outputs), self._waiting = self._waiting, None
-        arrays = jax.tree.map(fetch, outputs)
-        if self._partial is not None:
-            self._rows_of(loader).add(arrays, now=self.write_interval == "batch")
+        waiting, self._waiting = self._waiting, []
+        for loader, outputs in waiting:
+            arrays = jax.tree.map(fetch, outputs)
+            if self._partial is not None:
+                self._rows_of(loader, self._partial).add(arrays)
 
-    def _rows_of(self, loader: int) -> Rows:
-        """Return the files of a loader; when its first rows come, those of the loader before are complete."""
-        if loader not in self._rows and self._partial is not None:
-            for rows in self._rows.values():
-                rows.flush()
-            self._rows[loader] = Rows(self._partial / f"{_LOADER}{loader}", self.format)
+    def _rows_of(self, loader: int, partial: Path) -> Rows:
+        """Return the files of a loader; those of the loaders before are complete, also of loaders without rows."""
+        while len(self._rows) <= loader:
+            for rows in self._rows[-1:]:
+                rows.close()
+            folder, at_once = partial / f"{LOADER}{len(self._rows)}", self.write_interval == "batch"
+            self._rows.append(Rows(folder, self.format, at_once=at_once))
         return self._rows[loader]
-
-
-def _folders(folder: Path) -> list[Path]:
-    """Return the folders of predictions in a folder, itself or one for each loader in their order."""
-    if holds_rows(folder):
-        return [folder]
-    folders = [path for path in folder.glob(f"{_LOADER}*") if holds_rows(path)]
-    return sorted(folders, key=lambda path: int(path.name.removeprefix(_LOADER)))

@@ -60,19 +60,12 @@ class RunReport(Callback):
         self.location = self._error = None
         self._began = time.strftime("%Y-%m-%d %H:%M:%S %Z") if trainer.is_global_zero else ""
 
-    def on_fit_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Write the page: all checkpoints are written."""
-        self._write(trainer, module)
-
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Remember the error."""
         self._error = exception
 
-    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Write the page after an error, when its checkpoint is written."""
-        self._write(trainer, module)
-
-    def _write(self, trainer: "Trainer", module: "TrainModule") -> None:
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str = "fit") -> None:
+        """Write the page, if it is not there: all checkpoints are written, also that of an error."""
         if not self._began:
             return
         path = absolute(trainer.run_dir) / self.filename
@@ -83,6 +76,8 @@ class RunReport(Callback):
         except Exception as error:
             _logger.warning("RunReport cannot write %s: %r. Nothing else is lost.", path, error)
         self._began = ""
+
+    on_fit_end = teardown
 
 
 def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None, began: str) -> str:
@@ -98,9 +93,8 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     reason = f" · {trainer.stop_reason}" if trainer.stop_reason else ""
     counts = {"epochs": f"{trainer.current_epoch:,}", "optimizer steps": f"{trainer.global_step:,}"}
     counts |= ({} if explained is None else {"time": clock(explained.seconds)}) | {"parameters": count(num_params)}
-    bests = {name: _index_of_best(curves[name], mode) for name, mode in watched.items() if name in curves}
-    marked = [(name, curves[name][1][i]) for name, i in bests.items() if i is not None]
-    counts |= {f"best {name}": f"{value:.4g}" for name, value in marked[:1]}
+    bests = {name: _best(curves[name], mode) for name, mode in watched.items() if name in curves}
+    counts |= dict([(f"best {name}", f"{best[0]:.4g}") for name, best in bests.items() if best][:1])
     figures = ""
     for title, names in together(curves).items():
         if svg := curves_svg(title, {name: curves[name] for name in names}):
@@ -110,21 +104,19 @@ def _page(trainer: "Trainer", module: "TrainModule", error: BaseException | None
     tile = '<div class="tile"><b>{}</b><span>{}</span></div>'
     tiles = "".join(tile.format(escape(x), escape(name)) for name, x in counts.items())
     title, state = f"{type(module).__name__} · {trainer.run_dir.name}", f'<span class="state {kind}">{state}</span>'
-    errors = "" if error is None else "".join(traceback.format_exception_only(error))
-    last = "Where the time went, how the state lies, what a step costs"
     return html.page(
         title,
         [
             f'<h1>{escape(title)}</h1><p class="sub">{state}{escape(f" · began {began}{reason}")}</p>',
             f'<div class="tiles">{tiles}</div>',
-            html.text("Error", errors) if errors else "",
+            "" if error is None else html.text("Error", "".join(traceback.format_exception_only(error))),
             f'<h2>Curves</h2><div class="curves">{figures}</div>' if figures else "",
             html.table("Metrics", ("metric", "last", "least", "largest"), _metrics(curves, watched)),
             html.table("Checkpoints", ("folder", "which", "score"), _checkpoints(trainer)),
             html.pairs("Hyperparameters", redacted(module.hparams.readable())),
             html.pairs("Environment", facts),
             html.pairs("Trainer, where it is not the default", given),
-            "" if explained is None else html.text(last, str(explained)),
+            "" if explained is None else html.text("Time, state and the cost of a step", str(explained)),
         ],
     )
 
@@ -143,20 +135,21 @@ def _curves(trainer: "Trainer") -> dict[str, Curve]:
     return {name: trainer.history[name] for name in trainer.history}
 
 
-def _index_of_best(curve: Curve, mode: str) -> int | None:
-    """Return the index of the smallest ("min") or largest ("max") finite value; None if there is none."""
-    values = np.ma.masked_invalid(curve[1])
-    return int(values.argmin() if mode == "min" else values.argmax()) if values.count() else None
+def _best(curve: Curve, mode: str) -> tuple[float, int] | None:
+    """Return the smallest ("min") or largest ("max") finite value and its step; None if there is none."""
+    steps, values = curve[0], np.ma.masked_invalid(curve[1])
+    i = values.argmin() if mode == "min" else values.argmax()
+    return (values[i], steps[i]) if values.count() else None
 
 
 def _metrics(curves: dict[str, Curve], watched: dict[str, str]) -> list[list[html.Cell]]:
     rows = []
-    for name, (steps, values) in curves.items():
-        row = [(name, ""), html.number(values[-1])]
-        for mode in ("min", "max"):
-            i, best = _index_of_best(curves[name], mode), watched.get(name) == mode
-            row.append(("-", "n") if i is None else html.number(values[i], f" at {steps[i]:,}", best=best))
-        rows.append(row)
+    for name, curve in curves.items():
+        bests = [(_best(curve, mode), watched.get(name) == mode) for mode in ("min", "max")]
+        cells = [
+            html.number(best[0], f" at {best[1]:,}", best=marked) if best else ("-", "n") for best, marked in bests
+        ]
+        rows.append([(name, ""), html.number(curve[1][-1]), *cells])
     return rows
 
 

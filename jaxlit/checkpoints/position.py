@@ -112,7 +112,7 @@ class HookClock:
 
     Attributes:
         global_step: Optimizer steps taken.
-        epoch: Epochs finished.
+        epoch: Epochs finished; after a fit with one that a stop has cut.
         batch_idx: Batches of this epoch done.
     """
 

@@ -234,25 +234,68 @@ class TrainStep:
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         after `nnx.value_and_grad`.
         """
-        policy, bad_step = self.plan.nan_policy, old.bad_step
-        loss, sums = loss_of(table), self.table.add(old.sums, table)
-        if policy == "skip" or old.loss_scale is not None:
-            return self._apply_if(old, new, grads, loss, sums)
-        if policy == "ignore":
+        policy, scale, bad_step, loss = self.plan.nan_policy, old.loss_scale, old.bad_step, loss_of(table)
+        sums = self.table.add(old.sums, table)
+        if policy == "ignore" and scale is None:
             fields, updates = self._updated(self._optimize, old, new, grads, loss)
-        else:
-            # Under "raise" a bad step and all later ones change nothing but counters; see `guarded` for the exception.
+            return replace(new, **fields, sums=sums).advance(steps=1), updates
+        sticky, finite, good_loss = policy == "raise", all_finite(grads), jnp.isfinite(loss)
+        # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
+        early, good_grads = good_loss & (bad_step < 0) if sticky else good_loss, jnp.stack(finite).all()
+        ok = settled = early & good_grads
+        if scale is not None:
+            # What is not finite without any scaling is no overflow of it.
+            overflow = early & ~good_grads & (scale[0] > 1)
+            ok = ~overflow if policy == "ignore" else ok
+            settled = ok | overflow
+        if sticky and scale is None:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
-            finite, early = all_finite(grads), jnp.isfinite(loss) & (bad_step < 0)
-            ok, weights = early & jnp.stack(finite).all(), holds_weights(self.plan.tx, old.params)
+            weights = holds_weights(self.plan.tx, old.params)
             optimize = partial(guarded, self._optimize, early=early, finite=finite, wait_for_all=weights)
-            fields, updates = self._updated(optimize, old, new, grads, loss)
-            # `guarded` has selected opt_state leaf by leaf: keep_unless leaves an object that is both alone.
-            kept = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
-            fields, sums = keep_unless(ok, (kept, old.sums), (fields, sums))
-            updates = jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None
-            bad_step = jnp.where(ok | (bad_step >= 0), bad_step, old.step)
-        return replace(new, **fields, sums=sums).advance(steps=1, bad_step=bad_step), updates
+            fields, updates = self._select(ok, optimize, old, replace(new, sums=sums), grads, loss)
+        else:
+            stopped = ~settled if sticky else jnp.zeros((), bool)
+            fields, updates = self._branch(ok, stopped, old, new, grads, loss)
+            fields["sums"] = keep_unless(settled, old.sums, sums)
+            if scale is not None:
+                scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
+        start = new.window_start
+        start = start if start is None else replace(start, batches=jnp.zeros_like(start.batches))
+        new = replace(new, **fields, loss_scale=scale, window_start=start)
+        # The first bad step under "raise", the newest under "skip".
+        keeps = settled | (bad_step >= 0) if sticky else settled
+        bad_step = jnp.where(keeps, bad_step, old.step)
+        return new.advance(steps=1, bad_step=bad_step), updates
+
+    def _select(
+        self, ok: jax.Array, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
+    ) -> tuple[dict[str, Any], Any]:
+        """Return what `_updated` does, but the old fields unless `ok`; see `guarded` for the exception."""
+        fields, updates = self._updated(optimize, old, new, grads, loss)
+        fields["sums"] = new.sums
+        # `guarded` has selected opt_state leaf by leaf: keep_unless leaves an object that is both alone.
+        kept = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
+        fields = keep_unless(ok, kept, fields)
+        return fields, jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None
+
+    def _branch(
+        self, ok: jax.Array, stopped: jax.Array, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
+    ) -> tuple[dict[str, Any], Any]:
+        """Return what `_updated` does, but unless `ok` the old fields, in which counts continue unless `stopped`."""
+        update = partial(self._updated, self._optimize, old, new, grads, loss)
+
+        def keep() -> tuple[dict[str, Any], Any]:
+            held, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
+            # Counts and random keys continue after a step that is left out, but not after one that stops the training.
+            triples = zip(self.pure.leaves(*old.variables), held, jax.tree.leaves(new.variables), strict=True)
+            kept = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
+            params, frozen, model_state = treedef.unflatten(kept)
+            fields = {"params": params, "opt_state": old.opt_state, "extras": old.extras}
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
+            return fields | {"frozen": frozen, "model_state": model_state}, nothing
+
+        # cond, not where: where computes both sides and holds a second copy of the state.
+        return jax.lax.cond(ok, update, keep)
 
     def _updated(
         self, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
@@ -271,43 +314,6 @@ class TrainStep:
         fields = {"params": params, "opt_state": opt_state, "extras": extras}
         # Updates are kept for traced functions only: otherwise they would be one more copy of the parameters.
         return fields | {"frozen": new.frozen, "model_state": new.model_state}, updates if self.traced else None
-
-    def _apply_if(
-        self, old: TrainState, new: TrainState, grads: Any, loss: jax.Array, sums: jax.Array
-    ) -> tuple[TrainState, Any]:
-        """Return what `_apply` does where bad steps are left out, or steps whose scaled gradients overflow."""
-        update = partial(self._updated, self._optimize, old, new, grads, loss)
-        never, sticky = jnp.zeros((), bool), self.plan.nan_policy == "raise"
-        finite_grads, overflow = jnp.stack(all_finite(grads)).all(), never
-        if (scale := old.loss_scale) is not None:
-            # What is not finite without any scaling is no overflow of it.
-            overflow = jnp.isfinite(loss) & ~finite_grads & (scale[0] > 1)
-        bad = never if self.plan.nan_policy == "ignore" else ~(jnp.isfinite(loss) & finite_grads) & ~overflow
-        # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
-        stopped = bad | (old.bad_step >= 0) if sticky else never
-        ok = ~bad & ~overflow & ~stopped
-        if scale is not None:
-            scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
-
-        def keep() -> tuple[dict[str, Any], Any]:
-            held, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
-            # Counts and random keys continue after a step that is left out, but not after one that stops the training.
-            triples = zip(self.pure.leaves(*old.variables), held, jax.tree.leaves(new.variables), strict=True)
-            kept = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
-            params, frozen, model_state = treedef.unflatten(kept)
-            fields = {"params": params, "opt_state": old.opt_state, "extras": old.extras}
-            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
-            return fields | {"frozen": frozen, "model_state": model_state}, nothing
-
-        # cond, not where: where computes both sides and holds a second copy of the state.
-        fields, updates = jax.lax.cond(ok, update, keep)
-        new = replace(new, **fields, loss_scale=scale)
-        new = replace(new, sums=jnp.where(ok | (overflow & ~stopped), sums, old.sums))
-        if (start := new.window_start) is not None:
-            new = replace(new, window_start=replace(start, batches=jnp.zeros_like(start.batches)))
-        # The first bad step under "raise", the newest under "skip".
-        mark = bad & ((old.bad_step < 0) | (not sticky))
-        return new.advance(steps=1, bad_step=jnp.where(mark, old.step, old.bad_step)), updates
 
     def _optimize(
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array

@@ -13,21 +13,22 @@ from jaxlit.distributed.exchange import fetch
 from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import LogError
 from jaxlit.loop.rows import log_row
-from jaxlit.loop.run import Loader, Run, count
+from jaxlit.loop.run import Run
+from jaxlit.loop.run_data import Loader, count
 
 
 def sanity_check(run: Run) -> None:
     """Validate a few batches, so that an error in validation is raised now and not after an epoch."""
     steps = run.settings.num_sanity_val_steps
-    if not run.val or steps == 0:
+    if not run.data.val or steps == 0:
         return
     steps = sys.maxsize if steps < 0 else steps
     # Batches that are drawn from an iterator now would be missing in the first validation.
-    loaders = [(x, steps if limit is None else min(limit, steps)) for x, limit in run.val if not x.is_iterator]
+    loaders = [(x, steps if limit is None else min(limit, steps)) for x, limit in run.data.val if not x.is_iterator]
     run.control.sanity_checking = True
     try:
         run.hooks("on_sanity_check_start")
-        if run.validates and loaders:
+        if run.data.validates and loaders:
             evaluate(run, "validation", loaders)
         run.hooks("on_sanity_check_end")
     finally:

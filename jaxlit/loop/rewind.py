@@ -25,10 +25,10 @@ _MOST_ROWS = 5  # that a message names
 
 def note_start(run: Run) -> None:
     """Note where the next optimizer step begins: a later check may find that it was not finite."""
-    if len(run.starts) >= _MOST_STARTS:  # nothing is logged, and so nothing was checked
+    if len(run.unchecked.starts) >= _MOST_STARTS:  # nothing is logged, and so nothing was checked
         check_finite(run)
     at, logged = run.position, run.hooks.log.so_far()
-    run.starts.append(Start(at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged))
+    run.unchecked.starts.append(Start(at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged))
     if run.engine.window_start is not None:
         run.engine.window_start.keep()
 
@@ -44,12 +44,12 @@ def check_finite(run: Run) -> None:
     if policy == "ignore":
         return
     if (bad := run.engine.bad_step()) < 0:
-        run.found_finite(run.position.global_step)
-    if bad == run.seen_bad_step:
+        run.unchecked.settle(run.position.global_step)
+    if bad == run.unchecked.warned_of:
         return
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
     if policy == "skip":
-        run.seen_bad_step = bad  # warned of once
+        run.unchecked.warned_of = bad  # warned of once
         _logger.warning("%s The update was skipped.", what)
     elif policy == "rollback":
         rewind(run, _checkpoint_before(run, what), what)
@@ -83,17 +83,17 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.hooks.log.take_window()
         run.results.history.clear(was.global_step)
     else:
-        if to.filled and run.resume is not None:  # only the checkpoint has the gradients of that window
-            saved = read(run.resume.checkpoint.path)  # it may be deleted or damaged by now
-            load_engine(engine, replace(run.resume, checkpoint=saved))
+        if to.filled and run.checkpoints.resume is not None:  # only the checkpoint has the gradients of that window
+            saved = read(run.checkpoints.resume.checkpoint.path)  # it may be deleted or damaged by now
+            load_engine(engine, replace(run.checkpoints.resume, checkpoint=saved))
         else:
             engine.go_back(to.step, position.epoch, to.batch_idx)
         position.move_before(to.step, to.batch_idx, to.filled, to.data)
         run.results.latest = run.results.latest if to.latest is None else to.latest
         run.hooks.log.go_back(to.logged)
         run.evaluation = None
-    run.pending, run.seen_bad_step = None, -1
-    run.starts.clear()
+    run.results.pending, run.unchecked.warned_of = None, -1
+    run.unchecked.starts.clear()
     run.hooks.clock.follow(position)
     run.tracing.forget(position.global_step)
     run.due.seek(position.global_step)
@@ -110,7 +110,7 @@ def _checkpoint_before(run: Run, what: str) -> Checkpoint:
         NonFiniteError: There is none yet, or training diverges from it again and again.
     """
     newest = None
-    for written in reversed(run.written):
+    for written in reversed(run.checkpoints.written):
         with contextlib.suppress(CheckpointError):  # it failed, was damaged, or was deleted for a better one
             if isinstance(written, Saving):
                 written.wait()
@@ -121,7 +121,7 @@ def _checkpoint_before(run: Run, what: str) -> Checkpoint:
             f"{what} There is no checkpoint yet to go back to. Lower the learning rate, or write one earlier with "
             "ModelCheckpoint(every_n_train_steps=...)."
         )
-    count = run.rollbacks[newest.path.name] = run.rollbacks.get(newest.path.name, 0) + 1
+    count = run.checkpoints.rollbacks[newest.path.name] = run.checkpoints.rollbacks.get(newest.path.name, 0) + 1
     if count > _MOST_ROLLBACKS:
         raise NonFiniteError(
             f"{what} Training went back to {newest.path} {_MOST_ROLLBACKS} times, and diverges from there on any data. "
@@ -138,23 +138,23 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         error: The error. A NonFiniteError also names what a second run of the step's batches shows.
     """
     engine, position = run.engine, run.position
-    if not run.team.meets(isinstance(error, NonFiniteError)):
+    if not run.times.team.meets(isinstance(error, NonFiniteError)):
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
     if engine.nan_policy != "raise" or not engine.state.is_complete:
         return
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # a user who ends training at once does not wait for the device
     bad = engine.bad_step()
-    after = [start for start in run.starts if start.step >= bad >= 0]
+    after = [start for start in run.unchecked.starts if start.step >= bad >= 0]
     if not after or after[0].step != bad:
         return
     start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
-    reloaded = start.filled > 0 and run.resume is not None and not run.resume.reset_optimizer
+    reloaded = start.filled > 0 and run.checkpoints.resume is not None and not run.checkpoints.resume.reset_optimizer
     rewind(run, start, "")
     took = None
     if isinstance(error, NonFiniteError):
         text, took = _diagnose(run, start.batch_idx, end)
-        before = run.resume and run.resume.checkpoint.state.get("not_finite")
+        before = run.checkpoints.resume and run.checkpoints.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."
         error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
     if reloaded:  # the optimizer's state is the checkpoint's again
@@ -162,7 +162,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     elif took is None:  # not known: name all that the step may have changed
         took = engine.diagnose.took(None)
     batches = [start.batch_idx, end]
-    run.not_finite = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": took}
+    run.unchecked.bad = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": took}
 
 
 def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
@@ -172,11 +172,11 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         What is not finite, and the names of the optimizer's arrays that contain it, None if they are not known.
     """
     engine = run.engine
-    if run.team.size > 1 or run.control.interrupted:  # a user who interrupts waits for the end
+    if run.times.team.size > 1 or run.control.interrupted:  # a user who interrupts waits for the end
         return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
-        source, validator = run.training[0], run.loaders.validator_of(run.training[0])
+        source, validator = run.data.training[0], run.data.loaders.validator_of(run.data.training[0])
         run.prefetcher.close()  # its thread must not draw meanwhile
         pairs = [validator(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:

@@ -7,8 +7,9 @@ from typing import Any
 from jaxlit.callbacks.measure import Measured
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction
 from jaxlit.loop.host_sums import TRACED, Total
+from jaxlit.loop.results import Row
 from jaxlit.loop.rewind import check_finite
-from jaxlit.loop.run import Row, Run
+from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
 
@@ -33,11 +34,11 @@ def row_of_step(run: Run) -> Row | None:
 
 def log_pending(run: Run) -> None:
     """Read the pending row and log it."""
-    if run.pending is None:
+    if run.results.pending is None:
         return
-    logs, window, step = run.pending
+    logs, window, step = run.results.pending
     run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
-    run.pending = None
+    run.results.pending = None
     if logs is None:  # only what was traced
         log_row(run, window, step)
         return
@@ -45,17 +46,17 @@ def log_pending(run: Run) -> None:
     run.results.newest_loss = read.values[0]
     row: dict[str, Any] = {**read.row, **window}
     # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
-    if run.rates_in == "step" or (run.rates_in is None and row):
+    if run.results.rates_in == "step" or (run.results.rates_in is None and row):
         # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
         row = {**row, **read.rates, **row}
     if (hook := run.hooks.bound.get("fill_row")) is not None:  # the row's values have arrived, so its step is done
         hook(added := Measured(row), step)
         row |= added
     log_row(run, row, step)
-    if read.bad_step >= 0 and read.bad_step != run.seen_bad_step:
+    if read.bad_step >= 0 and read.bad_step != run.unchecked.warned_of:
         check_finite(run)
     else:
-        run.found_finite(step + 1)
+        run.unchecked.settle(step + 1)
 
 
 def bind_measures(hooks: Hooks) -> None:
@@ -77,13 +78,13 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
         if metric.on_epoch:
             run.results.put_epoch(metric, value)
             row |= {metric.epoch_name: value} if metric.logger else {}
-    return {**row, **run.results.read(run.results.latest).rates, **row} if run.rates_in == "epoch" else row
+    return {**row, **run.results.read(run.results.latest).rates, **row} if run.results.rates_in == "epoch" else row
 
 
 def note_monitor(run: Run) -> None:
     """Note which rows have the learning rate, and warn if it cannot be read from the optimizer."""
     monitor = next((c for c in run.hooks.callbacks if c.rates_in is not None), None)
-    run.rates_in = None if monitor is None else monitor.rates_in
+    run.results.rates_in = None if monitor is None else monitor.rates_in
     if monitor is not None and not run.engine.rates.names:
         _logger.warning(
             "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "

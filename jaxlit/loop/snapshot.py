@@ -33,7 +33,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
     engine, strategy = run.engine, run.engine.strategy
-    pending, data, ask_for = run.pending, run.loaders.datamodule, run.hooks.ask
+    pending, data, ask_for = run.results.pending, run.data.loaders.datamodule, run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
@@ -60,17 +60,17 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "module": {"class": type(run.module).__name__, "hparams": hparams},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
-        "accumulate": run.accumulate,
+        "accumulate": run.window.batches,
         "window_replicas": strategy.replica.stack_size,
-        "processes": run.team.size,
+        "processes": run.times.team.size,
     }
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
-    numbers = [run.accumulate_given, run.accumulate_left or run.settings.accumulate_grad_batches]
-    if {*numbers} != {run.accumulate}:
+    numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
+    if {*numbers} != {run.window.batches}:
         state["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
-    if run.not_finite is not None:
-        state["not_finite"] = run.not_finite
+    if run.unchecked.bad is not None:
+        state["not_finite"] = run.unchecked.bad
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
     try:
@@ -85,7 +85,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
 
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved, known, data = dict(state["callbacks"]), run.hooks.keyed(), run.loaders.datamodule
+    saved, known, data = dict(state["callbacks"]), run.hooks.keyed(), run.data.loaders.datamodule
     owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
     owners += [] if data is None else [(data, state["datamodule"])]
     for owner, kept in owners:
@@ -135,16 +135,16 @@ def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
     """
     given, _ = state.get("accumulate_set") or (state["accumulate"], None)
-    return 1 < given == run.accumulate_given == run.settings.accumulate_grad_batches
+    return 1 < given == run.window.given == run.settings.accumulate_grad_batches
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, the metrics, the row that was not read yet, and a validation that was cut."""
     table = table_of(state["metrics"])
-    run.resumed, run.seen_bad_step = True, run.engine.bad_step()  # that step has been warned of
+    run.checkpoints.resumed, run.unchecked.warned_of = True, run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
     keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
-    run.accumulate = state["accumulate"] if keeps or state["position"]["filled"] else given
+    run.window.batches = state["accumulate"] if keeps or state["position"]["filled"] else given
     if keeps and (numbers := state.get("accumulate_set")):
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
@@ -154,7 +154,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
     if (pending := state["pending"]) is not None:
-        run.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
+        run.results.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
     if (saved := state["evaluation"]) is not None:
         now = run.evaluation = Evaluation(**{k: saved[k] for k in EVALUATION})
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader
@@ -167,14 +167,14 @@ def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of the loaders, of every process."""
     position, now = run.position, run.evaluation
     states: dict[str, Any] = {"training": None, "validation": None}
-    if run.train is not None:
-        source, epoch, at = run.train[0], position.epoch, position.data
+    if run.data.train:
+        source, epoch, at = run.data.training[0], position.epoch, position.data
         if position.over:  # nothing is left of this epoch: the loader begins the next
             epoch, at = epoch + 1, source.between_epochs(at)
-        states["training"] = {"idx": 0, "states": run.team.agree("loaders", source.state_dict(epoch, at))}
-    if now is not None and now.loader < len(run.val) and not run.control.sanity_checking:
-        state = run.val[now.loader][0].state_dict(0, now.data)
-        states["validation"] = {"idx": now.loader, "states": run.team.agree("validation loaders", state)}
+        states["training"] = {"idx": 0, "states": run.times.team.agree("loaders", source.state_dict(epoch, at))}
+    if now is not None and now.loader < len(run.data.val) and not run.control.sanity_checking:
+        state = run.data.val[now.loader][0].state_dict(0, now.data)
+        states["validation"] = {"idx": now.loader, "states": run.times.team.agree("validation loaders", state)}
     return states
 
 

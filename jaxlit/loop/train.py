@@ -21,17 +21,18 @@ from jaxlit.loop.results import Outputs
 from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run
+from jaxlit.loop.tracing import Tracing
 
 _logger = logging.getLogger("jaxlit")
 
 
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
-    run.start_clocks()
+    run.times.begin(run.settings)
     bind_measures(run.hooks)
-    if not run.resumed:
+    if not run.checkpoints.resumed:
         sanity_check(run)
-    source, limit = run.training
+    source, limit = run.data.training
     # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
     if run.done or (limit == 0 and source.length != 0):
         run.print_signal()
@@ -65,13 +66,13 @@ def train_epoch(run: Run) -> None:
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
         # After the hook, which may set it; all windows of an epoch have one length.
-        run.accumulate = run.settings.accumulate_grad_batches
+        run.window.batches = run.settings.accumulate_grad_batches
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         step = position.global_step + (position.filled > 0)
         due.seek(step - 1)
         after_step(run, due.at(step)[2])
     due.seek(position.global_step)
-    run.resumed = run.ready = False
+    run.checkpoints.resumed, shows_steps = False, False
     for batch in batches_left(run):
         if position.global_step >= due.next:
             due.seek(position.global_step)
@@ -83,6 +84,9 @@ def train_epoch(run: Run) -> None:
             if starts is not None and starts(batch.host, batch.index):
                 position.end_batches(batch.position)
                 break
+        if not shows_steps:
+            begin_steps(run)
+            shows_steps = True
         logs, loss, outputs = take_step(run, batch)
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
@@ -101,7 +105,7 @@ def train_epoch(run: Run) -> None:
 
 def batches_left(run: Run) -> Iterable[Batch]:
     """Return what is left of the epoch."""
-    (source, limit), position = run.training, run.position
+    (source, limit), position = run.data.training, run.position
     if position.over or run.done:
         return ()
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
@@ -114,12 +118,10 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
         The table of metrics, the loss of a window's batch, and the other outputs of the step; all on the device.
     """
     engine, position, tracing = run.engine, run.position, run.tracing
-    if not run.ready:
-        begin_steps(run)
     # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
-    if engine.nan_policy == "raise" and not (position.filled and run.starts):
+    if engine.nan_policy == "raise" and not (position.filled and run.unchecked.starts):
         note_start(run)
-    stepping = batch.is_last or position.filled + 1 >= run.accumulate
+    stepping = batch.is_last or position.filled + 1 >= run.window.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
     elif position.global_step != tracing.next:
@@ -141,7 +143,6 @@ def begin_steps(run: Run) -> None:
 
     The epoch before shows its values under names that steps and epochs share, such as `loss`.
     """
-    run.ready = True
     run.engine.prepare_training(run.prefetcher.example)
     run.results.show_steps(run.engine.step_table)
     run.hooks.log.check_columns()
@@ -159,21 +160,21 @@ def after_step(run: Run, hook: Hook | None) -> bool:
         Whether training is over.
     """
     position = run.position
-    if run.pending is not None:
+    if run.results.pending is not None:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
-    if run.is_timed:
-        run.check_time()
-    if run.team.announces:
+    if run.times.waits:
+        run.times.check(run.control)
+    if run.times.team.announces:
         run.check_notice()
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
         if not position.filled:
-            run.pending = row_of_step(run)
+            run.results.pending = row_of_step(run)
     if run.settings.debug:
         check_finite(run)  # waits for each step, so that an error names it at once
     if position.phase <= Phase.VALIDATION:
         position.phase = Phase.SAFE_POINT
-        if run.validates and run.validation_is_due(position.over):
+        if run.data.validates and run.validation_is_due(position.over):
             run.evaluation = Evaluation()
     if run.evaluation is not None and not run.control.interrupted:  # an interrupted one stays for the resume
         validate(run)
@@ -187,8 +188,8 @@ def validate(run: Run) -> None:
     """Validate during training, after all earlier steps are logged and checked."""
     log_pending(run)
     check_finite(run)
-    evaluate(run, "validation", run.val)
-    run.restart_interval()
+    evaluate(run, "validation", run.data.val)
+    run.times.restart_interval(run.settings)
 
 
 def safe_point(run: Run, hook: Hook | None, *, training_over: bool) -> None:
@@ -205,7 +206,7 @@ def end_batches(run: Run) -> None:
     Raises:
         DataError: It had no batch at all.
     """
-    (source, limit), position = run.training, run.position
+    (source, limit), position = run.data.training, run.position
     if not position.over:
         if run.done:  # a hook has asked for a stop, or a signal ended the wait for a batch
             return
@@ -226,7 +227,7 @@ def end_epoch(run: Run) -> None:
         run.engine.clear_window()
         log.take_window()
         position.drop_window()
-        run.starts.clear()
+        run.unchecked.starts.clear()
     log_pending(run)
     check_finite(run)
     row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
@@ -237,11 +238,12 @@ def end_epoch(run: Run) -> None:
     if cut or position.phase <= Phase.EPOCH_ROW:
         position.phase = position.phase if cut else Phase.DONE
         log_row(run, {**row, **log.take_epoch()}, max(run.hooks.clock.global_step - 1, 0))
-    run.check_time(epoch_over=True)
-    run.cut = cut
-    if not cut:
+    run.times.check(run.control, epoch_over=True)
+    if cut:
+        run.hooks.clock.epoch += 1
+    else:
         # Before the hook, where checkpoints are taken: they continue with the next epoch.
-        position.advance_epoch(run.training[0].between_epochs(position.data))
+        position.advance_epoch(run.data.training[0].between_epochs(position.data))
         run.hooks.clock.follow(position)
         run.hooks("on_safe_point", True, run.done)
 
@@ -249,13 +251,8 @@ def end_epoch(run: Run) -> None:
 def reload(run: Run) -> None:
     """Open the loaders of hooks again where `reload_dataloaders_every_n_epochs` says so."""
     every = run.settings.reload_dataloaders_every_n_epochs
-    if not every or not run.position.epoch or run.position.epoch % every or run.resumed:
+    if not every or not run.position.epoch or run.position.epoch % every or run.checkpoints.resumed:
         return
-    if run.train is not None and run.loaders.from_hook("training"):
-        run.train[0].close()
-        run.open_train()
-    if run.val and run.loaders.from_hook("validation"):
-        for source, _ in run.val:
-            source.close()
-        run.val = run.loaders.open("validation", required=True)
-    run.count_batches()
+    run.data.reopen(run.settings)
+    run.data.count(run.control, run.window.given)
+    run.tracing = Tracing(run.hooks, run.log_every)

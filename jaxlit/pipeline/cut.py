@@ -157,7 +157,7 @@ class _Cutting:
         for piece in reversed(self.pieces):  # a stage asks the ones before it, so the last comes first
             self._collect(piece, wanted)
         homes = [self._home(i, given) for i, given in enumerate(self.inputs)]
-        made_at = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
+        made_at: list[Any] = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
         for piece in self.pieces:
             piece.results = [i for i, stage in enumerate(made_at) if stage == piece.stage or i in self._updates(piece)]
         sizes = [self.segments.stages.count(piece.stage) for piece in self.pieces]
@@ -181,7 +181,7 @@ class _Cutting:
         placed = [x.stage for x in given if x.stage is not None]
         roots = frozenset[int]().union(*(x.weights for x in given))
         of_batch = any(x.of_batch for x in given)
-        mark = self.segments.stage_after(eqn)
+        mark = self.segments.after.get(id(eqn))
         # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
         if placed or mark is not None or (roots and of_batch):
             # The latest operand decides: activations only go forward through the stages.
@@ -200,21 +200,10 @@ class _Cutting:
     def _wanted(self) -> list[set[Any]]:
         """Return for each stage the outputs that it makes, whichever stage uses their inputs."""
         wanted: list[set[Any]] = [set() for _ in self.pieces]
-        homes = {x.update: self.known[i] for i, x in enumerate(self.inputs) if x.update is not None}
         for i, var in enumerate(self.jaxpr.outvars):
-            if isinstance(var, Literal):
-                continue
-            if (at := self.stage.get(var)) is None:
-                at = homes[i] if i in homes else self._late(var)
-            if at is not None:
+            if (at := self._made_at(i, self.known)) is not None and not isinstance(var, Literal):
                 wanted[at].add(var)
         return wanted
-
-    def _late(self, var: Any) -> int:
-        """Return the stage of an output that any stage could make."""
-        roots = self.weights.get(var, frozenset())
-        known = [self.known[i] for i in roots]
-        return max((x for x in known if x is not None), default=self.last)
 
     def _collect(self, piece: Piece, wanted: list[set[Any]]) -> None:
         """Fill a piece with what it must compute, and the pieces before it with what they must send."""
@@ -272,15 +261,17 @@ class _Cutting:
             return next(iter(users), None)
         return self.stage.get(self.jaxpr.outvars[given.update], self.last)  # it is written only
 
-    def _made_at(self, output: int, homes: Sequence[int | None]) -> int:
+    def _made_at(self, output: int, homes: Sequence[int | None]) -> int | None:
+        """Return the stage of an output, of what any could make a late one; None if its home is not known."""
         var = self.jaxpr.outvars[output]
         if isinstance(var, Literal):
             return self.last
         if (at := self.stage.get(var)) is not None:
             return at
-        place = next((i for i, x in enumerate(self.inputs) if x.update == output), None)
-        home = None if place is None else homes[place]
-        return self._late(var) if home is None else home
+        if (place := next((i for i, x in enumerate(self.inputs) if x.update == output), None)) is not None:
+            return homes[place]
+        known = [self.known[i] for i in self.weights.get(var, ())]
+        return max((x for x in known if x is not None), default=self.last)
 
 
 class StateOnTwoStages(ArgumentError):

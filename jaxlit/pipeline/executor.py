@@ -94,12 +94,8 @@ class BatchRun:
             parameter's gradients, in the order of `MicrobatchStep.params`; each microbatch's table; and by output those
             of each microbatch.
         """
-        run = {
-            Kind.FWD: self.forward,
-            Kind.BWD: self.backward,
-            Kind.BWD_INPUT: self.backward_input,
-            Kind.BWD_WEIGHT: self.backward_weight,
-        }
+        run = {Kind.FWD: self.forward, Kind.BWD: self.backward}
+        run |= {Kind.BWD_INPUT: self.backward_input, Kind.BWD_WEIGHT: self.backward_weight}
         for program in order:
             tasks = parts(program)
             if self._fuses(tasks):  # one program, which keeps no residuals between its halves
@@ -129,24 +125,19 @@ class BatchRun:
     def fused(self, task: Task) -> None:
         """Run a forward pass of the last stage and its backward pass in one program."""
         stage, inputs, ins = self._given(task)
-        totals, scale = self.totals[task.stage], self.scale[task.stage]
-        results, sent, self.totals[task.stage] = stage.fused(inputs, ins, totals, self._rows(task), scale)
+        results, sent, self.totals[task.stage] = stage.fused(inputs, ins, *self._sums(task))
         self._results(task, results)
         self._push_back(task, sent)
 
     def backward(self, task: Task) -> None:
         """Run a backward pass."""
-        stage, kept, cotangents = self._returned(task)
-        given, totals, scale = (kept.inputs, kept.ins), self.totals[task.stage], self.scale[task.stage]
-        sent, self.totals[task.stage] = stage.backward(
-            given, kept.residuals, cotangents, totals, self._rows(task), scale
-        )
+        stage, given = self._returned(task)
+        sent, self.totals[task.stage] = stage.backward(*given, *self._sums(task))
         self._push_back(task, sent)
 
     def backward_input(self, task: Task) -> None:
         """Run the part of a backward pass that the stage before waits for."""
-        stage, kept, cotangents = self._returned(task)
-        given = (kept.inputs, kept.ins), kept.residuals, cotangents
+        stage, given = self._returned(task)
         # `crossing` is what the second half needs of the first; it keeps the residuals alive until then.
         sent, crossing = stage.backward_input(*given)
         self.halves[task.stage, task.mb] = (given, crossing)
@@ -155,23 +146,22 @@ class BatchRun:
     def backward_weight(self, task: Task) -> None:
         """Run the rest of a backward pass: the gradients of the weights."""
         stage, (given, crossing) = self._stage(task), self.halves.pop((task.stage, task.mb))
-        totals, scale = self.totals[task.stage], self.scale[task.stage]
-        self.totals[task.stage] = stage.backward_weight(given, crossing, totals, self._rows(task), scale)
+        self.totals[task.stage] = stage.backward_weight(given, crossing, *self._sums(task))
 
     def _fuses(self, tasks: Sequence[Task]) -> bool:
         """Return whether tasks are one program: a forward pass whose backward can follow at once."""
-        if [x.kind for x in tasks] != [Kind.FWD, Kind.BWD] or tasks[0].stage != tasks[1].stage:
-            return False
-        stage = self._stage(tasks[0])
-        return tasks[0].mb == tasks[1].mb and stage.ends and not stage.piece.outs
+        first, stage = tasks[0], self._stage(tasks[0])
+        pair = first, Task(first.stage, first.mb, Kind.BWD)
+        return first.kind is Kind.FWD and tasks == pair and stage.ends and not stage.piece.outs
 
     # Inputs and results of tasks --------------------------------------------------------------------
 
     def _stage(self, task: Task) -> Stage:
         return self.sets[task.mb].stages[task.stage]
 
-    def _rows(self, task: Task) -> np.float32:
-        return np.float32(self.microbatches[task.mb].rows)
+    def _sums(self, task: Task) -> tuple[list[Any], np.float32, Any]:
+        """Return the gradients so far, and the rows and the loss scale of those that are added to them."""
+        return self.totals[task.stage], np.float32(self.microbatches[task.mb].rows), self.scale[task.stage]
 
     def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
         stage, state, key = self._stage(task), self.state[task.stage], (task.stage, task.mb)
@@ -180,11 +170,13 @@ class BatchRun:
         inputs = [state[i] if i < first else batch[i] for i in stage.piece.inputs]
         return stage, inputs, [x for _, (x,) in sorted(self.inbox.pop(key, {}).items())]
 
-    def _returned(self, task: Task) -> tuple[Stage, Kept, list[list[Any]]]:
+    def _returned(self, task: Task) -> tuple[Stage, tuple[Any, list[Any], list[list[Any]]]]:
+        """Return a stage, and what its backward pass takes: the kept inputs, the residuals and the cotangents."""
         stage, key = self._stage(task), (task.stage, task.mb)
+        kept = self.kept.pop(key)
         # A value that several stages use has a cotangent from each; the program adds them up.
         parts = self.cotangents.pop(key, {})
-        return stage, self.kept.pop(key), [parts.get(k, []) for k in stage.outs]
+        return stage, ((kept.inputs, kept.ins), kept.residuals, [parts.get(k, []) for k in stage.outs])
 
     def _results(self, task: Task, results: Sequence[Any]) -> None:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
@@ -203,9 +195,8 @@ class BatchRun:
     def _push_back(self, task: Task, sent: Sequence[Any]) -> None:
         """Send gradients to the stages that made the values."""
         producer, stage = self.sets[task.mb].producer, self._stage(task)
-        self._send(
-            self.cotangents, task.mb, [(producer[stage.piece.ins[k]], x) for k, x in zip(stage.ins, sent, strict=True)]
-        )
+        pairs = zip(stage.ins, sent, strict=True)
+        self._send(self.cotangents, task.mb, [(producer[stage.piece.ins[k]], x) for k, x in pairs])
 
     def _send(self, boxes: _Boxes, mb: int, arrays: list[tuple[tuple[int, int], Any]]) -> None:
         """Send arrays to the stages and slots that they come with."""

@@ -42,17 +42,13 @@ class Layers:
         return module
 
     def _layers(self, module: Any) -> list[Any]:
-        if self.layers is None:
-            return []
-        if isinstance(self.layers, str):
-            value = self._at(module, self.layers)
-            layers = [*value] if isinstance(value, Iterable) else [value]
-            chosen = [x for x in layers if isinstance(x, nnx.Module)][:-1]  # functions between them cannot be marked
-            known = chosen and all(map(callable, layers))
-        else:
-            chosen = layers = [self._at(module, path) for path in self.layers]
-            known = all(isinstance(x, nnx.Module) for x in layers)
-        if not known:
+        several = [self.layers] if isinstance(self.layers, str) else self.layers or []
+        named = [self._at(module, path) for path in several]
+        layers = [*named[0]] if isinstance(self.layers, str) and isinstance(named[0], Iterable) else named
+        # Functions between the layers of a list cannot be marked, and nothing comes after the last.
+        modules = [x for x in layers if isinstance(x, nnx.Module)]
+        chosen = modules[:-1] if isinstance(self.layers, str) else modules
+        if self.layers is not None and not (chosen and all(map(callable, layers))):
             raise ArgumentError(
                 f"{self.owner}(layers={self.layers!r}) names {', '.join(type(x).__name__ for x in layers)}. Give "
                 "the path of a list of modules that are called one after the other, or the paths of modules."
@@ -65,9 +61,10 @@ class Layers:
             try:
                 value = value[int(part)] if part.isdecimal() else getattr(value, part)
             except (AttributeError, IndexError, KeyError, TypeError):
+                hint = did_you_mean(part, dir(value))
                 raise ArgumentError(
                     f"{self.owner}(layers={self.layers!r}): {type(module).__name__} has no {path}. Name an attribute "
-                    f"that holds the layers.{did_you_mean(part, [*vars(value)] if hasattr(value, '__dict__') else [])}"
+                    f"that holds the layers.{hint}"
                 ) from None
         return value
 

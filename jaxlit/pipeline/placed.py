@@ -28,7 +28,6 @@ class _Part:
     made: list[Any] = field(default_factory=list)
     num_donated: int = 0
     away: list[int] = field(default_factory=list)  # indices into `given` of arrays on another rank
-    run: Callable[..., Any] | None = None
 
 
 class Placed:
@@ -60,88 +59,68 @@ class Placed:
     ) -> None:
         self._fn, self.places, self.name = fn, places, name
         self._follows, self._outputs, self.donate = follows, outputs, frozenset(donate)
-        self._known: dict[Any, _Plan] = {}
+        self._known: dict[Any, Callable[[Sequence[Any]], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         leaves, treedef = jax.tree.flatten(args)
         ranks = [None if self._moves(x) else self.places.rank_of(x) for x in leaves]
         key = treedef, tuple((x.shape, x.dtype, rank) for x, rank in zip(leaves, ranks, strict=True))
-        if (plan := self._known.get(key)) is None:
-            plan = self._known[key] = self._plan(leaves, treedef, ranks)
-        return plan(leaves)
+        if key not in self._known:
+            self._known[key] = self._plan(leaves, treedef, ranks)
+        return self._known[key](leaves)
 
     def _moves(self, x: Any) -> bool:
         return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
-    def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> "_Plan":
+    def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> Callable[[Sequence[Any]], Any]:
         shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
-        closed = inline(closed, selects=True)
-        donate = {closed.jaxpr.invars[i] for i in self.donate}
+        closed, structure = inline(closed, selects=True), jax.tree.structure(result)
+        names, inputs = closed.jaxpr.outvars, closed.jaxpr.invars
         placing = _Placing(closed.jaxpr, ranks, self.places.home, self.name, follows=self._follows)
-        parts = _parts(closed.jaxpr, placing, donate)
-        for part in parts:
-            part.away = [k for k, x in enumerate(part.given) if placing.at.get(x, (None,))[0] != part.rank]
-        outputs = [*self._outputs, *[None] * (len(closed.jaxpr.outvars) - len(self._outputs))]
-        return _Plan(self, closed, parts, outputs, jax.tree.structure(result))
+        parts = _parts(closed.jaxpr, placing, {inputs[i] for i in self.donate})
+        shardings = [*self._outputs, *[None] * (len(names) - len(self._outputs))]
+        to = {x: s for x, s in zip(names, shardings, strict=True) if not isinstance(x, Literal)}
+        programs = [self._compiled(part, closed, to) for part in parts]
+        twice = [i for i, x in enumerate(names) if not isinstance(x, Literal) and x in names[:i]]
 
+        def run(leaves: Sequence[Any]) -> Any:
+            values = dict(zip(inputs, leaves, strict=True))
+            for part, program in zip(parts, programs, strict=True):
+                arrays = [values[x] for x in part.given]
+                sent = self.places.send([arrays[k] for k in part.away], [part.rank] * len(part.away))
+                for k, x in zip(part.away, sent, strict=True):
+                    arrays[k] = x
+                made = program(arrays[: part.num_donated], arrays[part.num_donated :])
+                values.update(zip(part.made, made, strict=True))
+            results = [value_of(x, values) for x in names]
+            for i in twice:  # each result needs its own buffer, as after jit
+                results[i] = results[i].copy()
+            moves = [i for i, s in enumerate(shardings) if s not in (None, getattr(results[i], "sharding", None))]
+            moved = self.places.put([results[i] for i in moves], [shardings[i] for i in moves]) if moves else []
+            for i, x in zip(moves, moved, strict=True):
+                results[i] = x
+            kept = {id(x) for x in results}
+            for i in self.donate:  # also those that no part could overwrite
+                if id(leaves[i]) not in kept:
+                    leaves[i].delete()
+            return structure.unflatten(results)
 
-class _Plan:
-    def __init__(
-        self, of: Placed, closed: ClosedJaxpr, parts: list[_Part], outputs: Sequence[Any], treedef: Any
-    ) -> None:
-        self.of, self.closed, self.parts, self.outputs, self.treedef = of, closed, parts, outputs, treedef
-        names = list(closed.jaxpr.outvars)
-        self.twice = [i for i, x in enumerate(names) if not isinstance(x, Literal) and x in names[:i]]
-        to = {x: s for x, s in zip(closed.jaxpr.outvars, outputs, strict=True) if not isinstance(x, Literal)}
-        for part in parts:
-            shardings = [to.get(x) if self._is_on(to.get(x), part.rank) else None for x in part.made]
-            name = f"{of.name}_{part.turn}_{part.rank}"
-            part.run = of.places.jit(part.rank, self._body(part), name, out_shardings=shardings, donate_argnums=0)
+        return run
 
-    def _is_on(self, sharding: Any, rank: int) -> bool:
-        return sharding is not None and sharding.device_set == set(self.of.places.meshes[rank].devices.flat)
-
-    def _body(self, part: _Part) -> Callable[..., Any]:
-        jaxpr, consts = self.closed.jaxpr, self.closed.consts
+    def _compiled(self, part: _Part, closed: ClosedJaxpr, to: dict[Any, Any]) -> Callable[..., Any]:
+        devices = set(self.places.meshes[part.rank].devices.flat)
 
         def body(donated: list[Any], rest: list[Any]) -> list[Any]:
-            values = dict(zip([*jaxpr.constvars, *part.given], [*consts, *donated, *rest], strict=True))
+            values = dict(zip([*closed.jaxpr.constvars, *part.given], [*closed.consts, *donated, *rest], strict=True))
             walk(part.eqns, values)
             return [values[x] for x in part.made]
 
-        return body
-
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        values = dict(zip(self.closed.jaxpr.invars, leaves, strict=True))
-        for part in self.parts:
-            arrays = [values[x] for x in part.given]
-            sent = self.of.places.send([arrays[k] for k in part.away], [part.rank] * len(part.away))
-            for k, x in zip(part.away, sent, strict=True):
-                arrays[k] = x
-            assert part.run is not None
-            made = part.run(arrays[: part.num_donated], arrays[part.num_donated :])
-            values.update(zip(part.made, made, strict=True))
-        results = self._results(values)
-        kept = {id(x) for x in results}
-        for i in self.of.donate:  # also those that no part could overwrite
-            if id(leaves[i]) not in kept:
-                leaves[i].delete()
-        return self.treedef.unflatten(results)
-
-    def _results(self, values: dict[Any, Any]) -> list[Any]:
-        results = [value_of(x, values) for x in self.closed.jaxpr.outvars]
-        for i in self.twice:  # each result needs its own buffer, as after jit
-            results[i] = results[i].copy()
-        wanted = {
-            i: s for i, s in enumerate(self.outputs) if s is not None and getattr(results[i], "sharding", None) != s
-        }
-        if wanted:
-            moved = self.of.places.put([results[i] for i in wanted], [*wanted.values()])
-            for i, x in zip(wanted, moved, strict=True):
-                results[i] = x
-        return results
+        wanted = [to.get(x) for x in part.made]
+        shardings = [s if s is not None and s.device_set == devices else None for s in wanted]
+        name = f"{self.name}_{part.turn}_{part.rank}"
+        return self.places.jit(part.rank, body, name, out_shardings=shardings, donate_argnums=0)
 
 
 class _Placing:
@@ -254,3 +233,4 @@ def _donate(parts: Sequence[_Part], jaxpr: Any, donate: set[Any], at: dict[Any, 
                 room[kind] -= 1
         part.given = [*donated, *(x for x in part.given if x not in donated)]
         part.num_donated = len(donated)
+        part.away = [k for k, x in enumerate(part.given) if at.get(x, (None,))[0] != part.rank]

@@ -2,8 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
@@ -13,21 +12,16 @@ from jaxlit.programs.flops import count_flops
 from jaxlit.programs.jaxpr import bodies, equations, walk
 
 
-class Segments:
-    """The stretches of a program between its marks, and the stage of each.
+class Segments(NamedTuple):
+    """The stretches of a program between its marks.
 
-    Args:
-        marks: By the identity of each marking equation the segment after it, from 1.
+    Attributes:
+        after: By the identity of each marking equation the stage of what is computed from it.
         stages: The stage of each segment.
     """
 
-    def __init__(self, marks: dict[int, int], stages: Sequence[int]) -> None:
-        self._marks, self.stages = marks, list(stages)
-
-    def stage_after(self, eqn: Any) -> int | None:
-        """Return the stage of what is computed from a mark; None for an equation that is none."""
-        segment = self._marks.get(id(eqn))
-        return None if segment is None else self.stages[segment]
+    after: dict[int, int]
+    stages: list[int]
 
 
 def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
@@ -62,8 +56,8 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
                 f"numbers whose sum is {parts}, or {parts - 1} where a mark is after the last layer: training_step "
                 f"has {count} marks."
             )
-    stages = [stage for stage, size in enumerate(sizes) for _ in range(size)]
-    return Segments(marks, [*stages, num_stages - 1][:parts])
+    stages = [*(stage for stage, size in enumerate(sizes) for _ in range(size)), num_stages - 1][:parts]
+    return Segments({mark: stages[segment] for mark, segment in marks.items()}, stages)
 
 
 def _segment_of(x: Any, values: dict[Any, int]) -> int:

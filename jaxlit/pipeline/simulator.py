@@ -1,6 +1,7 @@
 """Simulates a schedule: whether it is complete, how long ranks wait, how much they hold."""
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,12 +85,17 @@ def simulate(
                 ready += waiting.pop(task, ())
             free[rank], at[rank] = now, at[rank] + 1
     if waiting:
-        raise ArgumentError(_deadlock(schedule, programs, at, waiting))
+        pairs = sorted((rank, task) for task, ranks in waiting.items() for rank in ranks)
+        waits = [f"rank {rank} with {programs[rank][at[rank]]} for {task}" for rank, task in pairs]
+        raise ArgumentError(f"{schedule!r}: ranks wait for each other: {', '.join(waits)}.")
     busy = tuple(share * sum(latency[task.kind] for task in flat(tasks)) for tasks in programs)
     makespan = max(free)
     bubble = 1 - sum(busy) / (makespan * len(busy))
     order = tuple(programs[rank][i] for _, rank, i in sorted(begun))
-    return Simulation(makespan, busy, bubble, tuple(map(_peak, programs)), start, order)
+    live = {Kind.FWD: 1, Kind.BWD: -1, Kind.BWD_INPUT: 0, Kind.BWD_WEIGHT: -1}
+    changes = ([live[task.kind] for task in flat(tasks)] for tasks in programs)
+    peaks = tuple(max(itertools.accumulate(x), default=0) for x in changes)
+    return Simulation(makespan, busy, bubble, peaks, start, order)
 
 
 def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
@@ -115,39 +121,15 @@ def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: in
     owner = f"{schedule!r} with {count} microbatches"
     if len(programs) != schedule.num_ranks:
         raise ArgumentError(f"{owner} gives tasks for {len(programs)} ranks, and has {schedule.num_ranks}.")
-    every: set[Task] = set()
-    for rank, tasks in enumerate(programs):
-        for task in flat(tasks):
-            if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count):
-                raise ArgumentError(
-                    f"{owner}: {task} is outside of {schedule.num_stages} stages and {count} microbatches."
-                )
-            if (home := schedule.rank_of(task.stage)) != rank:
-                raise ArgumentError(f"{owner}: {task} is on rank {rank}, and stage {task.stage} is on rank {home}.")
-            if task in every:
-                raise ArgumentError(f"{owner}: {task} occurs twice.")
-            every.add(task)
+    tasks = [(rank, task) for rank, tasks in enumerate(programs) for task in flat(tasks)]
+    every = {task for _, task in tasks}
+    for rank, task in tasks:
+        if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count) or schedule.rank_of(task.stage) != rank:
+            raise ArgumentError(f"{owner}: {task} is on rank {rank}, which has no such stage and microbatch.")
+    if len(every) < len(tasks):
+        raise ArgumentError(f"{owner}: {Counter(tasks).most_common(1)[0][0][1]} occurs twice.")
     for stage, mb in itertools.product(range(schedule.num_stages), range(count)):
         fwd, bwd, first, second = (Task(stage, mb, kind) for kind in Kind)
-        if fwd not in every:
-            raise ArgumentError(f"{owner}: {fwd} is missing.")
-        if [bwd in every, first in every, second in every] not in ([True, False, False], [False, True, True]):
-            has = [str(x) for x in (bwd, first, second) if x in every]
-            raise ArgumentError(f"{owner}: needs {bwd}, or both {first} and {second}, and has {has or 'none'}.")
+        if every & {fwd, bwd, first, second} not in ({fwd, bwd}, {fwd, first, second}):
+            raise ArgumentError(f"{owner}: needs {fwd}, and {bwd} or both {first} and {second}.")
     return every
-
-
-def _deadlock(
-    schedule: Schedule, programs: list[list[Task | FusedTask]], at: list[int], waiting: dict[Task, list[int]]
-) -> str:
-    waits = [
-        f"rank {rank} with {programs[rank][at[rank]]} for {task}"
-        for rank, task in sorted((rank, task) for task, ranks in waiting.items() for rank in ranks)
-    ]
-    return f"{schedule!r}: ranks wait for each other: {', '.join(waits)}."
-
-
-def _peak(tasks: list[Task | FusedTask]) -> int:
-    """Return the most pairs of a rank that have gone forward, and not yet back."""
-    change = {Kind.FWD: 1, Kind.BWD: -1, Kind.BWD_INPUT: 0, Kind.BWD_WEIGHT: -1}
-    return max(itertools.accumulate(change[task.kind] for task in flat(tasks)), default=0)

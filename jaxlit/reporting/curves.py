@@ -91,11 +91,9 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> Curve:
     """Return at most 400 points of a curve: the smallest and the largest value of each stretch, and both ends."""
     if len(steps) <= _MAX_POINTS:
         return steps, values
-    kept = {0, len(steps) - 1}
+    kept, known = {0, len(steps) - 1}, np.ma.masked_invalid(values)
     for stretch in np.array_split(np.arange(len(steps)), _MAX_POINTS // 2 - 1):
-        finite = stretch[np.isfinite(values[stretch])]
-        if finite.size:
-            kept |= {int(finite[values[finite].argmin()]), int(finite[values[finite].argmax()])}
+        kept |= {stretch[known[stretch].argmin()], stretch[known[stretch].argmax()]}
     order = sorted(kept)
     return steps[order], values[order]
 

@@ -16,10 +16,9 @@ def number(value: float, note: str = "", *, best: bool = False) -> Cell:
 def page(title: str, parts: Sequence[str]) -> str:
     """Return a page of parts, each of them HTML; empty ones are left out."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
-    body = "\n".join(filter(None, parts))
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    start = f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{style}</style></head>\n<body><main>\n'
-    return f"{start}{body}\n</main></body></html>\n"
+    start = f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{style}</style></head>\n<body><main>'
+    return "\n".join([start, *filter(None, parts), "</main></body></html>\n"])
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

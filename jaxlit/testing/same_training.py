@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -88,91 +88,64 @@ def assert_same_training(
         ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
         ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors=jl.testing.FACTORS)
     """
-    options = {"tx": tx, **trainer_arguments}
-    comparison = _Comparison(model_fn, data, list(devices), steps, options, rtol, compare, reference)
-    return comparison.run(strategies, factors)
+    given = {"tx": tx, **trainer_arguments}
+    return _compare(model_fn, data, strategies, devices, steps, given, rtol, compare, reference, factors)
 
 
-@dataclass
-class _Comparison:
-    """Trainings compared with that of `single`, which is trained once for each case of the factors.
+def _compare(
+    model_fn: Any,
+    data: Any,
+    strategies: Sequence[Any],
+    devices: Sequence[int],
+    steps: int,
+    given: dict[str, Any],
+    rtol: float | Mapping[str, float],
+    compare: Sequence[str],
+    reference: Any,
+    factors: Mapping[str, Sequence[Any]],
+) -> dict[str, float]:
+    """Train each pair of all that is given, `single` once for each case, and return the differences by name."""
+    others, differences = [s for s in strategies if s != "single"], dict[str, float]()
+    for name, values in factors.items():  # the letters of a str would be values too
+        valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
+        check.require(valid, "factors", factors, rule, owner="assert_same_training")
+    if not others and reference is None:
+        raise ArgumentError(
+            f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name "
+            "another strategy, or give a loop of your own as reference=."
+        )
 
-    Attributes:
-        differences: By the names of the trainings.
-        singles: The trainings under `single`, each with its case.
-    """
+    def batches(case: dict[str, Any]) -> tuple[list[Any], int]:
+        return _some_batches(data, steps * (given | case).get("accumulate_grad_batches", 1), devices)
 
-    model_fn: "Callable[[], TrainModule]"
-    data: Any
-    devices: list[int]
-    steps: int
-    options: dict[str, Any]
-    rtol: float | Mapping[str, float]
-    compare: Sequence[str]
-    reference: "Callable[..., Sequence[Any]] | None"
-    differences: dict[str, float] = field(default_factory=dict)
-    singles: list[tuple[dict[str, Any], Training]] = field(default_factory=list)
-
-    def run(self, strategies: "Sequence[str | Strategy]", factors: Mapping[str, Sequence[Any]]) -> dict[str, float]:
-        """Train each pair of all that is given, compare, and return the differences."""
-        for name, values in factors.items():  # the letters of a str would be values too
-            valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
-            check.require(valid, "factors", factors, rule, owner="assert_same_training")
-        others = [s for s in strategies if s != "single"]
-        if not others and self.reference is None:
-            raise ArgumentError(
-                f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name "
-                "another strategy, or give a loop of your own as reference=."
-            )
-        layouts = {"devices": self.devices, "strategy": others} if others else {}
-        for case in pairwise({**layouts, **factors}):
-            self.compare_one(case.pop("strategy", "single"), case.pop("devices", 1), case)
-        return self.differences
-
-    def compare_one(self, strategy: "str | Strategy", devices: int, case: dict[str, Any]) -> None:
-        """Train under a strategy and compare."""
-        tolerance, single = self.tolerance(case), self.single(case)
-        if strategy == "single":
-            return
-        other = self.train(strategy, devices, case)
-        kin = _kin_of(strategy) if single.random else None
-        first = single if kin is None else self.train(kin, devices, case)
-        difference = assert_close(self.compare, first, other, tolerance)
-        # Two objects of one class have one name.
-        self.differences[other.name] = max(difference, self.differences.get(other.name, 0.0))
-
-    def single(self, case: dict[str, Any]) -> Training:
-        """Return the training under `single`; a new one is compared with the reference."""
-        for of, single in self.singles:
-            if of == case:
-                return single
-        single = self.train("single", "auto", case)
-        self.singles.append((case, single))
-        if self.reference is not None:
-            module = self.model_fn()
-            losses = [float(x) for x in self.reference(module, self.batches(case)[0], **case)]
-            state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
-            by_hand = Training("the reference", loss=losses, params=by_path(state))
-            parts = [part for part in ("loss", "params") if part in self.compare]  # a loop returns no others
-            self.differences[single.name] = assert_close(parts, by_hand, single, self.tolerance(case))
-        return single
-
-    def train(self, strategy: "str | Strategy", devices: int | str, case: dict[str, Any]) -> Training:
-        """Train under a strategy; the training is named by the case as well."""
-        batches, tails = self.batches(case)
-        given = {"strategy": strategy, "devices": devices, "steps": self.steps + tails, **self.options, **case}
-        training = train(self.model_fn, batches, **given)
+    def run(strategy: Any, count: int | str, case: dict[str, Any]) -> Training:
+        some, tails = batches(case)
+        training = train(model_fn, some, strategy=strategy, devices=count, steps=steps + tails, **(given | case))
         return replace(training, name=", ".join([training.name, *(f"{k}={v}" for k, v in case.items())]))
 
-    def batches(self, case: dict[str, Any]) -> tuple[list[Any], int]:
-        """Return the batches of a training, and how many of them are tails."""
-        accumulate = (self.options | case).get("accumulate_grad_batches", 1)
-        return _some_batches(self.data, self.steps * accumulate, self.devices)
+    def compared(parts: Sequence[str], case: dict[str, Any], first: Training, other: Training) -> None:
+        most = rtol[(given | case).get("precision", "32-true")] if isinstance(rtol, Mapping) else rtol
+        difference = assert_close(parts, first, other, most)
+        # Two objects of one class have one name.
+        differences[other.name] = max(difference, differences.get(other.name, 0.0))
 
-    def tolerance(self, case: dict[str, Any]) -> float:
-        """Return how far the trainings of a case may differ."""
-        precision = (self.options | case).get("precision", "32-true")
-        return self.rtol[precision] if isinstance(self.rtol, Mapping) else self.rtol
+    singles: list[tuple[dict[str, Any], Training]] = []  # by case
+    for case in pairwise({**({"devices": devices, "strategy": others} if others else {}), **factors}):
+        strategy, count = case.pop("strategy", None), case.pop("devices", 1)
+        if (single := next((x for of, x in singles if of == case), None)) is None:
+            single = run("single", "auto", case)
+            singles.append((case, single))
+            if reference is not None:
+                module = model_fn()
+                losses = [float(x) for x in reference(module, batches(case)[0], **case)]
+                state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
+                by_hand = Training("the reference", loss=losses, params=by_path(state))
+                # A loop returns no other parts.
+                compared([part for part in ("loss", "params") if part in compare], case, by_hand, single)
+        if strategy is not None:
+            other, kin = run(strategy, count, case), _kin_of(strategy) if single.random else None
+            compared(compare, case, single if kin is None else run(kin, count, case), other)
+    return differences
 
 
 def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:

@@ -1,6 +1,6 @@
 """The engines of a Trainer's runs, and the modules that it builds for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ class Engines:
     """Makes the engine of each run; what an evaluation needs is kept for the next one.
 
     Args:
-        strategy: The strategy, set up.
+        strategy: Returns the strategy, set up.
         compile_cache: Where programs are stored, from now on: a module that is made next compiles some as well.
     """
 
-    def __init__(self, strategy: Strategy, compile_cache: bool | str | Path) -> None:
+    def __init__(self, strategy: Callable[[], Strategy], compile_cache: bool | str | Path) -> None:
         use_compile_cache(compile_cache)
         self._strategy, self._kept = strategy, EvalCache()
         # The newest module that was built of a lazy one, and the seed of its weights, None once a fit has trained them.
@@ -58,33 +58,34 @@ class Engines:
             known, loaders.module, seed = self._built
             if known is model and seed in (None, settings.seed):
                 return loaders.module, False
-        loaders.module = build(model, stage, loaders, self._strategy, settings)
+        loaders.module = build(model, stage, loaders, self._strategy(), settings)
         if isinstance(model, lazy):
             self._built = model, loaders.module, settings.seed
         return loaders.module, isinstance(model, lazy)
 
-    def make(self, run: Setup, fitted: Engine | None) -> Engine:
+    def make(self, run: Setup, fitted: Engine | None, *, take_ownership: bool) -> Engine:
         """Return the engine of a run, with the arrays of the module, or of the checkpoint that it begins with.
 
         Args:
             run: The run.
             fitted: The engine of the last fit.
+            take_ownership: Whether it may overwrite the module's arrays.
         """
-        built, resume = self._built, run.resume
-        if run.take_ownership:  # the engine gets its arrays, and may lose or overwrite them
+        built, resume = self._built, run.checkpoints.resume
+        if take_ownership:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
-        if run.is_fit:
-            engine = self._of_fit(run)
+        if run.data.is_fit:
+            engine = self._of_fit(run, take_ownership)
         else:
-            engine = self.evaluator(run.module, run.settings, fitted, take_ownership=run.take_ownership)
+            engine = self.evaluator(run.module, run.settings, fitted, take_ownership=take_ownership)
         if resume is not None:
-            if run.is_fit:
+            if run.data.is_fit:
                 check_window(resume.checkpoint, run)
             else:
                 self._kept.forget_sources()
             load_engine(engine, resume)
-        if run.take_ownership and built is not None and (run.is_fit or resume is None):
-            self._built = (*built[:2], None) if run.is_fit else built
+        if take_ownership and built is not None and (run.data.is_fit or resume is None):
+            self._built = (*built[:2], None) if run.data.is_fit else built
         return engine
 
     def evaluator(
@@ -96,14 +97,14 @@ class Engines:
         take_ownership: bool = False,
     ) -> Engine:
         """Return the engine of an evaluation, with what an earlier call has compiled and placed; see `EvalCache`."""
-        given = module, self._strategy, Precision(settings.precision)
+        given = module, self._strategy(), Precision(settings.precision)
         return self._kept.evaluator(*given, debug=settings.debug, take_ownership=take_ownership, fitted=fitted)
 
-    def _of_fit(self, run: Setup) -> Engine:
+    def _of_fit(self, run: Setup, take_ownership: bool) -> Engine:
         settings = run.settings
         # The engines of evaluations hold this module's arrays, which the first step overwrites.
         self._kept.forget()
-        example = run.loaders.validator_of(run.training[0]).example  # None where a hook has yet to make it
+        example = run.data.loaders.validator_of(run.data.training[0]).example  # None where a hook has yet to make it
         if example is not None and (processes := jax.process_count()) > 1:
             example = with_rows(example, processes * num_rows(example))
         optimizer = optimizer_of(run.module)
@@ -123,11 +124,11 @@ class Engines:
         precision = Precision(settings.precision)
         return Engine(
             run.module,
-            self._strategy,
+            self._strategy(),
             plan,
             precision=precision,
             debug=settings.debug,
-            take_ownership=run.take_ownership,
+            take_ownership=take_ownership,
         )
 
 

@@ -1,6 +1,6 @@
 """Where the time of a run went, how its state is sharded, and what its programs cost."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -72,7 +72,7 @@ class Explanation:
 
 
 @out_of_meshes
-def explain(run: Setup | None) -> Explanation:
+def explain(run: Setup | None, compiles: Mapping[str, float]) -> Explanation:
     """Return where the time of a run went, how its state is sharded, and what its programs cost.
 
     Raises:
@@ -82,9 +82,9 @@ def explain(run: Setup | None) -> Explanation:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from on_fit_start on.")
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
-    seconds = dict(run.compiles)  # before programs that jax has forgotten meanwhile are compiled again
+    seconds = dict(compiles)  # before programs that jax has forgotten meanwhile are compiled again
     programs = tuple(program.cost for program in run.engine.programs)
-    return Explanation(hooks, run.seconds, seconds, _parts(run, run.engine), programs)
+    return Explanation(hooks, run.times.seconds, seconds, _parts(run, run.engine), programs)
 
 
 @out_of_meshes

@@ -24,29 +24,29 @@ def open_fit(run: Setup) -> None:
         DataError: A loader cannot continue where the checkpoint was taken.
     """
     settings = run.settings
-    source, limit = train = run.open_train()
+    source, limit = train = run.data.open_train(settings)
     timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
         raise ArgumentError(
             f"{source.argument} is a loader without end, and there is no limit. Pass Trainer(max_steps=...), "
             "Trainer(max_time=...), Trainer(limit_train_batches=...) or a jl.callbacks.Timer(...)."
         )
-    run.val = run.loaders.open("validation", required=False)
-    if run.val and not is_overridden(run.module, "validation_step"):
-        run.val = []  # made by a hook: those of an argument are refused
-    if run.val:
+    run.data.val = run.data.loaders.open("validation", required=False)
+    if run.data.val and not is_overridden(run.module, "validation_step"):
+        run.data.val = []  # made by a hook: those of an argument are refused
+    if run.data.val:
         call_step(run.module, "validation")
     every = settings.reload_dataloaders_every_n_epochs
-    if every and not any(map(run.loaders.from_hook, ("training", "validation"))):
+    if every and not any(map(run.data.loaders.from_hook, ("training", "validation"))):
         raise ArgumentError(
             f"Trainer(reload_dataloaders_every_n_epochs={every}) with loaders as arguments has nothing to reload. "
             "Pass a datamodule, or define train_dataloader in the module."
         )
-    run.count_batches()
-    if run.resume is not None:
-        for stage, pairs in (("training", [train]), ("validation", run.val)):
+    run.data.count(run.control, run.window.given)
+    if run.checkpoints.resume is not None:
+        for stage, pairs in (("training", [train]), ("validation", run.data.val)):
             for idx, (source, _) in enumerate(pairs):
-                snapshot.load_loader(source, run.resume.checkpoint.state, stage, idx)
+                snapshot.load_loader(source, run.checkpoints.resume.checkpoint.state, stage, idx)
         run.position.data = train[0].begins_at  # until a batch is used, a checkpoint has the place of this one
 
 
@@ -62,9 +62,9 @@ def warn_of_eval_mode(run: Setup) -> None:
 
 def check_loaders(run: Setup, watchdog: Watchdog) -> None:
     """Refuse what no step could take before anything is compiled."""
-    for pair in (*([run.train] if run.train else []), *run.val):
-        run.loaders.check_first(*pair, watchdog, required=pair is run.train)
-    for source, _ in run.val if run.train else ():
+    for pair in (*run.data.train, *run.data.val):
+        run.data.loaders.check_first(*pair, watchdog, required=pair in run.data.train)
+    for source, _ in run.data.val if run.data.train else ():
         if source.is_grain and not run.settings.num_sanity_val_steps:
             source.close()  # its threads and processes would wait until the first validation
 

@@ -177,7 +177,7 @@ class TrainerProperties(Arguments):
     @property
     def datamodule(self) -> Any:
         """The DataModule of the newest run, None without one."""
-        return None if self._session.current is None else self._session.current.loaders.datamodule
+        return None if self._session.current is None else self._session.current.data.loaders.datamodule
 
     @property
     def is_running(self) -> bool:
@@ -193,7 +193,7 @@ class TrainerProperties(Arguments):
     def current_epoch(self) -> Any:
         """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
         collector = active_collector()  # a step is traced once: a plain number would be a constant of it
-        return self._session.epoch if collector is None else collector.epoch
+        return self._session.clock.epoch if collector is None else collector.epoch
 
     @property
     def global_step(self) -> Any:
@@ -232,12 +232,12 @@ class TrainerProperties(Arguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        return run.train[0].waited if isinstance(run, Run) and run.train is not None else 0.0
+        return run.data.training[0].waited if isinstance(run, Run) and run.data.train else 0.0
 
     @property
     def compile_seconds(self) -> dict[str, float]:
         """Seconds that the newest run has spent on compiling, by the kind of step: "train_step" and others."""
-        return {} if self._session.current is None else dict(self._session.current.compiles)
+        return dict(self._session.compiles)
 
     @property
     def step_flops(self) -> dict[str, Flops]:
@@ -274,12 +274,12 @@ class TrainerProperties(Arguments):
     def train_dataloader(self) -> Any:
         """The loader that the newest fit trains on, None before it."""
         run = self._session.fitted
-        return None if run is None or run.train is None else run.train[0].loader
+        return None if run is None or not run.data.train else run.data.training[0].loader
 
     @property
     def val_dataloaders(self) -> list[Any]:
         """The loaders that the newest fit validates on."""
-        return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.val]
+        return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.data.val]
 
 
 def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -90,7 +90,7 @@ class Saver:
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             if run.settings.nan_policy == "rollback":  # each holds its state.json
-                run.written.append(saving)
+                run.checkpoints.written.append(saving)
         return saving
 
     def finish(self, first: BaseException | None) -> BaseException | None:
@@ -100,7 +100,7 @@ class Saver:
             first: An error that came before.
         """
         run = self._fitted()
-        if first is not None and run is not None and not run.team.meets(False):
+        if first is not None and run is not None and not run.times.team.meets(False):
             return first  # the other processes may be elsewhere, and all of them must wait together
         while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
@@ -167,7 +167,7 @@ class Saver:
     def may_begin(self) -> bool:
         """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
         run = self._training()
-        return run.team.meets(not run.control.interrupted or run.control.together)
+        return run.times.team.meets(not run.control.interrupted or run.control.together)
 
     @property
     def has_trained(self) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
@@ -23,12 +23,14 @@ from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import snapshot
+from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
-from jaxlit.loop.run import Run, Setup
+from jaxlit.loop.run import Checkpoints, Run, Setup, Window
+from jaxlit.loop.run_data import RunData
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.tracing import Tracing
 from jaxlit.loop.train import fit as loop_fit
@@ -37,6 +39,7 @@ from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
@@ -54,7 +57,6 @@ class Session:
     Args:
         trainer: The Trainer, for hooks.
         settings: Its arguments.
-        strategy: The strategy, set up.
         given: Its callbacks.
         config: The arguments as they were given, as JSON values.
 
@@ -67,6 +69,7 @@ class Session:
         current: The newest run.
         fitted: The newest fit, once it has a state; None once another one begins.
         running: Whether the newest run is not over.
+        compiles: How long its steps took to compile.
         position: How far training is.
         clock: How far the hooks are.
         results: The metrics.
@@ -74,26 +77,35 @@ class Session:
         media: Stores what no logger can.
     """
 
-    def __init__(
-        self, trainer: Any, settings: Settings, strategy: Strategy, given: Given, config: dict[str, Any]
-    ) -> None:
-        self._trainer, self.settings, self.strategy, self.given = trainer, settings, strategy, given
+    def __init__(self, trainer: Any, settings: Settings, given: Given, config: dict[str, Any]) -> None:
+        self._trainer, self.settings, self.given = trainer, settings, given
         self.control, self.position, self.clock, self.results = Control(), Position(), HookClock(), Results()
         self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self._engines, self.folder = Engines(strategy, settings.compile_cache), RunFolder(settings.default_root_dir)
+        self._engines, self.folder = (
+            Engines(lambda: self.strategy, settings.compile_cache),
+            RunFolder(settings.default_root_dir),
+        )
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
-        self.running = False
+        self.running, self.compiles = False, CompileLog()
         # A trial run makes everything and writes nothing.
         self.media = MediaFolder(
             lambda: trainer.run_dir if trainer.is_global_zero and not self.settings.fast_dev_run else None,
             step=lambda: max(self.clock.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy on its devices, which are chosen when the first run begins, or before it for whoever asks."""
+        settings = self.settings
+        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
+        strategy.setup(settings.device_count)
+        return strategy
 
     @property
     def engine(self) -> Engine | None:
@@ -156,7 +168,7 @@ class Session:
             raise ArgumentError(f"Trainer.{stage.method}(model, ...) has no model. Pass one, or call fit first.")
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
         resume = None if checkpoint is None else Resume(checkpoint)
-        loops = lambda run: work(run, stage.name, run.val)  # noqa: E731
+        loops = lambda run: work(run, stage.name, run.data.val)  # noqa: E731
         return self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
 
     def _claim(
@@ -167,6 +179,7 @@ class Session:
             raise ArgumentError(
                 f"Trainer.{stage.method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
             )
+        _ = self.strategy  # absent devices are refused before anything is set up
         method, resume, places = stage.method, self.settings.resume, (self.callbacks, self.folder)
         wanted, argument = ckpt_path, f"Trainer.{method}(ckpt_path=...)"
         if method == "fit" and resume is not None:
@@ -214,44 +227,66 @@ class Session:
             take_ownership: Whether the engine may overwrite the module's arrays.
             resume: A checkpoint to begin with.
         """
-        before = self.fitted, self.position, self.clock, self.module
-        outer = attach(module, self._trainer)
-        self.running, self.current, self.module = True, None, module
-        try:
-            self.current = run = self._set_up(module, stage, loaders, take_ownership, resume)
-            with run.compiles.listening(), self._watchdog() as watchdog:
-                results, error = None, None
-                try:
-                    if run.hooks.bind("prepare_data"):
-                        once_per_node(partial(run.hooks, "prepare_data"), "prepare_data")
-                    run.hooks("setup", stage.method)
+        with contextlib.ExitStack() as stack:
+            stack.push(self._ending(module, (self.fitted, self.position, self.clock, self.module)))
+            self.running, self.current, self.module, self.compiles = True, None, module, CompileLog()
+            self.current = setup = self._set_up(module, stage, loaders, resume)
+            stack.enter_context(self.compiles.listening())
+            watchdog, hooks = stack.enter_context(self._watchdog()), setup.hooks
+            results, error = None, None
+            try:
+                with contextlib.ExitStack() as opened:
+                    if hooks.bind("prepare_data"):
+                        once_per_node(partial(hooks, "prepare_data"), "prepare_data")
+                    hooks("setup", stage.method)
                     # After setup, where a callback makes what its state goes into, before the hooks of loaders.
-                    if run.is_fit and resume is not None:
-                        restore_callbacks(run, resume.checkpoint)
-                    try:
-                        results = self._run_loops(run, work, watchdog)
-                    finally:
-                        self.current.close()
-                except BaseException as raised:
-                    error = explained(raised, self.current)
-                    # Every callback is called and torn down, whatever another one raises meanwhile.
-                    run.hooks.call_all("on_exception", error, error)
-                # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
-                error = self.saver.finish(run.hooks.call_all("teardown", stage.method, error))
-                if error is not None:
-                    raise error
-                return results
-        except BaseException as error:
-            note_step(error, self.position.global_step)
-            raise
-        finally:
+                    if setup.data.is_fit and resume is not None:
+                        restore_callbacks(setup, resume.checkpoint)
+                    opened.callback(self._close_data)
+                    run, live = self._begin(setup, stage, watchdog, take_ownership=take_ownership)
+                    opened.enter_context(live.registered())
+                    opened.enter_context(contextlib.closing(run.prefetcher))
+                    if run.data.is_fit:
+                        self._begin_fit(run)
+                    results = work(run)
+                    if run.data.is_fit:
+                        hooks("on_fit_end")
+            except BaseException as raised:
+                error = explained(raised, self.current)
+                # Every callback is called and torn down, whatever another one raises meanwhile.
+                hooks.call_all("on_exception", error, error)
+            # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
+            error = self.saver.finish(hooks.call_all("teardown", stage.method, error))
+            if error is not None:
+                raise error
+            return results
+
+    def _ending(self, module: TrainModule, before: tuple[Any, ...]) -> Callable[..., None]:
+        """Attach a module, and return what ends its run, given the error that it has raised.
+
+        Args:
+            module: The module.
+            before: The newest fit and where it is, which a fit that cannot begin leaves in place.
+        """
+        outer = attach(module, self._trainer)
+
+        def end(kind: Any, error: BaseException | None, _: Any) -> None:
+            if error is not None:
+                note_step(error, self.position.global_step)
             if self.current is not None:
-                self.current.ended = time.monotonic()
+                self.current.times.ended = time.monotonic()
             self.running = False
-            if self.fitted is None and before[0] is not None:  # a fit that could not begin leaves the last one in place
+            if self.fitted is None and before[0] is not None:
                 self.fitted, self.position, self.clock, self.module = before
             if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)
+
+        return end
+
+    def _close_data(self) -> None:
+        if (run := self.current) is not None:
+            run.window.left = run.settings.accumulate_grad_batches
+            run.data.close()
 
     def _watchdog(self) -> Watchdog:
         return Watchdog(
@@ -267,13 +302,12 @@ class Session:
         """See `Trainer.stop_after`."""
         if self.fitted is None or not self.running:
             raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
-        self.fitted.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
+        self.fitted.times.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
 
-    def _set_up(
-        self, module: TrainModule, stage: Stage, loaders: Loaders, take_ownership: bool, resume: Resume | None
-    ) -> Setup:
+    def _set_up(self, module: TrainModule, stage: Stage, loaders: Loaders, resume: Resume | None) -> Setup:
         """Forget what the run before has left, and return what the new one begins with."""
         self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
+        self.control.noted.clear()
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         # Cleared now and not at the end of a run, whose metrics a program reads after it.
@@ -300,60 +334,57 @@ class Session:
         for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
         return Setup(
-            stage=stage,
             settings=self.settings,
             control=self.control,
-            module=module,
             hooks=Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, clock),
             results=self.results,
             position=position,
-            loaders=loaders,
-            resume=resume,
-            take_ownership=take_ownership,
-            accumulate_given=self.settings.accumulate_grad_batches,
+            data=RunData(loaders),
+            window=Window(self.settings.accumulate_grad_batches),
+            checkpoints=Checkpoints(resume),
         )
 
-    def _run_loops(self, setup: Setup, work: Callable[[Run], Any], watchdog: Watchdog) -> Any:
-        hooks, fitting, resume = setup.hooks, setup.is_fit, setup.resume
+    def _begin(self, setup: Setup, stage: Stage, watchdog: Watchdog, *, take_ownership: bool) -> tuple[Run, ModuleSync]:
+        """Open the loaders, and return the run with its engine, which has the arrays from here on."""
+        hooks, data = setup.hooks, setup.data
         # Before the optimizer, whose schedule may ask how long training is.
-        if fitting:
+        if data.is_fit:
             open_fit(setup)
         else:
-            setup.val = setup.loaders.open(setup.stage.name, required=True)
+            data.val = data.loaders.open(stage.name, required=True)
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
-        engine = self._engines.make(setup, self.engine)
-        tracing = Tracing(hooks, setup.log_every if fitting else 0)
+        engine = self._engines.make(setup, self.engine, take_ownership=take_ownership)
         prefetcher = Prefetcher(
             self.strategy.shard_batch,
-            validator_of=setup.loaders.validator_of,
+            validator_of=data.loaders.validator_of,
             splits=self.strategy.splits_by_process,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             epoch=lambda: setup.position.epoch,
         )
+        tracing = Tracing(hooks, setup.log_every if data.is_fit else 0)
         self.current = run = Run(**vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks))
-        if fitting:
+        if data.is_fit:
             warn_of_eval_mode(run)
             self.fitted = run
         else:
             engine.state.count_from(run.position.global_step, run.position.epoch)
-        # From here on the engine has the arrays: hooks see them through the module, which has them again at the end.
-        put_back = not (fitting or setup.take_ownership)
-        hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
-        with hooks.live.registered(), contextlib.closing(run.prefetcher):
-            if fitting:
-                if resume is not None:  # sums and counters go to the device, so not before there is an engine
-                    snapshot.load_run(run, resume.checkpoint.state)
-                    if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
-                        run.written.append(resume.checkpoint.path)
-                    hooks("on_load_checkpoint", dict(resume.checkpoint.state))
-                log_hyperparams(hooks)
-                hooks("on_fit_start")
-            results = work(run)
-            if fitting:
-                hooks("on_fit_end")
-            return results
+        # Hooks see the arrays through the module, which has them again at the end.
+        put_back = not (data.is_fit or take_ownership)
+        live = hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
+        return run, live
+
+    def _begin_fit(self, run: Run) -> None:
+        """Restore what a checkpoint has of the run, and begin the fit."""
+        if (resume := run.checkpoints.resume) is not None:
+            # Sums and counters go to the device, so not before there is an engine.
+            snapshot.load_run(run, resume.checkpoint.state)
+            if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
+                run.checkpoints.written.append(resume.checkpoint.path)
+            run.hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+        log_hyperparams(run.hooks)
+        run.hooks("on_fit_start")
 
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
@@ -377,8 +408,3 @@ class Session:
             f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call it "
             "from fit on, with a callback that defines init_arrays and update_arrays."
         )
-
-    @property
-    def epoch(self) -> int:
-        """The epoch, from 0; after a fit the number of epochs, with one that a stop has cut."""
-        return self.clock.epoch + (self.fitted is not None and self.fitted.cut)

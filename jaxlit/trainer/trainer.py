@@ -146,10 +146,10 @@ class Trainer(TrainerProperties):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given)
-        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
-        strategy.setup(settings.device_count)  # before anything is trained, so that a wrong count is refused here
+        if settings.strategy != "auto":  # which looks at the devices, as every strategy does when a run begins
+            resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         chosen = all_callbacks(settings)
-        self._session = Session(self, settings, strategy, chosen, config_of(given, chosen))
+        self._session = Session(self, settings, chosen, config_of(given, chosen))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -336,7 +336,7 @@ class Trainer(TrainerProperties):
         Raises:
             ArgumentError: Nothing has run yet.
         """
-        return explain(self._session.current)
+        return explain(self._session.current, self._session.compiles)
 
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""

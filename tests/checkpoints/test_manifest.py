@@ -58,24 +58,6 @@ def test_files_are_on_disk_before_their_manifest(folder):
     assert done[at + 2 : -1] == ["jaxlit.fsync arrays/state", "jaxlit.fsync arrays"]
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "match"),
-    [
-        ("state.json", Path.unlink, r"state\.json is missing"),
-        ("arrays/state/x", lambda path: path.write_bytes(b"1234"), "arrays/state/x has 4 bytes, and had 5"),
-        ("arrays/state/x", lambda path: path.write_bytes(b"12346"), "arrays/state/x is damaged"),
-        ("arrays/y", lambda path: path.write_bytes(b"0"), "arrays/y has 1 bytes, and had 0"),
-        ("arrays/z", lambda path: path.write_bytes(b""), "arrays/z is not in its manifest"),
-        ("MANIFEST.json", Path.unlink, r"MANIFEST\.json is missing, or no file"),
-        ("state.json", lambda path: (path.unlink(), path.mkdir()), r"state\.json is missing"),
-        ("MANIFEST.json", lambda path: (path.unlink(), path.mkdir()), r"MANIFEST\.json is missing, or no file"),
-    ],
-)
-def test_a_file_that_is_another_is_named(name, damage, match, folder):
-    damage(folder / name)
-    refused(folder, match)
-
-
 def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):
     (folder / "notes.txt").write_text("the good one")
     manifest.verify(folder)
@@ -129,8 +111,7 @@ def test_a_link_is_refused_wherever_it_leads(name, inside, listed, folder):
 
 def test_a_manifest_of_wrong_types_is_refused(folder):
     nan = float("nan")
-    entries = [[size, "x"] for size in (-1, 1e3, True, None, "3", [3], nan)]
-    for entry in (*entries, [3], [3, "x", 1], [3, 7], [3, None], None, 7, "x", {}, {"0": 3, "1": "x"}):
+    for entry in (*([size, "x"] for size in (-1, 1e3, True, None, "3", nan)), [3], [3, 7], None, "x", {"0": 3}):
         seal(folder, {"state.json": entry})
         refused(folder, r"MANIFEST\.json names 'state\.json' with")
     members = {"format_version": ("1", 1.0, True, None, [1], nan), "format": (None, "orbax", 7), "files": (None, [], 7)}

@@ -1,6 +1,5 @@
 """What state.json may hold: numbers and names of the right kind at the right places, or it is refused by the place."""
 
-import base64
 import copy
 import shutil
 from dataclasses import fields
@@ -82,7 +81,7 @@ def test_a_position_that_cannot_be_is_refused(state):
         state["position"][member] = right
 
 
-STATES = ("loaders", "training", "states")
+STATES, NOTE = ("loaders", "training", "states"), {"step": 1, "epoch": 0, "batches": [1, 2], "optimizer": []}
 INSIDE = [
     (put("loaders", value={}), r"\['loaders'\] is {}"),
     (put(*STATES, value=[]), r"\['loaders'\] is "),
@@ -90,10 +89,8 @@ INSIDE = [
     (put(*STATES, 0, "epoch", value="x"), r".*\['epoch'\] is 'x'"),
     (put(*STATES, 0, "fingerprint", value=7), r".*\['fingerprint'\] is 7"),
     (put("latest", "shape", value=[-2, -3]), r"\['latest'\]\['shape'\]\[0\] is -2"),
-    (put("latest", "shape", value=["a", "b"]), r"\['latest'\]\['shape'\]\[0\] is 'a'"),
     (put("latest", "data", value=7), r"\['latest'\]\['data'\] is 7"),
     (put("pending", value=[None, {"a": "b"}, 1]), r"\['pending'\]\[1\]\['a'\] is 'b'"),
-    (put("pending", value=[None, {}, "c"]), r"\['pending'\]\[2\] is 'c'"),
     (put("pending", value=[None, {}]), r"\['pending'\] is "),
     (put("metrics", 0, value={"name": 7}), r"\['metrics'\]\[0\] is "),
     (put("metrics", 0, "reduce_fx", value="median"), r"\['metrics'\]\[0\]\['reduce_fx'\] is 'median'"),
@@ -102,12 +99,12 @@ INSIDE = [
     (put("log", "window", value=[["a", {"metric": {}}]]), r"\['log'\]\['window'\]\[0\]\[1\] is "),
     (put("evaluation", value={"loader": "x"}), r"\['evaluation'\] is "),
     (put("callbacks", "ModelCheckpoint", value=7), r"\['callbacks'\]\['ModelCheckpoint'\] is 7"),
-    (put("module", "hparams", value=[["size", 3]]), r"\['module'\]\['hparams'\] is "),
     (put("module", value={"hparams": {}}), r"\['module'\] is "),
     (put("arrays", 1, value=["module.bias", [1]]), r"\['arrays'\]\[1\] is "),
     (put("arrays", 1, 0, value=None), r"\['arrays'\]\[1\]\[0\] is None"),
     *[(put("arrays", 1, 1, value=x), r"\['arrays'\]\[1\]\[1\]") for x in ([-3], [4.5], "333", None, [2**53])],
     (lambda state: state["arrays"].append(state["arrays"][1]), r"\['arrays'\] is .*no checkpoint"),
+    *[(put("not_finite", value=NOTE | x), r"\['not_finite'\]") for x in ({"step": -1}, {"batches": [1]}, {"more": 1})],
 ]
 
 
@@ -120,14 +117,12 @@ def test_what_is_wrong_inside_a_section_is_refused_by_its_place(state):
 
 def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder):
     edit(folder, lambda state: state.pop("format"))
-    with pytest.raises(
-        CheckpointError, match=r"state\.json.* is of format 1, .* reads format 2\. Continue from it with"
-    ):
+    words = r"state\.json.* is of format 1, .* reads format 2\. Continue from it with"
+    with pytest.raises(CheckpointError, match=words):
         train("run", 2, resume=folder)
 
 
-def data_of(count):
-    return base64.b64encode(b"1" * count).decode()
+SAVER = ("callbacks", "ModelCheckpoint")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +132,13 @@ def data_of(count):
         (put("position", "phase", value=7), CheckpointError, r"batch\) \[3, 1, 0\], but its arrays are at \[3, 0, 3\]"),
         (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is not one of this loader's kind"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
-        (put("latest", "data", value=data_of(3)), CheckpointError, r"3 bytes for an array of shape \(2, 4\)"),
         (put("latest", "shape", value=[2**40, 2**40]), CheckpointError, r"32 bytes for an array of shape \(1099511"),
-        *[
-            (
-                put("callbacks", "ModelCheckpoint", member, value=value),
-                CheckpointError,
-                r"ModelCheckpoint\.load_state_dict cannot load .*TypeError",
-            )
-            for member, value in (("best_k_models", 7), ("last_model", ["../../outside"]))
-        ],
+        (
+            put(*SAVER, "best_k_models", value=7),
+            CheckpointError,
+            r"ModelCheckpoint\.load_state_dict cannot load .*Type",
+        ),
+        (put(*SAVER, "last_model", value=["../out"]), CheckpointError, "cannot load .*TypeError"),
     ],
 )
 def test_a_lie_of_the_right_kind_is_refused_by_the_resume(change, error, words, folder):

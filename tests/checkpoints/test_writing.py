@@ -7,8 +7,6 @@ import logging
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kit import processes
 from kit.batches import random
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
 from kit.compiles import compiles
@@ -29,7 +26,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
-from jaxlit.checkpoints import files, manifest, writing
+from jaxlit.checkpoints import files, manifest, quiet, writing
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Crash, faults
 
@@ -141,7 +138,8 @@ def some(operations):
         full=[("full", False)],
     ),
 )
-def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
+def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state, caplog):
+    """And no line of orbax's, which would have hundreds."""
     save("first/step_00000002", state).wait()
     shutil.copytree("first", "counted")
     with faults("counted") as seen:
@@ -157,6 +155,7 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
             except (Crash, CheckpointError) as raised:
                 error = raised
         assert waiting() == [], text[at - 1]
+        assert [record.name for record in caplog.records if record.name in ("absl", "asyncio")] == [], text[at - 1]
         if kind == "full":
             assert error is not None or at > named, text[at - 1]
             assert all(not name.startswith(".tmp-") for name in names(folder)), text[at - 1]
@@ -173,46 +172,6 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state):
     assert {*result} == {1.0, 2.0} and result == sorted(result)
 
 
-def fail_and_count_lines(kinds, chosen=None):
-    """Let saves fail in this process at some operations, or all; tell how many lines each has written to stderr."""
-    train("mine", 1, logger=False, enable_progress_bar=False, enable_model_summary=False)
-    result = state_of(Path("mine/checkpoints", OLDER)) | {"arrays": [["module.a", [2, 3], "float32"]]}
-    write = lambda path, order: writing.save(Path(path), {0: jnp.full((2, 3), 1.0)}, result, order)  # noqa: E731
-    write("first/step_00000002", 1).wait()
-    shutil.copytree("first", "counted")
-    with faults("counted") as seen:
-        write("counted/step_00000002", 2).wait()
-    kept = os.dup(2)
-    for kind in kinds:
-        for at in chosen or range(1, len(seen.operations) + 1):
-            folder, path = shutil.copytree("first", f"{kind}{at}"), Path(f"{kind}{at}.txt")
-            with path.open("w") as file, faults(folder, at=at, kind=kind):
-                os.dup2(file.fileno(), 2)
-                try:
-                    write(f"{folder}/step_00000002", 2).wait()
-                except CheckpointError:
-                    processes.say("failed", at)
-                os.dup2(kept, 2)
-            processes.say(f"{kind} {at} {seen.operations[at - 1][0]}", path.read_text().splitlines())
-
-
-def a_few_operations():
-    fail_and_count_lines(["full"], range(4, 10))  # in which the arrays are written, by several threads
-
-
-def every_operation():
-    fail_and_count_lines(["full", "denied", "broken"])
-
-
-@pytest.mark.parametrize("work", thinned([a_few_operations, every_operation], full=[a_few_operations]))
-def test_a_save_that_fails_writes_at_most_five_lines_to_stderr(work, tmp_path):
-    (child,) = processes.launch(work, tmp_path / "child", count=1, devices=1, join=False)
-    assert child.code == 0, child.errors
-    assert child.said.pop("failed") and len(child.said) >= 6
-    # One of them is that of whoever raises or warns.
-    assert {where: lines for where, lines in child.said.items() if len(lines) > 4} == {}
-
-
 def test_messages_of_others_are_shown_during_a_save(state, caplog, monkeypatch):
     def seal(*arguments):
         logging.getLogger("absl").error("of somebody else")
@@ -223,8 +182,10 @@ def test_messages_of_others_are_shown_during_a_save(state, caplog, monkeypatch):
     real, told, heard = manifest.seal, SimpleNamespace(exc_value=ValueError("mine")), []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     monkeypatch.setattr(manifest, "seal", seal)
+    quiet.begin.cache_clear()
     save("kept", state).wait()
-    assert heard == [told] and sys.unraisablehook == heard.append
+    quiet.begin.cache_clear()
+    assert heard == [told]
     assert [record.getMessage() for record in caplog.records] == ["of somebody else", "of another loop"]
 
 
@@ -282,11 +243,6 @@ def test_a_network_file_system_that_asks_for_patience_gets_it(state, monkeypatch
     monkeypatch.setattr(manifest, "_WAITS_S", (0.0, 0.0, 0.0))
     save("kept", state).wait()
     assert value_of("kept") == 1.0 and left == []
-    left.append(OSError(errno.EIO, "the file system is gone"))
-    shutil.rmtree("kept")
-    with pytest.raises(CheckpointError, match="the file system is gone"):
-        save("kept", state).wait()
-    assert names(".") == []
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "single"))
@@ -401,44 +357,3 @@ def test_auto_continues_with_the_newer_history_after_a_crash():
         train("run", 2, saves(), resume=older, max_steps=3)
     # That of step 6, the largest number in the folder, belongs to the history that was left.
     assert newest_of(folder).state["global_step"] == 2
-
-
-CHILD = """
-import sys
-sys.path[:0] = sys.argv[2:]
-import jaxlit as jl
-jl.testing.fake_devices(8)
-from kit.checkpoints import train
-from kit.journal import hooks
-
-def wait(trainer, module, batch, batch_idx):
-    if trainer.global_step == 4:
-        print("ready", flush=True)
-        sys.stdin.readline()
-
-with jl.testing.faults("run/checkpoints", at=int(sys.argv[1]), kind="kill"):
-    train("run", 3, hooks(on_train_batch_start=wait), resume="auto")
-"""
-
-
-def test_a_second_training_is_refused_until_the_first_ends(root, operations, whole):
-    at = next(i for i, line in enumerate(operations, 1) if line.startswith("open") and "MANIFEST" in line)
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    arguments = [sys.executable, "-c", CHILD, str(at), *filter(None, sys.path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
-    with subprocess.Popen(arguments, **pipes) as child:
-        try:
-            while (line := child.stdout.readline()) != "ready\n":
-                assert line, "the child ended early"
-            stop = hooks(on_train_batch_end=lambda *_: pytest.fail("it trains"))
-            words = f"run is in use by process {child.pid}"
-            refuses(CheckpointError, lambda: train("run", 3, stop, resume="auto"), words)
-            child.communicate("go\n", timeout=BOUND)
-        finally:
-            child.kill()
-            child.wait(BOUND)
-    assert child.returncode == -signal.SIGKILL
-    (left,) = [name for name in names() if name.startswith(f".tmp-{NEWER}")]
-    assert Path("run/checkpoints", left, "state.json").exists()
-    assert newest_of("run/checkpoints").state["global_step"] == 3
-    assert bytes_of(train("run", 3, resume="auto")) == whole and names() == ["step_00000009"]

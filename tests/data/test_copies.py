@@ -4,7 +4,6 @@ import itertools
 import mmap
 from types import SimpleNamespace
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -164,31 +163,7 @@ class Tensors:
             yield {"x": Tensor(memory)}
 
 
-class Dataset(grain.IterDataset):
-    def __iter__(self):
-        return DatasetIterator()
-
-
-class DatasetIterator(grain.DatasetIterator):
-    def __init__(self):
-        super().__init__()
-        self.k, self.memory = 0, np.zeros((4, 1), np.float32)
-
-    def __next__(self):
-        if self.k == 6:
-            raise StopIteration
-        self.memory[:] = self.k
-        self.k += 1
-        return {"x": self.memory}
-
-    def get_state(self):
-        return {"k": self.k}
-
-    def set_state(self, state):
-        self.k = state["k"]
-
-
-@pytest.mark.parametrize(("make", "prefetch"), [(Tensors, 0), (Tensors, 2), (Dataset, 0), (Dataset, 2)])
+@pytest.mark.parametrize(("make", "prefetch"), [(Tensors, 0), (Tensors, 2)])
 def test_memory_of_other_libraries_is_copied(make, prefetch):
     seen, made = [], Mean()
     watch = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: seen.append(float(batch["x"][0, 0])))

@@ -6,6 +6,7 @@ import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kit.batches import Stream
 from kit.modules import module
 from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import fit
@@ -81,16 +82,6 @@ def test_batches_of_the_same_libraries_are_taken(name: str, caplog: pytest.LogCa
     made = module(lambda self, batch: jnp.mean(self.error(batch) ** 2))
     assert fit(made, BATCHES[name]).global_step == 2
     assert [x for x in warnings_of(caplog) if "rows" in x] == []
-
-
-class Stream:
-    """An iterable without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        yield from self.batches
 
 
 TOLD = [(3, list, 1), (np.float32(0.5), list, 1), (np.int32(1), Stream, 1), (3, Stream, 1), (0.5, Stream, 0)]

@@ -8,7 +8,7 @@ import grain
 import numpy as np
 import pytest
 from kit import trainers
-from kit.batches import rows_of
+from kit.batches import Stream, rows_of
 from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
 from kit.inside import position_of, prefetcher_of
 from kit.journal import Batches, hooks
@@ -18,7 +18,6 @@ from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.data.kinds import source_of
-from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import DataError
 from jaxlit.loop.snapshot import load_loader
 
@@ -31,13 +30,6 @@ def fit(loader, val=None, *callbacks, **arguments):
 def batches(order=range(ROWS)):
     rows = np.asarray(order, np.float32)[:, None]
     return [{"x": rows[i : i + BATCH]} for i in range(0, ROWS, BATCH)]
-
-
-class Again:
-    """Can be iterated again, and that is all."""
-
-    def __iter__(self):
-        return iter(batches())
 
 
 class Stateful:
@@ -82,7 +74,7 @@ LOADERS = {
     "IterDataset": lambda: shuffled().to_iter_dataset().map(double).filter(is_no_fifth).batch(3),
     "DataLoader": data_loader,
     "list": batches,
-    "iterable": Again,
+    "iterable": lambda: Stream(batches()),
     "state_dict": Stateful,
     "living state_dict": lambda: Stateful(lives=True),
 }
@@ -116,7 +108,7 @@ def take(source, epoch, count=None, *, limit=None, prefetch=0):
 def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
     loaders = [
         batches(),
-        Again(),
+        Stream(batches()),
         jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
     ]
     for loader in loaders:
@@ -129,7 +121,7 @@ def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
 
 def test_only_cheap_loaders_are_drawn_again() -> None:
     assert source_of(iter(batches()), "train").again(0, None, 1) == []
-    assert source_of(Again(), "train").again(0, 1000, 1) == []
+    assert source_of(Stream(batches()), "train").again(0, 1000, 1) == []
     stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
     (_, after), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
     assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, after, 1)) == rows_of([second])
@@ -231,7 +223,7 @@ def test_kept_batches_are_given_as_they_were_in_each_epoch():
             batch["x"] += 100  # as a hook may
 
 
-def test_shares_of_a_dataset_that_two_processes_saved_continue_in_one():
+def test_shares_that_two_processes_saved_continue_in_one():
     rows = grain.MapDataset.source(records())
     states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]
     fresh = source_of(rows.batch(BATCH), "loader")
@@ -321,32 +313,6 @@ def test_one_iterator_may_train_and_validate(sanity):
     assert rows_of(seen.val[-1]) == [*range(ROWS)]
 
 
-def test_where_a_generator_stands_is_counted_across_epochs():
-    make = lambda: (batch for batch in itertools.cycle(batches()))  # noqa: E731
-    trainer, seen = fit(make(), limit_train_batches=3, max_steps=4, max_epochs=-1)
-    assert numbers(seen.train) == [[0, 1, 2], [3]]
-    source = source_of(make(), "loader", may_continue=True)
-    source.load_state_dict(source.state_dict(1, position_of(trainer).data))
-    assert numbers([[next(source.epoch(1))[0]]]) == [[4]]
-
-
-def test_a_timeout_is_for_one_batch_also_where_a_few_are_kept(monkeypatch):
-    waits, begun, watch = [], [], Watchdog.watch
-    monkeypatch.setattr(Watchdog, "watch", lambda self, *args: (waits.append(1), watch(self, *args))[1])
-
-    class Loader:
-        def __iter__(self):
-            for batch in batches():
-                begun.append(len(waits))  # waits that had begun when a batch was drawn
-                yield batch
-
-        def __len__(self):
-            return 5
-
-    assert numbers(fit(Loader(), overfit_batches=4, data_timeout=60, max_epochs=2)[1].train) == [[0, 1, 2, 3]] * 2
-    assert len({*begun}) == len(begun) >= 4
-
-
 @pytest.mark.full
 def test_a_dataset_with_workers_reshuffles_and_continues():
     def make():
@@ -361,7 +327,7 @@ def test_a_dataset_with_workers_reshuffles_and_continues():
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_an_endless_loader_continues_after_a_checkpoint_of_an_epochs_end(kind):
+def test_an_endless_loader_continues_after_an_epochs_checkpoint(kind):
     save = hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("end"))
     whole, resumed, given = Batches(), Batches(), {"max_epochs": 3, "limit_train_batches": 3}
     fit(ENDLESS[kind](), None, whole, save, **given)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kit.batches import sized
+from kit.inside import is_key
 from kit.journal import Rows
 from kit.processes import launch, say
 from kit.stages import Language, Layered, by_microbatches, numbers, sentences
@@ -33,13 +34,10 @@ def joined(batch: Any) -> Any:
 
 def weights(module: Any) -> dict[str, Any]:
     """Return all arrays of a module."""
-    state = jax.tree.map(fetch_any, nnx.as_pure(nnx.state(module)))
+    plain = lambda x: fetch(jax.random.key_data(x) if is_key(x) else x)  # noqa: E731
+    state = jax.tree.map(plain, nnx.as_pure(nnx.state(module)))
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): x.tolist() for path, x in leaves}
-
-
-def fetch_any(x: jax.Array) -> np.ndarray:
-    return fetch(jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
 def work() -> None:
@@ -76,7 +74,10 @@ def test_two_processes_pipeline_and_continue(tmp_path: Path) -> None:
     expected = Layered(rngs=nnx.Rngs(0))
     batches = [*BATCHES[:3], joined(BATCHES[3])]
     losses = by_microbatches(expected, batches, 4)
-    validation = np.average([float(expected_loss(expected, x)) for x in BATCHES], weights=[8, 8, 8, 6])
+    evaluated = nnx.clone(expected)
+    evaluated.eval()
+    validation = np.average([float(evaluated.loss(x)) for x in BATCHES], weights=[8, 8, 8, 6])
+    outputs = evaluated(joined(BATCHES[0])["x"])  # in the order of processes
     for process in launch(work, tmp_path / "run"):
         said = process.said
         assert process.code == 0, process.errors
@@ -84,7 +85,7 @@ def test_two_processes_pipeline_and_continue(tmp_path: Path) -> None:
         np.testing.assert_allclose(said["losses"], losses[1:], atol=1e-5)
         assert_found(said["weights"], expected)
         assert said["validated"] == pytest.approx({"val": validation}, rel=1e-5)
-        np.testing.assert_allclose(said["predicted"][0], expected_outputs(expected, BATCHES[0]), atol=1e-5)
+        np.testing.assert_allclose(said["predicted"][0], outputs, atol=1e-5)
         assert "4 devices, which do not divide into 8 stages" in said["refused 8"]
         assert "devices of its ranks are of processes [[0, 0, 0, 0], [1, 1, 1, 1]]" in said["refused None"]
     os.chdir(tmp_path / "run")
@@ -105,16 +106,3 @@ def test_two_processes_train_a_model_that_is_hard_to_cut(tmp_path: Path) -> None
 def assert_found(result: dict[str, Any], module: Any) -> None:
     for path, x in numbers(module).items():
         np.testing.assert_allclose(result[path], x, rtol=0, atol=1e-5, err_msg=path)
-
-
-def expected_loss(module: Any, batch: Any) -> Any:
-    evaluated = nnx.clone(module)
-    evaluated.eval()
-    return evaluated.loss(batch)
-
-
-def expected_outputs(module: Any, batch: Any) -> Any:
-    evaluated = nnx.clone(module)
-    evaluated.eval()
-    rows = joined(batch)  # in the order of processes
-    return evaluated(rows["x"])

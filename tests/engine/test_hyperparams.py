@@ -106,6 +106,9 @@ def test_wrong_hyperparameters_are_refused() -> None:
     refuses(KeyError, lambda: result["learning_rat"], words)
     refuses(KeyError, lambda: result.update(lr=1.0), r"'lr'.*learning_rate.*momentum")
     refuses(TypeError, lambda: result.pop("momentum"), "deleted")
+    for value in (True, "0.3"):
+        words = r"hyperparams\['momentum'\] takes a number"
+        refuses(ArgumentTypeError, lambda value=value: result.update(momentum=value), words)
     assert sorted(result) == ["learning_rate", "momentum"] and len(result) == 2
     # A schedule would overwrite it in the next step.
     model = sloping(INJECTED(learning_rate=optax.constant_schedule(2.0), momentum=0.5))
@@ -130,18 +133,10 @@ SLOW, BY = optax.sgd(0.01), {"inner": INJECTED(0.1), "outer": INJECTED(0.2), ...
 NAMES: list[tuple[Any, dict[str, Any], dict[str, float]]] = [
     (optax.chain(INJECTED(0.1), INJECTED(0.2)), {}, {"learning_rate/0": 0.1, "learning_rate/1": 0.2}),
     (INJECTED(0.1), {"inner": None}, {"learning_rate": 0.1, "learning_rate/inner": 0.1}),
-    (INJECTED(0.1), {"inner": SLOW}, {"learning_rate": 0.1}),
-    (SLOW, {"inner": INJECTED(0.1)}, {"learning_rate/inner": 0.1}),
     (
         jl.Optimizer(by=BY),
         {"inner": None},
         {"learning_rate/inner": 0.1, "learning_rate/outer": 0.2, "learning_rate/rest": 0.3},
-    ),
-    (jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: SLOW}), {"norm": None}, {"learning_rate": 0.1}),
-    (
-        jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: SLOW}),
-        {"inner": None, "outer": INJECTED(0.2)},
-        {"learning_rate": 0.1, "learning_rate/inner": 0.1, "learning_rate/outer": 0.2},
     ),
     (
         jl.Optimizer(by={"*/kernel": INJECTED(0.1), ...: INJECTED(0.2)}),
@@ -167,13 +162,3 @@ def test_names_of_hyperparameters_with_frozen_parts(
     state = by_part(optimizer, held).tx.init(nnx.as_pure(nnx.state(model, nnx.Param)))
     result: Any = find_hyperparams(state)  # with the numbers in the place of their places
     assert {name: float(x) for name, x in result.items()} == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("value", [True, "0.3"])
-def test_a_hyperparameter_is_a_number(value: Any) -> None:
-    def start(trainer: Any, module: Any) -> None:
-        trainer.hyperparams["learning_rate"] = value
-
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-    with pytest.raises(ArgumentTypeError, match=r"hyperparams\['learning_rate'\] takes a number"):
-        fit(module(tx=tx), numbered(1), None, hooks(on_train_start=start))

@@ -3,9 +3,6 @@
 from typing import Any
 
 import pytest
-from kit.batches import random
-from kit.modules import Linear
-from kit.trainers import BARE, fit
 
 from jaxlit.engine.in_flight import Bound
 
@@ -36,16 +33,3 @@ def test_draining_waits_for_the_newest_step_once_a_period() -> None:
     for token in tokens:
         bound.drain(token)  # type: ignore[arg-type]
     assert [token.waited for token in tokens] == [False, True] * 3
-
-
-def test_the_loops_wait_as_max_in_flight_says(monkeypatch) -> None:
-    result: list[Any] = []
-    for name in ("__init__", "__call__", "drain"):
-        old = getattr(Bound, name)
-        monkeypatch.setattr(
-            Bound, name, lambda self, x, old=old, name=name: (result.append((name, x)), old(self, x))[1]
-        )
-    fit(Linear(), random(5), random(3), max_in_flight=6, num_sanity_val_steps=0, **BARE)
-    calls = [name for name, _ in result]
-    assert (calls.count("__call__"), calls.count("drain")) == (5, 3)
-    assert [x for name, x in result if name == "__init__"] == [6, 6]

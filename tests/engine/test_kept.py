@@ -304,19 +304,6 @@ def test_programs_of_several_kinds_of_batches_are_kept(strategy) -> None:
     assert result == []
 
 
-@pytest.mark.full
-def test_a_program_that_was_not_used_for_long_is_let_go() -> None:
-    module, trainer = make_line(), make_trainer()
-    kinds = [sized(rows, features=8) for rows in range(1, 10)]
-    for data in (*kinds[:8], kinds[0], kinds[8]):
-        trainer.validate(module, data)
-    with compiles() as result:
-        trainer.validate(module, kinds[0])  # used again after the others
-        assert steps(result) == []
-        trainer.validate(module, kinds[1])
-    assert steps(result) == ["jit(eval_step)"]
-
-
 def test_a_fit_that_lost_its_arrays_is_not_evaluated() -> None:
     def lose(trainer: jl.Trainer, module: Any) -> None:
         for x in engine_of(trainer).state.leaves:
@@ -329,18 +316,6 @@ def test_a_fit_that_lost_its_arrays_is_not_evaluated() -> None:
     trainer.callbacks.pop()
     nnx.update(module, nnx.state(make_line(3)))
     assert value(trainer, module) == by_formula(module)
-
-
-def test_weights_held_in_low_precision_are_placed_once() -> None:
-    buffers, module = Buffers(), make_line()
-    trainer = make_trainer(buffers, precision="bf16-true")
-    trainer.validate(module, DATA)
-    with compiles() as result:
-        trainer.validate(module, DATA)
-    assert result == [] and buffers.found[0] == buffers.found[1]
-    module.kernel[...] = jnp.full((8, 1), 2.0)
-    assert value(trainer, module) == pytest.approx(by_formula(module).expected, rel=2e-2)
-    assert module.kernel[...].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "single"))

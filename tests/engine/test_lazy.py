@@ -14,7 +14,7 @@ from kit.by_hand import assert_same, params_of
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net
 from kit.refusals import fit_refuses, refuses
-from kit.trainers import STRATEGIES, fit, make_trainer, splitting, thinned
+from kit.trainers import STRATEGIES, fit, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.checkpoints.files import Checkpoint
@@ -139,10 +139,3 @@ def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None
     built, emptied, restored = result
     small = 64 * width  # vectors, which lie whole
     assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
-
-
-def test_an_evaluation_takes_the_trained_lazy_module() -> None:
-    trainer, model = make_trainer(strategy="fsdp"), jl.lazy(Mean)
-    trainer.fit(model, numbered(2))
-    assert trainer.test(model, numbered(1, 10)) == [{"test": 10 - 1.25}]
-    assert trainer.test(jl.lazy(Mean), numbered(1, 10)) == [{"test": 10.0}]

@@ -122,11 +122,9 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
     "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
-    "f64": (lambda m: m.inner.bias.set_value(np.ones(16)), (r"float64.*inner\.bias, which is float32\[16\]",)),
     "float": (lambda m: m.inner.bias.set_value(1.0), (r"inner\.bias, which is float32",)),
     "variable": (lambda m: setattr(m, "extra", nnx.Param(jnp.zeros(1))), ("changed the structure of Net",)),
     "attribute": (lambda m: setattr(m, "rate", 0.5), ("changed the structure of Net", "before fit")),
-    "sub-module": (lambda m: setattr(m, "inner", nnx.Linear(3, 8, rngs=nnx.Rngs(0))), ("structure of Net",)),
     "deleted": (lambda m: delattr(m, "outer"), ("changed the structure of Net",)),
 }
 
@@ -291,16 +289,3 @@ def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -
     steps = {"a hook": 2, "the loader": trainer.global_step, "the trace of a step": 2}.get(where, 4)
     assert trainer.global_step == steps > 0
     assert weight(model) == pytest.approx(mean([[k + 1] for k in range(steps)]), rel=1e-6)
-
-
-def test_after_an_error_in_the_first_trace_nothing_changes() -> None:
-    def step(self: Any, batch: Any) -> jax.Array:
-        raise ZeroDivisionError
-
-    model = module(step)
-    with pytest.raises(ZeroDivisionError):
-        fit(model, numbered(1))
-    assert weight(model) == 0.0
-    with pytest.raises(AttributeError):
-        model.unknown  # noqa: B018 - it is touched as any other object
-    assert make_trainer().validate(model, numbered(1)) == [{"val": 1.0}]

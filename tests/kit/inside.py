@@ -27,11 +27,9 @@ from jaxlit.engine.engine import Engine
 from jaxlit.leaf_names import is_key as is_key
 from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
-from jaxlit.loop.run import Setup
 from jaxlit.pipeline.executor import BatchRun
 from jaxlit.pipeline.places import Places
 from jaxlit.strategies import registry
-from jaxlit.trainer import session
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
@@ -113,8 +111,6 @@ def stop_clocks(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(loop_hooks, "perf_counter", clock)
     monkeypatch.setattr(time, "perf_counter", clock)
     monkeypatch.setattr(time, "monotonic", clock)
-    # Its default was bound when the class was made.
-    monkeypatch.setattr(session, "Setup", lambda **named: Setup(**named, started=clock()))
     return clock
 
 

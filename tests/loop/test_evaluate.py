@@ -15,8 +15,6 @@ from kit.trainers import THREE, fit, make_trainer, thinned
 import jaxlit as jl
 from jaxlit.errors import LogError
 
-# Several loaders -------------------------------------------------------------------------------------------
-
 
 def by_loader(self: Any, batch: Any, batch_idx: Any, dataloader_idx: int = 0) -> None:
     """Log by loader; the loader's index is a plain int in the step."""
@@ -68,9 +66,6 @@ def test_the_means_of_an_evaluation_weigh_batches_by_their_rows() -> None:
         ]
 
 
-# The sanity check ------------------------------------------------------------------------------------------
-
-
 def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
     seen: list[dict[str, float]] = []
     look = hooks(on_train_start=lambda trainer, module: seen.append(dict(trainer.callback_metrics)))
@@ -79,9 +74,6 @@ def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:
     trainer = fit(model, numbered(3), numbered(2), rows, look, **arguments)
     assert seen == [{}] and rows.rows == []
     assert (float(model.w[...][0]), trainer.global_step) == (mean([[1], [2], [3]]), 3)
-
-
-# What it leaves as it was ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])

@@ -83,14 +83,7 @@ SELDOM = ("setup", "on_checkpoint_saved", "state_dict")
 OF_LOGGER = [hook for hook in HOOKS if not any(word in hook for word in ("sanity", "test", "predict", "load", "trace"))]
 
 
-@pytest.mark.parametrize(
-    "hook",
-    thinned(
-        [*OF_LOGGER, "log_hyperparams", "state_dict"],
-        *OFTEN,
-        full=SELDOM,
-    ),
-)
+@pytest.mark.parametrize("hook", thinned([*OF_LOGGER, "log_hyperparams", "state_dict"], *OFTEN, full=SELDOM))
 def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
     torn: list[str] = []
     bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: raising})

@@ -7,15 +7,9 @@ from kit.by_hand import mean
 from kit.modules import Mean
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
-from matplotlib.colors import to_rgba
 
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.loop.history import MOST, History
-
-
-def losses(*numbers):
-    """Return the loss of `Mean` at each of its batches, by hand."""
-    return [(n - mean([[k] for k in numbers[:i]])) ** 2 for i, n in enumerate(numbers)]
 
 
 def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
@@ -27,7 +21,8 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
         "lr": [0, 1, 2, 3],
         "val": [1, 3],
     }
-    assert trainer.history["loss"][1].tolist() == losses(1, 2, 1, 2)
+    losses = [(n - mean([[k] for k in (1, 2, 1, 2)[:i]])) ** 2 for i, n in enumerate((1, 2, 1, 2))]
+    assert trainer.history["loss"][1].tolist() == losses
     weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
     assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
     trainer.max_epochs = 1
@@ -78,19 +73,6 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert history._repr_png_() is None
     refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
-
-
-@pytest.mark.parametrize(
-    "names", [("train/loss", "val/loss", "lr"), ("val/loss", "lr", "train/loss"), ("val_loss", "lr", "train_loss")]
-)
-def test_a_stage_has_its_color_whatever_is_logged_first(names):
-    history = History()
-    for name in names:
-        history.add({name: 1.0}, 0)
-    lines = [line for axes in history.plot().axes for line in axes.lines]
-    colors = {line.get_label().replace("_", "/"): line.get_color() for line in lines}
-    blue, orange = to_rgba("C0"), to_rgba("C1")
-    assert colors == {"train/loss": blue, "val/loss": orange, "lr": blue}
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,6 @@ for _hook in HOOKS:
         setattr(Lines, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
 
 
-# What a case does beside fitting ---------------------------------------------------------------------
-
-
 def raises(error: Exception) -> Callable[..., None]:
     """Return a function that raises."""
 
@@ -57,10 +54,6 @@ def raises(error: Exception) -> Callable[..., None]:
         raise error
 
     return function
-
-
-def log_rising(self: Any, batch: Any) -> None:
-    self.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[self.current_epoch])
 
 
 def log_epoch_loss(self: Any, batch: Any) -> Any:
@@ -71,10 +64,6 @@ def log_epoch_loss(self: Any, batch: Any) -> Any:
 def staircase(self: Any) -> jl.Optimizer:
     schedule = optax.exponential_decay(0.01, transition_steps=2, decay_rate=0.1, staircase=True)
     return jl.Optimizer(optax.sgd(schedule), lr_schedule=schedule)
-
-
-def logs_val(self: Any, batch: Any) -> None:
-    self.log("val_loss", 1.0)
 
 
 class Loader:
@@ -135,6 +124,7 @@ class Script:
     datamodule: bool = False
 
 
+RISES = {"validation": lambda m, batch: m.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[m.current_epoch])}
 RAISES = {"training": raises(ValueError("boom"))}
 SKIPS = {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}
 PLATEAU = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
@@ -145,7 +135,7 @@ SCRIPTS = {
     "stop in on_train_epoch_end": Script({}, after=stop_in("on_train_epoch_end")),
     "module skips": Script(SKIPS),
     "step returns None": Script({"training": lambda self, batch: None}),
-    "early stopping on val": Script({"validation": log_rising}, before=early_stopping(patience=2)),
+    "early stopping on val": Script(RISES, before=early_stopping(patience=2)),
     "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
     "early stopping at once": Script({}, before=early_stopping()),
     "early stopping after validation": Script({}, before=early_stopping(check_on_train_epoch_end=False)),
@@ -171,7 +161,7 @@ def run(case: dict[str, Any], recorder: Lines) -> jl.Trainer:
     loaders: dict[str, Any] = {stage: numbered(n) for stage, n in case["batches"].items() if stage != "val"}
     val = [numbered(n) for n in case["batches"].get("val", [])]
     loaders["validate"] = val if len(val) > 1 else val[0] if val else None
-    model = module(**({"validation": logs_val} | script.members))
+    model = module(**({"validation": lambda self, batch: self.log("val_loss", 1.0)} | script.members))
     if script.datamodule:
         data = Data(loaders["train"], loaders["validate"], loaders.get("test"))
         trainer.fit(model, datamodule=data)
@@ -210,12 +200,3 @@ def test_hooks_come_in_the_same_order_under_every_strategy(strategy: str) -> Non
     case, recorder = CASES["02_fit_with_val"], Lines()
     run({**case, "trainer": {**case["trainer"], "strategy": strategy}}, recorder)
     assert recorder.lines == case["hooks"].split(" | ")
-
-
-def test_a_data_module_hears_of_an_error_before_its_teardown(monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = []
-    monkeypatch.setattr(Data, "on_exception", lambda self, error: heard.append(repr(error)))
-    monkeypatch.setattr(Data, "teardown", lambda self, stage: heard.append(stage))
-    with pytest.raises(ValueError, match="boom"):
-        run(CASES["74_datamodule_exc"], Lines())
-    assert heard == ["ValueError('boom')", "fit"]

@@ -10,9 +10,7 @@ from kit.journal import Rows, at_batch, hooks
 from kit.modules import logging, module
 from kit.trainers import fit
 
-from jaxlit.core.log import Metric
 from jaxlit.errors import LogError
-from jaxlit.loop.results import Results
 
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -29,25 +27,10 @@ def test_metrics_are_cleared_by_the_next_fit_and_read_only() -> None:
     assert set(trainer.callback_metrics) == {"other"}
 
 
-def test_values_after_a_resume_have_new_versions() -> None:
-    before, after = Results(), Results()
-    for name in "ab":
-        before.put_epoch(Metric(name), 1.0)
-    after.load_state_dict(before.state_dict())
-    after.put_epoch(Metric("c"), 1.0)
-    assert len({after.callback_metrics.version(name) for name in "abc"}) == 3
-
-
-# Rows ------------------------------------------------------------------------------------------------------
-
-
 def test_a_stop_logs_its_last_step() -> None:
     rows, stop = Rows(), at_batch(2, lambda trainer, module: trainer.stop("enough"))
     fit(logging(lambda m, batch, i: m.log("x", 1.0 * i)), numbered(4), None, rows, stop, log_every_n_steps=50)
     assert rows.rows == [(2, {"x": 2.0, "epoch": 0})]
-
-
-# What hooks log --------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_logged_in_a_hook_is_the_one_of_that_step() -> None:
@@ -75,12 +58,6 @@ def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: fl
     assert trainer.callback_metrics["x"] == pytest.approx(expected)
 
 
-def test_asking_for_a_name_reads_no_value() -> None:
-    results = Results()
-    results.put_step(Metric("x"), lambda: pytest.fail("it was read"))
-    assert "x" in results.callback_metrics and "y" not in results.callback_metrics
-
-
 def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
     trainer = fit(logging(lambda m, batch, i: m.log("x", 1.0)), numbered(1))
     other = logging()
@@ -89,7 +66,7 @@ def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
     assert trainer.callback_metrics["x"] == 2.0
 
 
-def test_a_name_that_a_hook_has_logged_before_the_step_is_refused() -> None:
+def test_a_name_that_a_hook_logs_before_the_step_is_refused() -> None:
     made = logging(lambda m, batch, i: m.log("x", 1.0, on_epoch=True))
     early = hooks(on_train_start=lambda trainer, module: module.log("x", 42.0))
     with pytest.raises(LogError, match=r"'x', \.\.\.\) in on_train_start: training_step logs this name"):

@@ -27,8 +27,6 @@ Row = tuple[int, dict[str, float]]  # the step, and the values with "epoch"
 Seen = tuple[Any, ...]  # a hook, and the three mappings there
 
 
-# What a case logs ------------------------------------------------------------------------------------
-
 # By the word in the recorded case, what `training_step` logs: functions of (module, batch_idx).
 TRAINING: dict[str, Callable[[Any, jax.Array], Any]] = {
     "batch_size": lambda module, i: module.log("x", i, batch_size=10 * (i + 1), **BOTH),

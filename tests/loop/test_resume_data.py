@@ -1,147 +1,80 @@
 """Resumed data: every kind of loader continues after the last batch that a step has used; and after SIGKILL."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import numpy as np
 import pytest
-from kit.batches import sized
-from kit.by_hand import params_of
-from kit.modules import Linear
-from kit.resume_model import RaisesAt, Stopped, digest, make_trainer
-from kit.resume_model import fit as fit_everything
-from kit.resume_runs import ended, problems_of, start_child, write_final
+from kit.batches import Stream, counted, rows_of
+from kit.grain_rows import BATCH, ROWS, data_loader, shuffled
+from kit.journal import hooks
+from kit.modules import Mean
+from kit.resume_model import STEPS_PER_EPOCH, RaisesAt, Stopped
+from kit.resume_runs import ended, problems_of, start_child
 from kit.trainers import fit, thinned
 
 import jaxlit as jl
 
-COUNT, BATCHES, BATCH_SIZE = 101, 13, 8  # rows and batches of an epoch, of which the last is a tail of five rows
-(DATA,) = sized(COUNT)
-
-
-class Again:
-    """Begins again each time it is iterated, and tells nothing of where it is."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for start in range(0, COUNT, BATCH_SIZE):
-            yield {name: x[start : start + BATCH_SIZE] for name, x in DATA.items()}
-
-
-class KeepsState:
-    """Shuffles again in each epoch, which it counts itself; it continues where its state says."""
-
-    def __init__(self) -> None:
-        self.epoch, self.next = 0, 0
-
-    def __len__(self) -> int:
-        return BATCHES
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.next == BATCHES:
-            self.epoch, self.next = self.epoch + 1, 0
-        order = np.random.default_rng(self.epoch).permutation(COUNT)
-        while self.next < BATCHES:
-            chosen = order[self.next * BATCH_SIZE : (self.next + 1) * BATCH_SIZE]
-            self.next += 1
-            yield {name: x[chosen] for name, x in DATA.items()}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "next": self.next}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.epoch, self.next = state_dict["epoch"], state_dict["next"]
-
-
-class Records:
-    """Rows for a grain DataLoader."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: Any) -> dict[str, np.ndarray]:
-        return {name: x[index] for name, x in DATA.items()}
-
-    def __repr__(self) -> str:
-        return "Records()"
-
-
-def map_dataset() -> Any:
-    records = [{name: x[i] for name, x in DATA.items()} for i in range(COUNT)]
-    return grain.MapDataset.source(records).seed(5).shuffle().batch(BATCH_SIZE)
-
-
-def data_loader() -> Any:
-    sampler = grain.samplers.IndexSampler(COUNT, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=5)
-    batch = grain.transforms.Batch(BATCH_SIZE, drop_remainder=False)
-    return grain.DataLoader(data_source=Records(), sampler=sampler, operations=[batch], worker_count=0)
-
-
 KINDS: dict[str, Callable[[], Any]] = {
-    "list": lambda: list(Again()),
-    "re-iterable": Again,
-    "loader with a state": KeepsState,
-    "ArrayLoader": lambda: jl.ArrayLoader(DATA, BATCH_SIZE, shuffle=True),
-    "MapDataset": map_dataset,
-    "IterDataset": lambda: map_dataset().to_iter_dataset(),
+    "list": lambda: counted(*[BATCH] * 5),
+    "re-iterable": lambda: Stream(counted(*[BATCH] * 5)),
+    "ArrayLoader": lambda: jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
+    "MapDataset": lambda: shuffled().batch(BATCH),
+    "IterDataset": lambda: shuffled().to_iter_dataset().batch(BATCH),
     "DataLoader": data_loader,
 }
-
-
-class Seen(jl.Callback):
-    """Keeps what each step was given, bit by bit."""
-
-    def __init__(self) -> None:
-        self.batches: list[str] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches.append(digest(batch))
-
-
-AHEAD = [*zip(KINDS, (0, 2, 2, 2, 2, 0, 2), strict=True)]
+AHEAD = [*zip(KINDS, (0, 2, 2, 2, 0, 2), strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "prefetch"), thinned(AHEAD, ("IterDataset", 0), full=AHEAD[1::2]))
 def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch: int) -> None:
-    def run(root: str, *callbacks: jl.Callback, **arguments: Any) -> dict[str, np.ndarray]:
+    def run(root: str, *callbacks: jl.Callback, **arguments: Any) -> tuple[list[int], bytes]:
+        seen, module = list[int](), Mean()
+        look = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: seen.extend(rows_of([batch])))
         given = {"default_root_dir": root, "max_epochs": 2, "prefetch": prefetch} | arguments
-        module = Linear()
-        fit(module, KINDS[kind](), None, *callbacks, **given)
-        return params_of(module)
+        try:
+            fit(module, KINDS[kind](), None, look, *callbacks, **given)
+        except Stopped:
+            assert callbacks
+        return seen, np.asarray(module.w[...]).tobytes()
 
-    whole, parts = Seen(), (Seen(), Seen(), Seen())
-    expected = run("whole", whole)
+    whole, expected = run("whole")
     # In the middle of an epoch; and where the second epoch would begin.
-    for part, at in zip(parts, (7, 4), strict=False):
-        with pytest.raises(Stopped):
-            run("cut", part, RaisesAt("on_safe_point", at), resume="auto")
-    result = run("cut", parts[2], resume="auto")
-    assert [len(part.batches) for part in parts] == [8, 5, 13]
-    assert [batch for part in parts for batch in part.batches] == whole.batches
-    assert {name: x.tobytes() for name, x in result.items()} == {name: x.tobytes() for name, x in expected.items()}
+    (first, _), (second, _) = (run("cut", RaisesAt("on_safe_point", at), resume="auto") for at in (2, 1))
+    last, result = run("cut", resume="auto")
+    assert [len(part) for part in (first, second, last)] == [3 * BATCH, 2 * BATCH, ROWS]
+    assert first + second + last == whole
+    assert result == expected
 
 
-# Killed by SIGKILL, and started again; tests/sweeps/resume.py kills at every step under every strategy.
+# Killed by SIGKILL, and started again
 
-EPOCHS, EVERY = 2, 2  # 16 optimizer steps
-KILL = ("on_train_batch_start", 13)  # where a checkpoint may just be being written
+EPOCHS = 4  # of 8 optimizer steps
+# The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
+KILLS = ("on_train_batch_end", "on_safe_point", "on_validation_batch_end", "on_log", "on_train_batch_start")
+KILLS += ("on_validation_end", "on_safe_point", "on_train_epoch_end", "on_validation_start")
+STEPS = range(1, EPOCHS * STEPS_PER_EPOCH + 1)
+KILLED = [("fsdp", [14]), ("fsdp", STEPS), *((strategy, STEPS[4::5]) for strategy in ("single", "ddp", "pmap"))]
 
 
-@pytest.mark.full
-def test_killed_training_goes_on_exactly(tmp_path: Path) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    code, output = ended(start_child(killed, 0, "fsdp", epochs=EPOCHS, every=EVERY, kill=KILL))
-    assert code == -signal.SIGKILL, output
-    last = start_child(killed, 1, "fsdp", epochs=EPOCHS, every=EVERY)
-    try:
-        # In this process, and without checkpoints.
-        reference = fit_everything(make_trainer("fsdp", whole, name="journal0", max_epochs=EPOCHS))
-        write_final(reference, whole)
-    finally:
-        code, output = ended(last)
+@pytest.mark.parametrize(("strategy", "steps"), thinned(KILLED, full=KILLED[:1]))
+def test_killed_training_goes_on_exactly(strategy: str, steps: Sequence[int], tmp_path: Path) -> None:
+    whole, lost = tmp_path / "whole", 0
+    code, output = ended(start_child(whole, 0, strategy, epochs=EPOCHS, every=5))
     assert code == 0, output
-    result = problems_of(killed, whole, 2)
-    assert result.pop("lost") > 0  # something was done again, so the kill came where it should
-    assert not result
+    for step in steps:
+        # After the last step there is no validation.
+        hook = "on_train_epoch_end" if step == STEPS[-1] else KILLS[step % len(KILLS)]
+        # Every third training is killed before as well, where no checkpoint may be there yet.
+        kills = [("on_log", step // 2)] * (step % 3 == 1) + [(hook, step)]
+        folder = tmp_path / str(step)
+        for number, kill in enumerate([*kills, None]):
+            child = start_child(folder, number, strategy, epochs=EPOCHS, every=(5, 1, 3)[step % 3], kill=kill)
+            code, output = ended(child)
+            assert code == (-signal.SIGKILL if kill else 0), output
+        result = problems_of(folder, whole, len(kills) + 1)
+        lost += result.pop("lost")
+        assert not result, f"step {step}, {hook}"
+    assert lost > 0  # something was done again, so the kills came where they should

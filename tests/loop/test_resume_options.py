@@ -1,7 +1,6 @@
 """Training continues exactly whatever the Trainer is told, and however it has ended."""
 
 import contextlib
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,6 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
     first = next(line for line in resumed if line[0] == "on_train_batch_end")
     assert first[4] == batches + 1
     assert_same(resumed, whole[-len(resumed) :])
-
-
-# Arguments of the Trainer ----------------------------------------------------------------------------
 
 
 class SkipsTheRest(jl.Callback):
@@ -103,9 +99,6 @@ def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
     assert 0 < steps < all_steps  # it was lowered on the way, and there were steps since
 
 
-# Endings ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
     """A training of two epochs without a stop."""
@@ -116,20 +109,6 @@ def csv(trainer: jl.Trainer) -> bytes:
     return (trainer.run_dir / "metrics.csv").read_bytes()
 
 
-class Does(RaisesAt):
-    """Does something at the n-th call of a hook."""
-
-    def __init__(self, hook: str, number: int, do: Callable[[jl.Trainer], Any]) -> None:
-        super().__init__(hook, number)
-        self.do = do
-
-    def at(self, trainer: jl.Trainer, *arguments: Any) -> None:
-        try:
-            super().at(trainer, *arguments)
-        except Stopped:
-            self.do(trainer)
-
-
 # The batches that are done when training is cut, the callbacks that cut it, and arguments.
 CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
     "before its first checkpoint": (
@@ -138,11 +117,6 @@ CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
         {"max_epochs": 2},
     ),
     "by max_steps": (23 + 9, list, {"max_steps": 11}),
-    "by Ctrl-C": (
-        23 + 7,
-        lambda: [Does("on_validation_batch_start", 17, lambda trainer: signal.raise_signal(signal.SIGINT))],
-        {"max_epochs": 2},
-    ),
 }
 
 
@@ -155,9 +129,6 @@ def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl
     last = fit(resumes, seed=int(done > 0))
     assert_is_the_end_of(journal(last), journal(whole), done)
     assert final(last) == final(whole) and csv(last) == csv(whole)
-
-
-# What is over ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +168,6 @@ def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Traine
     fit(more, ckpt_path=finished[1][name])
     assert_is_the_end_of(journal(more), journal(whole), 23)
     assert final(more) == final(whole)
-
-
-# Other arguments, and other data ----------------------------------------------------------------------
 
 
 def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, list[int]]:

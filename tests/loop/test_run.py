@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from kit.batches import ROWS, numbered
 from kit.by_hand import mean
+from kit.inside import Clock
 from kit.journal import Journal, at_batch, hooks
 from kit.modules import Mean, module
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
@@ -24,9 +25,6 @@ def weight(model: Any) -> float:
 def validations(journal: Journal) -> list[int]:
     """Return the steps at which validations began."""
     return [step for *_, step in journal.named("on_validation_start")]
-
-
-# Limits in batches -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("limit", "of_5", "of_3"), [(1, 1, 1), (4, 4, 3), (0.4, 2, 1), (1.0, 5, 3)])
@@ -95,22 +93,9 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
     assert rows == []
 
 
-# When validation comes -------------------------------------------------------------------------------------
-
-
-class Clock:
-    """A clock that only the test moves."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def advance(self, seconds: float) -> Callable[..., None]:
-        def tick(*_: Any) -> None:
-            self.now += seconds
-
-        return tick
+def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
+    """Return a hook that lets time pass."""
+    return lambda *_: setattr(clock, "now", clock.now + seconds)
 
 
 @pytest.fixture
@@ -134,13 +119,10 @@ def test_a_validation_interval_may_be_a_duration(
     clock: Clock, batch: float, validation: float, interval: Any, arguments: Any, count: int, at: list[int]
 ) -> None:
     journal = Journal()
-    tick = hooks(on_train_batch_end=clock.advance(batch), on_validation_batch_end=clock.advance(validation))
+    tick = hooks(on_train_batch_end=ticking(clock, batch), on_validation_batch_end=ticking(clock, validation))
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": interval} | arguments
     fit(Mean(), numbered(count), numbered(1), tick, journal, **BARE, **arguments)
     assert validations(journal) == at
-
-
-# max_time, min_epochs, min_steps, max_steps ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -154,7 +136,7 @@ def test_a_validation_interval_may_be_a_duration(
 )
 def test_max_time_ends_after_the_batch_and_a_validation(clock: Clock, max_time: Any, seconds: float) -> None:
     journal = Journal()
-    tick = hooks(on_train_batch_end=clock.advance(seconds))
+    tick = hooks(on_train_batch_end=ticking(clock, seconds))
     arguments = {"max_epochs": None, "max_time": max_time, "num_sanity_val_steps": 0} | BARE
     trainer = fit(Mean(), numbered(2), numbered(1), tick, journal, **arguments)
     # Every case is over in the third batch: the first of the second epoch.
@@ -185,9 +167,6 @@ def test_a_stop_waits_for_min_epochs_and_min_steps(arguments: dict[str, Any], ep
     assert (trainer.current_epoch, trainer.global_step) == (epochs, steps)
 
 
-# Loaders that are made again -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("owner", thinned(["module", "datamodule"], "module"))
 @pytest.mark.parametrize(("every", "at"), thinned([(0, [0]), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4])], (2, [0, 2, 4])))
 def test_loader_hooks_are_asked_again_every_n_epochs(every: int, at: list[int], owner: str) -> None:
@@ -210,9 +189,6 @@ def test_loader_hooks_are_asked_again_every_n_epochs(every: int, at: list[int], 
     assert journal.batches["train"] == [1 + epoch for epoch in loaded]
     assert journal.batches["validation"] == [11 + epoch for epoch in loaded]
     assert weight(model) == pytest.approx(mean([[1 + epoch] for epoch in loaded]), rel=1e-6)
-
-
-# Counts ----------------------------------------------------------------------------------------------------
 
 
 ESTIMATED = [
@@ -241,18 +217,12 @@ def test_estimated_stepping_batches_match_the_fit(arguments: dict[str, Any], ste
     assert asked == [steps] and (trainer.global_step, trainer.current_epoch) == (steps, epochs)
 
 
-# Debugging -------------------------------------------------------------------------------------------------
-
-
 # Not eagerly a per-replica body: operation by operation that takes half a minute even on one device.
 EAGER = [(name, False, True) for name in ("single", "fsdp", "simulate:2")] + [("single", True, True)]
 DEBUGGED = [*((name, True, False) for name in STRATEGIES), *EAGER]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "debug", "eager"),
-    thinned(DEBUGGED, ("pmap", True, False), full=EAGER[:1]),
-)
+@pytest.mark.parametrize(("strategy", "debug", "eager"), thinned(DEBUGGED, ("pmap", True, False), full=EAGER[:1]))
 def test_debug_and_disable_jit_give_the_numbers_of_a_normal_run(strategy: str, debug: bool, eager: bool) -> None:
     rows: list[Any] = []
     watch = hooks(on_log=lambda trainer, values, step: rows.append((step, values)))

@@ -86,10 +86,7 @@ def test_two_early_stoppings_keep_their_states() -> None:
     [
         (np.zeros(3), "the state_dict of.*Counter.*kept.*ndarray.*init_arrays"),
         (jnp.zeros(()), "state_dict of.*Counter.*kept.*Array"),
-        ({1: "a"}, "Counter.*kept.*key 1"),
         ([Path("a")], r"Counter.*kept.*0.*PosixPath"),
-        ({"a", "b"}, "Counter.*kept.*set"),
-        (b"bytes", "Counter.*kept.*bytes"),
         (lambda: None, "Counter.*kept.*function"),
     ],
 )
@@ -157,22 +154,8 @@ def test_a_datamodule_keeps_its_state() -> None:
     assert again.words == 7
 
 
-def test_an_error_in_load_state_dict_names_the_callback() -> None:
-    class Strict(Counter):
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            raise KeyError("an older version")
-
-    train(Strict())
-    with pytest.raises(CheckpointError, match=r"Strict\.load_state_dict cannot load .*another version") as raised:
-        train(Strict(), epochs=2, resume="auto")
-    assert repr(raised.value.__cause__) == "KeyError('an older version')"
-    assert state()["global_step"] == 3
-
-
 def test_a_checkpoint_of_a_sanity_check_holds_no_validation() -> None:
-    save = hooks(
-        on_validation_epoch_end=lambda t, m: t.save_checkpoint("sanity") if t.sanity_checking else None,
-    )
+    save = hooks(on_validation_epoch_end=lambda t, m: t.save_checkpoint("sanity") if t.sanity_checking else None)
     fit(Mean(), numbered(2), numbered(3), save, default_root_dir="whole")
     assert state_of("sanity")["evaluation"] is None
     ends: list[int] = []

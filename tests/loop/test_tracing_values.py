@@ -119,9 +119,6 @@ def windows_of(batches: list[Any], accumulate: int) -> list[Any]:
     return [jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows]
 
 
-# Values ----------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def clipped_by_hand(accumulate: int) -> list[dict[str, Any]]:
     return by_hand(windows_of(BATCHES, accumulate) * 2, clip=True)
@@ -161,8 +158,6 @@ def test_a_mixed_precision_shows_gradients_without_their_scale(strategy: str, pr
     first = [{0: {k: x for k, x in seen.items() if k.startswith("grads/")}} for seen in (looks.seen[0], expected[0])]
     assert_seen(first[0], [first[1][0]], [0], 4 * float(jnp.finfo(low).eps))
 
-
-# Programs --------------------------------------------------------------------------------------------
 
 BATCH = random(1, rows=16)[0]
 

@@ -20,29 +20,16 @@ def weight(model: Any) -> float:
     return float(model.w[...][0])
 
 
-# Stopping --------------------------------------------------------------------------------------------------
-
 BEFORE, ONE_BATCH, ONE_EPOCH, ALL = (0, 0), (1, 1), (1, 3), (3, 9)
+EARLY = ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_train_start")
+PARTS = ("start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
 STOPPED = {
-    "setup": BEFORE,
-    "on_fit_start": BEFORE,
-    "on_sanity_check_start": BEFORE,
-    "on_sanity_check_end": BEFORE,
-    "on_train_start": BEFORE,
+    **dict.fromkeys(EARLY, BEFORE),
     "on_train_epoch_start": (1, 0),
-    "on_train_batch_start": ONE_BATCH,
-    "on_train_batch_end": ONE_BATCH,
+    **dict.fromkeys(("on_train_batch_start", "on_train_batch_end"), ONE_BATCH),
     "on_log": (1, 2),  # a row comes one step late
-    "on_validation_start": ONE_EPOCH,
-    "on_validation_epoch_start": ONE_EPOCH,
-    "on_validation_batch_start": ONE_EPOCH,
-    "on_validation_batch_end": ONE_EPOCH,
-    "on_validation_epoch_end": ONE_EPOCH,
-    "on_validation_end": ONE_EPOCH,
-    "on_train_epoch_end": ONE_EPOCH,
-    "on_train_end": ALL,
-    "on_fit_end": ALL,
-    "teardown": ALL,
+    **dict.fromkeys((*(f"on_validation_{part}" for part in PARTS), "on_train_epoch_end"), ONE_EPOCH),
+    **dict.fromkeys(("on_train_end", "on_fit_end", "teardown"), ALL),
 }
 
 
@@ -61,7 +48,7 @@ def test_stop_in_a_hook_ends_at_the_next_safe_place(hook: str) -> None:
     # An epoch that a stop has left without a batch does not count.
     assert (trainer.current_epoch or epochs, trainer.global_step) == (epochs, steps)
     assert (trainer.should_stop, trainer.stop_reason) == (True, hook)
-    started = hook not in ("setup", "on_fit_start", "on_sanity_check_start", "on_sanity_check_end")
+    started = hook not in EARLY[:-1]
     assert ("on_train_start" in journal.names) == ("on_train_end" in journal.names) == started
     assert journal.names[-2:] == ["on_fit_end", "teardown"]
     # Nothing is cut off: what has started ends, and is validated once an epoch at most.
@@ -76,9 +63,6 @@ def test_a_stop_holds_for_one_fit() -> None:
     trainer.stop("before fit")
     trainer.fit(Mean(), numbered(2))
     assert (trainer.current_epoch, trainer.global_step, trainer.should_stop) == (2, 4, False)
-
-
-# Skipping --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
@@ -139,9 +123,6 @@ def test_a_window_cut_by_the_epoch_takes_no_step(how: str, at: int, strategy: st
     assert trainer.current_epoch == 1 and all(np.isfinite(x) for x in trainer.callback_metrics.values())
 
 
-# More than one fit -----------------------------------------------------------------------------------------
-
-
 def test_a_second_fit_of_a_trainer_is_that_of_a_fresh_one() -> None:
     def run(trainer: jl.Trainer, journal: Journal, rows: Rows) -> tuple[Any, ...]:
         journal.events.clear()
@@ -190,9 +171,6 @@ def test_a_trainer_may_fit_again_after_an_error() -> None:
     assert weight(model) == mean([[1], [1], [2]])
 
 
-# Steps in flight -------------------------------------------------------------------------------------------
-
-
 def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     """Count how often a run of 24 batches waits for a result."""
     result: list[int] = []
@@ -205,19 +183,13 @@ def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     return len(result)
 
 
-@pytest.mark.parametrize(("limit", "times"), [(1, 24), (2, 23), (8, 5)])
-def test_the_loop_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = waits(monkeypatch, "fit", max_in_flight=100)
-    assert waits(monkeypatch, "fit", max_in_flight=limit) == free + times
+IN_FLIGHT = [("fit", 1, 24), ("fit", 2, 23), ("fit", 8, 5), ("validate", 2, 24), ("validate", 8, 6)]
 
 
-@pytest.mark.parametrize(("limit", "times"), [(2, 24), (8, 6)])
-def test_an_evaluation_waits_for_steps_in_flight(limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = waits(monkeypatch, "validate", max_in_flight=100)
-    assert waits(monkeypatch, "validate", max_in_flight=limit) == free + times
-
-
-# What a step costs -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("verb", "limit", "times"), IN_FLIGHT)
+def test_a_run_waits_for_steps_in_flight(verb: str, limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = waits(monkeypatch, verb, max_in_flight=100)
+    assert waits(monkeypatch, verb, max_in_flight=limit) == free + times
 
 
 def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:

@@ -105,12 +105,13 @@ class Given(S.Schedule):
     ("rows", "words"),
     [
         (("0F0 0B0",), r"Given\(2\) with 1 microbatches gives tasks for 1 ranks, and has 2"),
-        (("0F0 0B0", "1B0"), r"fwd_1__0 is missing"),
-        (("0F0 0B0", "1F0"), r"needs bwd_1__0, or both bwdA_1__0 and bwdW_1__0, and has none"),
-        (("0F0 0B0", "1F0 1I0"), r"needs bwd_1__0, or both .* and has \['bwdA_1__0'\]"),
+        (("0F0 0B0", "1B0"), r"needs fwd_1__0, and bwd_1__0"),
+        (("0F0 0B0", "1F0"), r"needs fwd_1__0, and bwd_1__0 or both bwdA_1__0 and bwdW_1__0"),
+        (("0F0 0B0", "1F0 1I0"), r"needs fwd_1__0, and bwd_1__0 or both"),
+        (("0F0 0B0", "1F0 1B0 1I0 1W0"), r"needs fwd_1__0, and bwd_1__0 or both"),
         (("0F0 0B0", "1F0 1F0 1B0"), "fwd_1__0 occurs twice"),
-        (("0F0 0B0 1B0", "1F0"), "bwd_1__0 is on rank 0, and stage 1 is on rank 1"),
-        (("0F0 0B0", "1F0 1B0 1F1"), "fwd_1__1 is outside of 2 stages and 1 microbatches"),
+        (("0F0 0B0 1B0", "1F0"), "bwd_1__0 is on rank 0, which has no such stage"),
+        (("0F0 0B0", "1F0 1B0 1F1"), "fwd_1__1 is on rank 1, which has no such stage and microbatch"),
         (("0B0 0F0", "1F0 1B0"), "rank 0 with bwd_0__0 for fwd_0__0, rank 1 with fwd_1__0 for fwd_0__0"),
     ],
 )

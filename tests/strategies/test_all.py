@@ -11,10 +11,11 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import sized
-from kit.by_hand import assert_same
+from kit.by_hand import assert_same, train_net
 from kit.compiles import compiles
-from kit.inside import leaves_of
+from kit.inside import leaves_of, own_strategies
 from kit.journal import Rows, hooks
+from kit.modules import Wide
 from kit.trainers import BARE, REPLICAS, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
@@ -142,7 +143,17 @@ def test_a_step_donates_the_whole_state(run: Any) -> None:
     assert [run.alive[i] for i in range(2 * len(SIZES)) if i % len(SIZES)] == [[]] * 2 * (len(SIZES) - 1)
 
 
-# Accumulation and clipping ----------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", thinned([name for name in own_strategies() if name != "pipeline"], full=()))
+def test_any_two_factors_together_train_alike(strategy: str) -> None:
+    """By one, two and eight devices, accumulation, clipping and bfloat16; `single` like a loop by hand."""
+    jl.testing.assert_same_training(
+        lambda: Wide(rngs=nnx.Rngs(0)),
+        sized(16, 16, 16),
+        strategies=[strategy],
+        factors=jl.testing.FACTORS,
+        **({"reference": train_net} if strategy == "single" else {}),
+    )
+
 
 WINDOWED = (8, 8, 8, 8, 8, 8, 8, 5)  # windows of 3, 3 and 2; the last batch neither fills its window nor divides by 8
 START = {"kernel": np.linspace(-1.0, 1.0, 8)[:, None], "bias": np.zeros(1)}
@@ -214,9 +225,6 @@ def test_windows_are_clipped_steps_on_all_their_rows(strategy: str) -> None:
     assert int(module.seen[...]) == 2 * sum(int((part > 0).sum()) for part in y)
     np.testing.assert_allclose(rows.of("y_step"), [part.mean() for part in y] * 2, rtol=1e-5)
     np.testing.assert_allclose(rows.of("y_epoch"), [np.concatenate(y).mean()] * 2, rtol=1e-5)
-
-
-# Precision --------------------------------------------------------------------------------------------
 
 
 class Noting(jl.TrainModule):

@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.by_hand import HandLoop, assert_same
 from kit.modules import Linear, Net
-from kit.trainers import fit, make_trainer, splitting, thinned
+from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
 from jaxlit.strategies.program import Program
 
 
@@ -101,15 +100,6 @@ def test_a_batch_lies_as_its_spec_says_wherever_it_is_placed() -> None:
     assert_same(model.inner, by_hand.inner)
 
 
-def test_a_mesh_of_other_sizes_is_refused() -> None:
-    class Wrong(Columns):
-        def mesh_shape(self, device_count: int) -> dict[str, int]:
-            return {"data": 2, "columns": 3}
-
-    with pytest.raises(ArgumentError, match=r"The mesh of Wrong: .*'columns': 3\} do not multiply to 8"):
-        make_trainer(strategy=Wrong())
-
-
 class Table(jl.TrainModule):
     """Takes rows of a table: the gradient of one is how often it was taken."""
 
@@ -130,9 +120,6 @@ def test_a_tail_trains_the_same_on_a_mesh_of_two_axes(rows: int, data: int) -> N
     fit(model, [words], strategy=jl.strategies.DDP(mesh=mesh))
     share = np.bincount(words.ravel(), minlength=8) / words.size
     np.testing.assert_allclose(model.table[...], -np.stack([share / 2, share / 2], 1), rtol=1e-6)
-
-
-# The mesh in context ------------------------------------------------------------------------------------
 
 
 class Constrained(Net):
@@ -216,24 +203,3 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind: AxisType, strategy
     assert_same(trainer.module, wanted.module)
     assert_same(step.module(state), wanted.module)
     np.testing.assert_allclose(result, wanted.module(batches[0]["x"]), rtol=1e-5)
-
-
-def test_state_of_several_meshes_is_made_where_each_part_lies() -> None:
-    meshes = [jl.sharding.mesh({"data": 4}, jax.devices()[i : i + 4]) for i in (0, 4)]
-    shardings = [NamedSharding(mesh, spec) for mesh in meshes for spec in (P("data"), P())]
-    strategy = jl.strategies.DDP()
-    strategy.setup(4)
-
-    def init(key: jax.Array, x: jax.Array) -> list[jax.Array]:
-        return [x * 2, x + 1, jax.random.normal(key, (4,)), x.sum()]
-
-    key, x = jax.random.key(0), np.arange(8.0, dtype=np.float32)
-    made = strategy.create_state(init, shardings, key, x)
-    assert [a.sharding for a in made] == shardings
-    wanted = [x * 2, x + 1, np.asarray(jax.random.normal(key, (4,))), x.sum()]
-    for result, value in zip(made, wanted, strict=True):
-        np.testing.assert_allclose(result, value, rtol=1e-6)
-    # Nothing is sent to devices whose arrays are not made of it: what is not there any more cannot be.
-    gone = jnp.ones(3)
-    gone.delete()
-    assert len(strategy.create_state(lambda key, x, _: init(key, x), shardings, key, x, gone)) == 4

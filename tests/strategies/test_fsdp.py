@@ -50,10 +50,6 @@ class Transformer(jl.TrainModule):
         return optax.adamw(1e-3)
 
 
-def tokens() -> jl.ArrayLoader:
-    return jl.ArrayLoader(np.random.default_rng(0).integers(0, VOCAB, (32, 9)).astype(np.int32), 16)
-
-
 @functools.cache
 def transformer() -> Transformer:
     """Return a transformer whose weights are shapes only."""
@@ -67,32 +63,17 @@ def share(state: Any, shardings: Any) -> float:
     return float(held / sum(x.size * x.dtype.itemsize for x, _ in pairs))
 
 
-@pytest.mark.parametrize(
-    ("stage", "params", "grads", "opt_state"), ((1, 1.0, 1.0, 0.14), (2, 1.0, 0.14, 0.14), (3, 0.14, 0.14, 0.14))
-)
-def test_what_each_of_8_devices_holds_of_a_transformer(
-    stage: int, params: float, grads: float, opt_state: float
-) -> None:
-    state, shardings = laid_out(jl.strategies.FSDP(stage=stage), transformer(), accumulate=True)
-    most = {"params": params, "opt_state": opt_state}
-    for part, limit in most.items():
-        held = share(getattr(state, part), getattr(shardings, part))
-        assert held == 1.0 if limit == 1.0 else 0.125 <= held <= limit, part
-    held = share(state.window.grads, shardings.window.grads)
-    assert held == 1.0 if grads == 1.0 else 0.125 <= held <= grads
-
-
-@pytest.mark.parametrize(("stage", "replicas"), ((1, 2), (2, 4), (3, 2)))
-def test_copies_of_the_shards_hold_a_groups_parts(stage: int, replicas: int) -> None:
+@pytest.mark.parametrize(("stage", "replicas"), ((1, 1), (2, 1), (3, 1), (1, 2), (2, 4), (3, 2)))
+def test_what_each_of_8_devices_holds_of_a_transformer(stage: int, replicas: int) -> None:
     strategy = jl.strategies.FSDP(stage=stage, replicas=replicas)
     state, shardings = laid_out(strategy, transformer(), accumulate=True)
-    assert strategy.mesh.axis_names == ("data", "fsdp") and strategy.num_replicas == 8
+    assert strategy.mesh.axis_names == (("data",) if replicas == 1 else ("data", "fsdp"))
+    assert strategy.num_replicas == 8
     part = replicas / 8  # and what is not split
-    for name, of, least in (("params", state.params, 3), ("opt_state", state.opt_state, 1)):
-        held = share(of, getattr(shardings, name))
+    for name, least in (("params", 3), ("window", 2), ("opt_state", 1)):
+        of, where = (getattr(x, name).grads if name == "window" else getattr(x, name) for x in (state, shardings))
+        held = share(of, where)
         assert held == 1.0 if stage < least else part <= held <= part + 0.02, name
-    held = share(state.window.grads, shardings.window.grads)
-    assert held == 1.0 if stage < 2 else part <= held <= part + 0.02
 
 
 @pytest.mark.parametrize(("replicas", "accumulate"), thinned(((2, 1), (4, 1), (2, 2)), full=[(2, 2)]))
@@ -107,15 +88,10 @@ def test_copies_of_the_shards_train_like_a_single_device(replicas: int, accumula
     )
 
 
-def test_hsdp_by_name_takes_all_devices_or_a_mesh() -> None:
-    result = [make_trainer(strategy="hsdp", devices=n).strategy.describe() for n in (1, 3)]
-    assert result == ["FSDP on mesh data=1 x fsdp=1", "FSDP on mesh data=1 x fsdp=3"]
+def test_hsdp_takes_all_devices_or_a_mesh_and_copies_divide() -> None:
+    meshes = [make_trainer(strategy="hsdp", devices=n).strategy.mesh.shape for n in (1, 3, 8)]
+    assert meshes == [{"data": 1, "fsdp": 1}, {"data": 1, "fsdp": 3}, {"data": 2, "fsdp": 4}]
     assert make_trainer(strategy="hsdp", mesh={"data": 4, "fsdp": 2}).strategy.mesh.shape["fsdp"] == 2
-
-
-def test_hsdp_copies_must_divide_the_devices() -> None:
-    strategy = make_trainer(strategy="hsdp").strategy
-    assert strategy.describe() == "FSDP on mesh data=2 x fsdp=4"
     assert make_trainer(strategy="zero2").strategy.stage == 2
     with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=3\): 8 devices do not divide into 3 copies"):
         make_trainer(strategy=jl.strategies.FSDP(replicas=3))
@@ -124,28 +100,14 @@ def test_hsdp_copies_must_divide_the_devices() -> None:
         jl.strategies.FSDP(replicas=2, mesh=mesh)
 
 
-@pytest.mark.parametrize(("stage", "accumulate"), thinned(((1, 1), (2, 2), (3, 2)), full=[(2, 2)]))
-def test_every_stage_trains_like_a_single_device(stage: int, accumulate: int) -> None:
-    jl.testing.assert_same_training(
-        lambda: Transformer(rngs=nnx.Rngs(0)),
-        tokens(),
-        strategies=[jl.strategies.FSDP(stage=stage)],
-        devices=(8,),
-        steps=2,
-        tx=optax.adamw(1e-3, eps=1e-3),
-        max_epochs=2,
-        accumulate_grad_batches=accumulate,
-    )
-
-
 def test_the_arrays_of_a_training_lie_as_they_were_laid_out() -> None:
     class Finetuned(Transformer):
         def configure_optimizers(self) -> jl.Optimizer:
             return jl.Optimizer(optax.adamw(1e-2), wrt=nnx.All(nnx.Param, nnx.PathContains("head")))
 
-    module = Finetuned(rngs=nnx.Rngs(0))
+    module, tokens = Finetuned(rngs=nnx.Rngs(0)), np.arange(16 * 9, dtype=np.int32).reshape(16, 9) % VOCAB
     before, head = np.array(module.embed.embedding[...]), np.array(module.head.kernel[...])
-    state = fit(module, tokens(), strategy="fsdp", accumulate_grad_batches=2).state
+    state = fit(module, [tokens] * 2, strategy="fsdp", accumulate_grad_batches=2).state
     _, shardings = laid_out(jl.strategies.FSDP(), Finetuned(rngs=nnx.Rngs(0)), accumulate=True)
     for part in ("params", "frozen", "opt_state", "window"):
         pairs = zip(jax.tree.leaves(getattr(state, part)), jax.tree.leaves(getattr(shardings, part)), strict=True)
@@ -184,7 +146,6 @@ def test_shapes_that_do_not_divide_train() -> None:
 
 
 OPTIMIZERS = {
-    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),  # rows and columns of moments, all of them small
     "muon": optax.contrib.muon(1e-2),
     "masked": optax.masked(optax.adam(1e-2), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
@@ -192,7 +153,7 @@ OPTIMIZERS = {
         {"matrix": optax.adam(1e-2), "rest": optax.sgd(1e-2)},
         lambda params: jax.tree.map(lambda p: "matrix" if p.ndim > 1 else "rest", params),
     ),
-    "ema": optax.chain(optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9), optax.ema(0.9)),
 }
 
 

@@ -79,9 +79,3 @@ def test_a_strategy_object_may_serve_two_trainers(kind: str) -> None:
     # A Trainer keeps its devices when another takes its strategy object.
     result = trainers[2].apply(Net.predict_step, batches[0])
     assert result.sharding.device_set == set(jax.devices()[:2])
-
-
-def test_a_strategy_given_to_two_trainers_has_a_mesh_in_each() -> None:
-    given = jl.strategies.DDP()
-    first, second = (make_trainer(strategy=given, devices=devices) for devices in (2, 4))
-    assert (first.strategy.mesh.size, second.strategy.mesh.size) == (2, 4)

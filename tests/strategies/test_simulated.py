@@ -15,31 +15,16 @@ from kit.trainers import fit, thinned
 RATE = 0.1
 
 
-def loss_and_grads(params: Any, batch: dict[str, np.ndarray]) -> tuple[Any, Any]:
-    loss = lambda p: ((batch["x"] @ p["['kernel']"] + p["['bias']"] - batch["y"]) ** 2).mean()  # noqa: E731
-    return jax.value_and_grad(loss)(params)
-
-
-def shards_of(batch: Any, count: int) -> list[Any]:
-    return [jax.tree.map(lambda x, i=i: np.split(x, count)[i], batch) for i in range(count)]
-
-
 def by_hand(batches: list[Any], count: int) -> tuple[list[float], Any]:
     """Train by a Python loop over shards: the mean of their gradients, one update a step."""
     params, losses = params_of(Linear()), []
+    loss_of = lambda p, x, y: ((x @ p["['kernel']"] + p["['bias']"] - y) ** 2).mean()  # noqa: E731
     for batch in batches:
-        result = [loss_and_grads(params, shard) for shard in shards_of(batch, count)]
+        shards = zip(np.split(batch["x"], count), np.split(batch["y"], count), strict=True)
+        result = [jax.value_and_grad(loss_of)(params, *shard) for shard in shards]
         losses.append(float(np.mean([loss for loss, _ in result])))
         params = jax.tree.map(lambda p, *g: p - RATE * sum(g) / count, params, *(grads for _, grads in result))
     return losses, params
-
-
-def drifting(batch: Any, count: int) -> Any:
-    """Return what an update for each shard, in place of one for all, makes of the parameters."""
-    params = params_of(Linear())
-    for shard in shards_of(batch, count):
-        params = jax.tree.map(lambda p, g: p - RATE * g, params, loss_and_grads(params, shard)[1])
-    return params
 
 
 @pytest.mark.parametrize(
@@ -63,6 +48,3 @@ def test_a_step_is_one_update_on_the_mean_of_the_shards(strategy: str, devices: 
         np.testing.assert_allclose(losses.losses, expected, rtol=1e-5)
         assert_same(model, params)
     assert trainer.global_step == 4
-    if count > 1:
-        once = by_hand(batches[:1], count)[1]
-        assert np.abs(drifting(batches[0], count)["['kernel']"] - once["['kernel']"]).max() > 1e-2

@@ -26,23 +26,14 @@ PARTS = ("jaxlit", "strategies", "callbacks", "tests", "examples", "docs", "READ
 
 @dataclass(frozen=True)
 class Defect:
-    """A change of the code that would hurt some user.
+    """A change of the code that would hurt some user."""
 
-    Args:
-        name: What it does, in words.
-        file: Where.
-        old: A text that occurs there once.
-        new: What replaces it.
-        tests: What must notice it: files, or tests in them, as pytest takes them.
-        invisible: Why no user can notice it; "" if one can.
-    """
-
-    name: str
+    name: str  # what it does, in words
     file: str
-    old: str
+    old: str  # a text that occurs there once
     new: str
-    tests: tuple[str, ...]
-    invisible: str = ""
+    tests: tuple[str, ...]  # what must notice it: files, or tests in them, as pytest takes them
+    invisible: str = ""  # why no user can notice it; "" if one can
 
     @property
     def problem(self) -> str:
@@ -98,9 +89,10 @@ def _exists(test: str) -> bool:
 def _copy(folder: Path) -> Path:
     folder.mkdir()
     for part in PARTS:
-        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-        options = {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__")} if (ROOT / part).is_dir() else {}
-        copy(ROOT / part, folder / part, **options)
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / part, folder / part)
     return folder
 
 
@@ -127,13 +119,11 @@ def _pytest(defect: Defect, copy: Path) -> int | None:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "jax"))
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "JAX_COMPILATION_CACHE_DIR": cache}
     environment["PYTHONPATH"] = str(copy)  # before an editable install
+    run = [*command, *defect.tests]
     try:
-        done = subprocess.run(
-            [*command, *defect.tests], cwd=copy, env=environment, capture_output=True, timeout=SECONDS
-        )
+        return subprocess.run(run, cwd=copy, env=environment, capture_output=True, timeout=SECONDS).returncode
     except subprocess.TimeoutExpired:
         return None
-    return done.returncode
 
 
 if __name__ == "__main__":

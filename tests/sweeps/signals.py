@@ -15,28 +15,29 @@ import signal
 import sys
 import tempfile
 import warnings
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
 warnings.filterwarnings("ignore", ".*fork.*")  # no device is used before
 
+from kit.processes import CHEAP, ROOT  # noqa: E402
 from kit.resume_model import InEveryHook, fit, loaders, make_trainer  # noqa: E402
 from kit.resume_runs import write_final  # noqa: E402
 
 import jaxlit as jl  # noqa: E402
 
 # In several windows of accumulation, epochs and validations: where a hook is called for the n-th time.
-MOMENTS = [("on_fit_start", 0), ("on_train_start", 0), ("on_train_epoch_start", 0), ("on_train_epoch_start", 1)]
-MOMENTS += [("on_train_batch_start", 0), ("on_train_batch_start", 10), ("on_log", 2), ("on_train_batch_end", 1)]
-MOMENTS += [("on_train_batch_end", 5), ("on_train_batch_end", 8), ("on_train_batch_end", 30), ("on_safe_point", 5)]
-MOMENTS += [("on_safe_point", 23), ("on_validation_start", 0), ("on_validation_start", 1), ("on_validation_end", 0)]
-MOMENTS += [("on_validation_epoch_start", 1), ("on_validation_batch_start", 2), ("on_validation_batch_end", 1)]
-MOMENTS += [("on_validation_batch_end", 4), ("on_validation_epoch_end", 1), ("on_validation_end", 2)]
-MOMENTS += [("on_train_epoch_end", 0), ("on_train_epoch_end", 1), ("on_train_end", 0), ("on_fit_end", 0)]
-MOMENTS += [("a draw", 12), ("a save", 0)]
+CALLS = {"on_fit_start": (0,), "on_train_start": (0,), "on_train_epoch_start": (0, 1), "on_train_batch_start": (0, 10)}
+CALLS |= {"on_log": (2,), "on_train_batch_end": (1, 5, 8, 30), "on_safe_point": (5, 23), "on_validation_start": (0, 1)}
+CALLS |= {"on_validation_end": (0, 2), "on_validation_epoch_start": (1,), "on_validation_batch_start": (2,)}
+CALLS |= {"on_validation_batch_end": (1, 4), "on_validation_epoch_end": (1,), "on_train_epoch_end": (0, 1)}
+CALLS |= {"on_train_end": (0,), "on_fit_end": (0,), "a draw": (12,), "a save": (0,)}
+MOMENTS = [(hook, number) for hook, numbers in CALLS.items() for number in numbers]
 SIGNALS = {"SIGTERM": 143, "SIGHUP": 129, "SIGINT": 0}
 STDERRS = ("open", "unread", "full")
+WHOLE = Path("whole")
 AT_ONCE = 130  # what shells show for KeyboardInterrupt
 
 
@@ -127,56 +128,44 @@ def rows(folder: Path) -> list[Any]:
         return list(csv.DictReader(file))
 
 
-def problems(root: Path, name: str, times: int, moment: tuple[str, int], stderr: str) -> list[str]:
-    """Run once, and once more; returns what is not as it must be."""
-    folder, reference = root / f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"), root / "whole"
+def problems(case: tuple[str, int, tuple[str, int], str]) -> list[str]:
+    """Run once, and once more, in folders of the working one; returns what is not as it must be."""
+    name, times, moment, stderr = case
+    folder = Path(f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"))
     folder.mkdir()
-    at_once = name == "SIGINT" and times == 2
-    result, expected = [], AT_ONCE if at_once else SIGNALS[name]
+    result, expected = [], AT_ONCE if (name, times) == ("SIGINT", 2) else SIGNALS[name]
     if (code := forked(stderr, folder, 0, moment, [getattr(signal, name)] * times)) != expected:
         result.append(f"ended with {code}, not {expected}")
     if code := forked("open", folder, 1, ("", 0), []):
         error = (folder / "error").read_text() if (folder / "error").exists() else ""
         return [*result, f"the second process ended with {code}: {error}"]
-    done, wanted = lines(folder, 2), lines(reference, 1)
-    if at_once:  # which gives up what came since the last checkpoint: it is done again
-        done = lines(folder, 1)[: len(wanted) - (len(done) - len(lines(folder, 1)))] + done[len(lines(folder, 1)) :]
-    result += [f"{len(done)} batches, not {len(wanted)}"] if len(done) != len(wanted) else []
-    result += ["the batches differ"] if len(done) == len(wanted) and done != wanted else []
-    result += ["the rows differ"] if rows(folder) != rows(reference) else []
-    same = (folder / "final.json").read_bytes() == (reference / "final.json").read_bytes()
+    done, first, wanted = lines(folder, 2), lines(folder, 1), lines(WHOLE, 1)
+    if expected == AT_ONCE:  # which gives up what came since the last checkpoint: it is done again
+        done = first[: len(wanted) - (len(done) - len(first))] + done[len(first) :]
+    result += [f"the {len(done)} batches differ from {len(wanted)}"] if done != wanted else []
+    result += ["the rows differ"] if rows(folder) != rows(WHOLE) else []
+    same = (folder / "final.json").read_bytes() == (WHOLE / "final.json").read_bytes()
     return result if same else [*result, "the final state differs"]
 
 
 def main(every: int = 1, at_once: int = 2) -> int:
     """Run all, or a part, a few at once; returns how many runs were not as they must be."""
-    cases = list(itertools.product(SIGNALS, (1, 2), MOMENTS, STDERRS))[::every]
+    cases, failed = list(itertools.product(SIGNALS, (1, 2), MOMENTS, STDERRS))[::every], 0
     with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(root / "cache"))
-        os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PLATFORMS": "cpu"}
-        (root / "whole").mkdir()
-        if code := forked("open", root / "whole", 0, ("", 0), []):
-            print(f"the training without a signal ended with {code}: {(root / 'whole' / 'stderr').read_text()[-2000:]}")
+        os.chdir(name)
+        os.environ |= CHEAP | {"JAX_PLATFORMS": "cpu"}
+        WHOLE.mkdir()
+        if code := forked("open", WHOLE, 0, ("", 0), []):
+            print(f"the training without a signal ended with {code}: {(WHOLE / 'stderr').read_text()[-2000:]}")
             return 1
-        failed, running = 0, set[int]()
-        for case in [*cases, *[None] * at_once]:
-            if len(running) == at_once or (case is None and running):
-                child, status = os.wait()
-                running.discard(child)
-                failed += status != 0
-            if case is None:
-                continue
-            if child := os.fork():
-                running.add(child)
-                continue
-            signal_name, times, moment, stderr = case
-            result = problems(root, signal_name, times, moment, stderr)
-            if result:
-                print(f"{signal_name} x {times} in {moment}, stderr {stderr}: {'; '.join(result)}", flush=True)
-            os._exit(bool(result))
-        print(f"{len(cases)} runs, {failed} of them not as without a signal")
-        return failed
+        with get_context("fork").Pool(at_once) as pool:
+            for case, result in zip(cases, pool.imap(problems, cases), strict=True):
+                failed += bool(result)
+                if result:
+                    print(*case, "; ".join(result), flush=True)
+        os.chdir(ROOT)
+    print(f"{len(cases)} runs, {failed} of them not as without a signal")
+    return failed
 
 
 if __name__ == "__main__":

@@ -120,19 +120,3 @@ def test_a_resume_keeps_an_accumulation_set_by_a_hook(counts: Any, batch: int) -
     for epoch in (1, 2):
         train("cut", at_batch(batch, lambda t, m, epoch=epoch: t.stop("enough") if t.current_epoch == epoch else None))
     assert train("cut") == train("whole")
-
-
-def test_a_name_of_ones_own_may_be_set() -> None:
-    class Mine(jl.Trainer):
-        def __init__(self) -> None:
-            super().__init__(max_epochs=1)
-            self.notebook_cells = 3
-
-    trainer: Any = Mine()
-    trainer.scratch = trainer.notebook_cells + 1
-    assert trainer.scratch == 4
-
-
-def test_a_repr_shows_how_far_training_is() -> None:
-    trainer = fit(Mean(), numbered(3), max_epochs=2)
-    assert repr(trainer) == "Trainer(epoch=2, global_step=6)"

@@ -167,11 +167,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"default_root_dir": None, "resume": "auto"}, ArgumentError, r"resume='auto'.*default_root_dir=\.\.\."),
     (RUN, ArgumentError, "default_root_dir='run'.*of another run.*resume='auto'"),
     (RUN | {"resume": "auto", "max_epochs": 2}, ArgumentError, r"max_epochs=2.*3 epochs.*step_00000003.*Raise"),
-    ({"ckpt_path": "run", "max_epochs": 1}, ArgumentError, "max_epochs=1.*3 epochs.*Raise"),
     ({"ckpt_path": "last"}, CheckpointError, "'last' was asked for, and there is no checkpoint in .*other"),
     ({"ckpt_path": "best"}, CheckpointError, "'best' was asked for, and there is no checkpoint in .*other"),
+    ({"ckpt_path": "auto"}, CheckpointError, "'auto' was asked for, and there is no checkpoint"),
     ({"resume": 3}, ArgumentTypeError, r"Trainer\(resume=\.\.\.\) takes 'auto', .*, got 3"),
-    ({"ckpt_path": 3}, ArgumentTypeError, r"Trainer\.fit\(ckpt_path=\.\.\.\) takes .*'best' or a path, got 3"),
     (RUN | {"resume": "auto", "fast_dev_run": True}, ArgumentError, "resume='auto'.*fast_dev_run"),
     ({"strict": False}, ArgumentError, "strict=False.*ckpt_path"),
     ({"strict": False, "init_from": "run"}, ArgumentError, "strict=False.*init_from=... loads what fits"),
@@ -180,7 +179,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ArgumentError,
         r"fit\(init_from='run'\) begins a new training.*Leave one",
     ),
-    ({"resume": "run", "init_from": "run"}, ArgumentError, r"fit\(init_from='run'\) begins a new training.*Leave one"),
     ({"init_from": "best"}, CheckpointError, r"fit\(init_from=\.\.\.\): 'best' was asked for.*other"),
     ({"init_from": 3}, ArgumentTypeError, r"Trainer\.fit\(init_from=\.\.\.\) takes .*'best' or a path, got 3"),
     (RUN | {"init_from": "run"}, ArgumentError, "default_root_dir='run'.*of another run.*resume='auto'"),
@@ -274,37 +272,8 @@ def test_a_path_may_end_in_best_and_a_folder_says_what_was_taken(capsys) -> None
         assert capsys.readouterr().out == said
     Line.load_from_checkpoint(at(2))
     assert capsys.readouterr().out == ""
-    assert begins_with("run/best") == weight(2)
+    begun: list[float] = []
+    train("new", 1, hooks(on_fit_start=lambda t, m: begun.append(float(m.w[...][0]))), init_from="run/best")
+    assert begun == [weight(2)]
     with pytest.raises(CheckpointError, match="'none/best' is not a checkpoint"):
         Line.load_from_checkpoint("none/best")
-
-
-def begins_with(path: str) -> float:
-    """Return the weight with which a new training begins."""
-    result: list[float] = []
-    train("new", 1, hooks(on_fit_start=lambda t, m: result.append(float(m.w[...][0]))), init_from=path)
-    return result[0]
-
-
-@pytest.mark.parametrize("method", ["test", "fit"])
-def test_auto_without_a_checkpoint_is_refused_but_by_resume(method: str) -> None:
-    trainer = make_trainer()
-    with pytest.raises(CheckpointError, match="'auto' was asked for, and there is no checkpoint"):
-        getattr(trainer, method)(Line(), numbered(1), ckpt_path="auto")
-
-
-def test_a_checkpoint_after_a_teardown_keeps_the_number_that_hooks_had_set() -> None:
-    def sets() -> jl.Callback:
-        def start(trainer: jl.Trainer, module: Any) -> None:
-            trainer.accumulate_grad_batches = 4 if trainer.current_epoch == 1 else trainer.accumulate_grad_batches
-
-        def teardown(trainer: jl.Trainer, module: Any, stage: str) -> None:
-            trainer.accumulate_grad_batches = 2
-
-        return hooks(on_train_epoch_start=start, teardown=teardown)
-
-    given = {"accumulate_grad_batches": 2}
-    whole = fit(Line(), numbered(4), None, sets(), max_epochs=3, **given)
-    fit(Line(), numbered(4), None, sets(), max_epochs=2, **given).save_checkpoint("after")
-    resumed = fit(Line(), numbered(4), None, sets(), max_epochs=3, ckpt_path="after", **given)
-    assert resumed.global_step == whole.global_step == 2 + 1 + 1

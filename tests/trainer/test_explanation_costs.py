@@ -131,26 +131,3 @@ def test_shardings_list_parameters_and_the_fullest_device(strategy) -> None:
     alone = trainer.strategy.mesh.size == 1
     assert parts["kernel"].partition == {"fsdp": "P('data')"}.get(strategy, "on cpu:0" if alone else "replicated")
     assert parts["(all)"].partition == ("on cpu:0" if alone else "replicated" if strategy == "ddp" else "mixed")
-
-
-def test_explanation_prints_aligned_tables() -> None:
-    explanation = fit(strategy="fsdp").explain()
-    hooks_, state, programs, collectives = str(explanation).split("\n\n")
-    assert hooks_.startswith("Callbacks and hooks took ")
-    assert [line.split() for line in state.splitlines()[:2]] == [
-        ["state", "partition", "global", "per", "device"],
-        ["kernel", "P('data')", "512", "B", "64", "B"],
-    ]
-    head, train, _ = (line.split() for line in programs.splitlines())
-    assert head == ["program", "FLOP", "arguments", "outputs", "temporaries", "aliased"]
-    assert train[:2] == ["train_step", "16.4k"]  # 2 x 8,192
-    rows = [line.split() for line in collectives.splitlines()]
-    assert rows[0] == ["program", "collective", "calls", "result", "bytes"]
-    assert rows[1] == ["train_step", "all-gather", "1", "512", "B"]
-    for block in (state, programs, collectives):
-        lines = block.splitlines()
-        assert len({len(line) for line in lines}) == 1, block
-    none = str(fit().explain()).split("\n\n")[3]
-    assert [line.split() for line in none.splitlines()][1:] == [
-        [name, "none", "0", "0", "B"] for name in ("train_step", "eval_step")
-    ]

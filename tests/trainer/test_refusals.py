@@ -5,14 +5,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import grain
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
-from kit.batches import Stream, numbered, random
-from kit.modules import Linear, Mean, module
+from kit.batches import Stream, numbered
+from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
@@ -20,7 +19,7 @@ import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
 from jaxlit.errors import ArgumentError as Arg
 from jaxlit.errors import ArgumentTypeError as Type
-from jaxlit.errors import CheckpointError, DataError, LoggerError, ModuleError, NonFiniteError
+from jaxlit.errors import CheckpointError, LoggerError, ModuleError, NonFiniteError
 
 SAME, ONE_WAY = jl.Callback(), Stream(numbered(4))
 
@@ -42,6 +41,8 @@ VALUES: list[tuple[Any, ...]] = [
     ("precision", PRECISIONS, "fp8-mixed", "float32", "bf16_mixed", 64, True, None),
     ("nan_policy", "'raise'.*'skip'.*'ignore'", "foo"),
     ("max_in_flight", "at least 1", 0),
+    *((name, "at least 0", -1) for name in ("prefetch", "max_recompiles")),
+    *((name, "above 0", 0, -1.0, float("inf"), NAN) for name in ("data_timeout", "hang_timeout")),
     ("resume", "default_root_dir", "auto"),
     ("strategy", "Known: auto, single, ddp, fsdp", "abc"),
     ("strategy", r"Did you mean 'fsdp'\?.*Known:", "fspd"),
@@ -59,6 +60,9 @@ TYPES: list[tuple[Any, ...]] = [
     ("accumulate_grad_batches", INT, 0.5, {4: 2}),
     ("gradient_clip_val", NUMBER, "1", True),
     ("debug", "True or False", "yes"),
+    ("prefetch", INT, "no", None, 1.5, True, [2]),
+    ("max_recompiles", INT, "3", 1.5, True),
+    *((name, "seconds|DD:HH", "60", True) for name in ("data_timeout", "hang_timeout")),
     ("resume", "'auto'.* a path", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
     ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),
@@ -108,18 +112,6 @@ class Bare(jl.TrainModule):
     __init__ = Mean.__init__
 
 
-class Samples:
-    """A map-style dataset of single samples, as one would give to a data loader."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if index >= 4:
-            raise IndexError
-        return {"x": np.ones(3, np.float32), "y": np.ones(1, np.float32)}
-
-
 def data(**loaders: Any) -> jl.DataModule:
     return type("Data", (jl.DataModule,), {f"{k}_dataloader": lambda self, x=x: x for k, x in loaders.items()})()
 
@@ -130,10 +122,7 @@ def bare(name: str, **methods: Any) -> Any:
 
 SGD = optax.sgd(0.1)
 STEP = {"training_step": Mean.training_step}
-COLUMNS = np.ones((8, 2), np.float32), np.ones(8, np.float32)
-ENDLESS = grain.MapDataset.source(random(1)).repeat()
 BOTH, VAL = {"datamodule": data(train=numbered(2))}, {"datamodule": data(val=numbered(2))}
-COLUMNS_WORDS = r"train_dataloaders.*float32\[8, 2\].*several as \(x, y\)"
 # The mistake's name if Lightning was tried with it, the error, the arguments of the fit, what the message matches.
 FIT: list[tuple[Any, ...]] = [
     ("fit(model class, not instance)", Type, {"model": Mean}, r"class .*Mean", "instance", r"jl\.lazy"),
@@ -154,18 +143,6 @@ FIT: list[tuple[Any, ...]] = [
     ("", Arg, {"loaders": {"train_dataloaders": numbered(2)} | BOTH}, "train_dataloaders", "datamodule"),
     ("", Type, {"loaders": {"datamodule": numbered(8)}}, "datamodule", r"list|\[\{", "DataModule"),
     ("train dataloader is an int", Type, {"train": 5}, "train_dataloaders", "got 5", "ArrayLoader"),
-    (
-        "",
-        Type,
-        {"train": np.ones((4, 3))},
-        "train_dataloaders",
-        r"float64\[4, 3\]",
-        r"ArrayLoader\(arrays, batch_size\)",
-    ),
-    ("", Type, {"train": COLUMNS}, COLUMNS_WORDS),
-    ("", DataError, {"train": []}, "train_dataloaders", "no batch", "empty"),
-    ("", DataError, {"train": Samples()}, "train_dataloaders", r"batch\['x'\].* 3.*batch\['y'\].* 1", "batch the rows"),
-    ("", Arg, {"val": ENDLESS}, "val_dataloaders.*without end.*limit_val_batches"),
     (
         *("limit_train_batches=0.5 with IterableDataset", Arg, {"train": ONE_WAY, "limit_train_batches": 0.5}),
         *("limit_train_batches=0.5", "train_dataloaders", "has no length", "as an int"),
@@ -242,12 +219,6 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
 # The other verbs and classes, and what only training can show
 
 
-def broken_structure() -> Any:
-    batches = random(2)
-    batches[1].pop("y")
-    return fit(Linear(), batches)
-
-
 NAN_LOSS = module(lambda self, batch: jnp.mean(self.error(batch)) * jnp.nan)
 BEST = {"ckpt_path": "best"}
 CALLS: list[tuple[Any, ...]] = [
@@ -266,14 +237,12 @@ CALLS: list[tuple[Any, ...]] = [
     ("", Type, lambda: jl.Optimizer("adam"), r"takes an optax\.GradientTransformation, got 'adam'", "adamw"),
     ("", Type, lambda: jl.Optimizer(optax.sgd), r"got <function sgd.*Pass what .*adamw\(1e-3\)"),
     ("", Type, lambda: jl.Optimizer(SGD, lr=0.1), r"Optimizer has no argument 'lr'\. Pass it to the optimizer"),  # type: ignore[call-arg]
-    ("a dict of arrays", Type, lambda: fit(Mean(), {"x": np.ones(9)}), r"got \{'x': float64\[9\]\}\. Pass"),
     ("an array", Type, lambda: jl.Trainer(max_epochs=np.ones((2, 3))), r"max_epochs.*got float64\[2, 3\]\."),
     ("NaN loss", NonFiniteError, lambda: fit(NAN_LOSS, numbered(2)), "NaN", "step 0", "nan_policy='skip'"),
     (
         *("", LoggerError, lambda: fit(Mean(), numbered(2), numbered(2), EarlyStopping("vall"))),
         "EarlyStopping.*'vall'.*Did you mean 'val'.*Logged: loss, val",
     ),
-    ("", DataError, broken_structure, r"structure of the batch changed: batch\['y'\] was"),
 ]
 
 

@@ -17,7 +17,7 @@ from kit.refusals import refuses
 from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, DataError
+from jaxlit.errors import ArgumentError, CheckpointError, DataError
 from jaxlit.testing import faults
 from jaxlit.trainer.saver import Saver
 
@@ -109,26 +109,6 @@ def test_a_fit_that_could_not_begin_keeps_the_one_before(trained) -> None:
     assert state_of("kept")["global_step"] == 1 and weight_in("kept") == 0.5
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_overwritten(trained) -> None:
-    Path("mine").mkdir()
-    Path("mine/thesis.txt").write_text("years")
-    for path in ("mine", ".", "run", "run/checkpoints"):
-        with pytest.raises(ArgumentError, match="no checkpoint, and would be overwritten"):
-            trained.save_checkpoint(path)
-    assert Path("mine/thesis.txt").read_text() == "years" and names() == ["step_00000001"]
-
-
-def test_a_checkpoint_that_is_there_is_replaced_by_a_whole_one(trained) -> None:
-    trained.save_checkpoint("mine")
-    again = fit(Mean(), numbered(1), default_root_dir="other", max_epochs=2, ckpt_path="mine")
-    full = pytest.raises(CheckpointError, match="mine could not be written: .*No space left")
-    with faults(".", at=1, kind="full"), full:
-        again.save_checkpoint("mine")
-    assert weight_in("mine") == 0.5
-    again.save_checkpoint("mine")
-    assert weight_in("mine") == 0.75 and names(".") == ["mine", "other", "run"]
-
-
 def test_a_checkpoint_has_what_its_hook_wrote_to_the_module() -> None:
     def write(trainer: Any, module: Any) -> None:
         module.w[...] = jnp.full(1, 7.0)
@@ -207,14 +187,6 @@ def test_a_failed_save_is_raised_or_noted_after_teardown(other) -> None:
         assert "begun before failed as well: CheckpointError(" in note
 
 
-def test_every_wait_for_a_failed_save_raises(trained) -> None:
-    with full_in_background(trained):
-        saving = trained.saver.begin("kept/a")
-        for _ in range(3):
-            refuses(CheckpointError, saving.wait, "kept/a could not be written")
-    assert not Path("kept/a").exists()
-
-
 def test_an_order_follows_those_of_the_folder() -> None:
     saved: list[tuple[Any, Any]] = []
     writer = hooks(on_checkpoint_saved=lambda t, m, callback, path: saved.append((callback, path)))
@@ -229,11 +201,3 @@ def test_an_order_follows_those_of_the_folder() -> None:
     assert files.newest(Path("kept"))[0].path.name == "step_00000002"
     trained.saver.announce(writer, "kept/a")  # named as begin would name it
     assert saved == [(writer, path) for path in (*[x.path for x in savings], Path.cwd() / "kept" / "a")]
-
-
-@pytest.mark.parametrize("order", ["x", 1.5, True, -1])
-def test_a_wrong_order_is_refused_by_name(order, trained) -> None:
-    words = r"^trainer\.saver\.begin\(order=\.\.\.\) takes an int of at least 0 or None, got "
-    error = ArgumentError if order == -1 else ArgumentTypeError
-    refuses(error, lambda: trained.saver.begin("kept/a", order), words)
-    assert not Path("kept").exists()

@@ -1,9 +1,7 @@
 """What a Trainer keeps between its runs, and its callbacks in each of them."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
@@ -48,24 +46,3 @@ def test_a_trainer_is_refused_in_its_own_hook() -> None:
     assert counts == [(2, 0, True), (4, 1, True)]
     assert (trainer.global_step, trainer.current_epoch) == (4, 2)
     assert float(model.w[...][0]) == mean([[1], [2], [1], [2]])
-
-
-@pytest.mark.parametrize("filename", ["metrics.csv", "other.csv"])
-def test_another_trainer_is_refused_in_a_used_root_folder(filename) -> None:
-    def make() -> jl.Trainer:
-        # Without checkpoints, which would be found first.
-        arguments = {"log_every_n_steps": 1, "enable_checkpointing": False, "default_root_dir": "run"}
-        return make_trainer(jl.callbacks.CSVLogger(filename), **arguments)
-
-    trainer, model = make(), Mean()
-    trainer.validate(model, numbered(2))
-    for _ in range(2):
-        trainer.fit(model, numbered(2))
-    trainer.validate(model, numbered(2))
-    for validates_first in (False, True):
-        second = make()
-        if validates_first:  # which claims nothing that is another's
-            second.validate(Mean(), numbered(2))
-        before = Path("run", filename).read_text()
-        refuses(ArgumentError, lambda fit=second.fit: fit(Mean(), numbered(2)), f"holds {filename} of another run")
-        assert Path("run", filename).read_text() == before and before.count("\n") > 2

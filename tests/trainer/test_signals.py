@@ -13,7 +13,7 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.checkpoints import names, state_of
 from kit.journal import at_batch, hooks
-from kit.modules import Mean, module
+from kit.modules import Mean
 from kit.processes import launch
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
@@ -143,13 +143,6 @@ def test_a_handler_of_the_programs_own_is_left_alone(number, signals) -> None:
     assert signal.getsignal(number) is handler
 
 
-def test_a_ctrl_c_inside_validation_ends_after_its_batch(signals) -> None:
-    trainer, called, error = run("on_validation_batch_start", signal.SIGINT)
-    # A validation that was cut off has no result, and so no end.
-    assert called == [*ENDED, "teardown"] and error is None
-    assert trainer.interrupted and trainer.global_step == 3
-
-
 def test_nohup_ignores_sighup_and_slurm_adds_sigusr1(signals, monkeypatch) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     trainer, _, error = run("on_train_batch_start", signal.SIGHUP)
@@ -171,19 +164,6 @@ def test_a_swallowed_second_ctrl_c_is_raised_at_the_end(signals) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         fit(Mean(), numbered(3), None, hooks(on_train_batch_start=swallows), **BARE)
-
-
-def test_a_signal_during_compilation_ends_after_the_step(signals) -> None:
-    def step(self: Any, batch: Any) -> Any:
-        if left:
-            signal.raise_signal(left.pop())
-        return Mean.training_step(self, batch)
-
-    left, given = [signal.SIGTERM], {"default_root_dir": "run", "resume": "auto"}
-    with pytest.raises(SystemExit) as raised:
-        fit(module(step), numbered(3), **given)
-    assert raised.value.code == 143 and names() == ["step_00000001"]
-    assert float(fit(module(step), numbered(3), **given).module.w[...][0]) == mean([[1], [2], [3]])
 
 
 @pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, NonFiniteError)])

@@ -6,13 +6,12 @@ from dataclasses import dataclass, fields
 GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "simulate")
 STRATEGIES = GLOBAL + PER_REPLICA
 
-RECURRENT = ("simple_rnn", "lstm", "gru")
-LAYERS = ("linear", "mlp", "conv", "norm", "masked_norm", "attention", *RECURRENT, "scan", "remat", "scan_remat")
-LAYERS += ("tied", "embed", "lora", "lora_around", "weight_norm", "spectral_norm", "partitioned")
+LAYERS = ("linear", "norm", "masked_norm", "attention", "gru", "scan", "scan_remat", "tied", "embed", "lora")
+LAYERS += ("lora_around", "weight_norm", "spectral_norm", "partitioned")
 EVALUATING = ("eval_norm", "eval_dropout")  # parts put into evaluation mode before training
 RANDOM = ("dropout", "attention_dropout", "scan_dropout", "remat_dropout", "own_key", "own_rngs")
 METRICS = ("average", "accuracy", "welford")
-COUNTERS = ("count_steps", "count_rows", "ema_mean", "tokens", *METRICS)
+COUNTERS = ("count_steps", "count_rows", "ema_mean", *METRICS)
 TARGETS = ("hard_target", "soft_target", "own_target", "own_hard_target")
 WRITERS = ("copied", "centred", "weight_norm", "spectral_norm", "hard_target", "soft_target")
 
@@ -21,58 +20,34 @@ OPTIMIZERS += ("adafactor", "schedule_free")
 SCHEDULED = ("sgd", "momentum", "adamw", "inject")
 
 # What a replica's step does to these follows from its own rows, so that no mean of the replicas is true.
-IRREDUCIBLE = {"count_rows", "tokens", "masked_norm", *METRICS}
+IRREDUCIBLE = {"count_rows", "masked_norm", *METRICS}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One training. Each default is the simplest choice, and all of them a plain linear regression.
+    """One training. Each default is the simplest choice, and all of them a plain linear regression."""
 
-    Attributes:
-        parts: Parts of the network, in order.
-        loss: "mean" or "sum" over rows, or "masked_mean".
-        mask: The 0/1 row mask: "full", "some", or "half", whose second half is empty.
-        wrt: What is trained: "all", "head", "no_bias", "lora", or "online" (all but targets).
-        optimizer: One of OPTIMIZERS.
-        schedule: "", "by_step" or "by_epoch".
-        sizes: Rows of each batch of an epoch.
-        epochs: Epochs.
-        limit: `limit_train_batches`, 0 for none.
-        accumulate: `accumulate_grad_batches`.
-        clip: "", "norm" or "value".
-        precision: "32-true" or "bf16-mixed".
-        val: Rows of each batch of each validation loader.
-        val_every: `val_check_interval`, 0 for the end of the epoch.
-        nested: Whether the module that holds the network is held by another TrainModule.
-        again: The strategy of a second fit of the same module; empty for none.
-        cut: Optimizer steps after which training ends and a new Trainer continues; 0 for none.
-        resume_on: The strategy that continues; empty for the same.
-        strategy: One of STRATEGIES.
-        devices: Devices, or replicas of "simulate".
-        loss_reduction: What a per-replica strategy is told of the loss: "" or "sum".
-    """
-
-    parts: tuple[str, ...] = ("linear",)
-    loss: str = "mean"
-    mask: str = "full"
-    wrt: str = "all"
+    parts: tuple[str, ...] = ("linear",)  # of the network, in order
+    loss: str = "mean"  # or "sum" over rows, or "masked_mean"
+    mask: str = "full"  # the 0/1 row mask: or "some", or "half", whose second half is empty
+    wrt: str = "all"  # what is trained: or "head", "no_bias", "lora", or "online" (all but targets)
     optimizer: str = "sgd"
-    schedule: str = ""
-    sizes: tuple[int, ...] = (8, 8)
+    schedule: str = ""  # or "by_step" or "by_epoch"
+    sizes: tuple[int, ...] = (8, 8)  # rows of each batch of an epoch
     epochs: int = 1
-    limit: int = 0
+    limit: int = 0  # `limit_train_batches`, 0 for none
     accumulate: int = 1
-    clip: str = ""
-    precision: str = "32-true"
-    val: tuple[tuple[int, ...], ...] = ()
-    val_every: int = 0
-    nested: bool = False
-    again: str = ""
-    cut: int = 0
-    resume_on: str = ""
+    clip: str = ""  # or "norm" or "value"
+    precision: str = "32-true"  # or "bf16-mixed"
+    val: tuple[tuple[int, ...], ...] = ()  # rows of each batch of each validation loader
+    val_every: int = 0  # `val_check_interval`, 0 for the end of the epoch
+    nested: bool = False  # whether the module that holds the network is held by another TrainModule
+    again: str = ""  # the strategy of a second fit of the same module; empty for none
+    cut: int = 0  # optimizer steps after which training ends and a new Trainer continues; 0 for none
+    resume_on: str = ""  # the strategy that continues; empty for the same
     strategy: str = "single"
-    devices: int = 1
-    loss_reduction: str = ""
+    devices: int = 1  # or replicas of "simulate"
+    loss_reduction: str = ""  # what a per-replica strategy is told of the loss: or "sum"
 
     def __repr__(self) -> str:
         """Return the literal, with what is not a default."""
@@ -95,14 +70,9 @@ class Case:
         return {self.strategy, self.again, self.resume_on} - {""}
 
     @property
-    def random(self) -> bool:
-        """Whether a training step draws random numbers."""
-        return bool({*self.parts} & {*RANDOM})
-
-    @property
     def draws_apart(self) -> bool:
         """Whether a step of replicas draws random numbers, which are theirs: one replica's differ from a device's."""
-        return self.random and bool(self.strategies & {*PER_REPLICA})
+        return bool({*self.parts} & {*RANDOM}) and bool(self.strategies & {*PER_REPLICA})
 
     @property
     def per_replica(self) -> bool:
@@ -131,7 +101,7 @@ def is_sound(case: Case) -> bool:
         case.wrt != "lora" or has & {"lora", "lora_around"},
         case.wrt != "online" or has & {"hard_target", "soft_target"},
         # A write in bfloat16 rounds what it writes, and the bound of the comparison is loose.
-        case.precision == "32-true" or not (has & {*WRITERS, *TARGETS, "partitioned", "weight_norm", "lstm", "gru"}),
+        case.precision == "32-true" or not (has & {*WRITERS, *TARGETS, "partitioned", "weight_norm", "gru"}),
         case.precision == "32-true" or case.optimizer in ("sgd", "momentum", "adamw"),
         not case.schedule or case.optimizer in SCHEDULED,
         case.limit <= len(case.sizes),

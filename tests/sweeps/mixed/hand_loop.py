@@ -20,7 +20,7 @@ def train(case: Case) -> Record:
     batches, val = data_of(case)
     gradient, update, evaluate = make_steps(case)
     for fit in range(2 if case.again else 1):
-        opt_state, step = init(case, net), 0
+        opt_state, step = make_tx(case, case.steps_per_epoch).init(nnx.as_pure(nnx.state(net, wrt_of(case)))), 0
         for epoch in range(case.epochs):
             window, entries = [], []
             for i, batch in enumerate(batches[: case.num_batches]):
@@ -39,11 +39,6 @@ def train(case: Case) -> Record:
             record.epochs[fit, epoch] = add_up(entries)
     record.take(net)
     return record
-
-
-def init(case: Case, net: Net) -> Any:
-    """Return the optimizer's state of step 0."""
-    return make_tx(case, case.steps_per_epoch).init(nnx.as_pure(nnx.state(net, wrt_of(case))))
 
 
 def make_steps(case: Case) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

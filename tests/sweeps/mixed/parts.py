@@ -22,26 +22,6 @@ class Layer(nnx.Module):
         return jnp.tanh(layer(x))
 
 
-class MLP(nnx.Module):
-    """Two layers through a width that three devices divide."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.up, self.down = nnx.Linear(WIDTH, 6, rngs=rngs), nnx.Linear(6, WIDTH, rngs=rngs)
-
-    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
-        return self.down(jnp.tanh(self.up(x)))
-
-
-class Conv(nnx.Module):
-    """A convolution along the features."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.conv = nnx.Conv(1, 2, kernel_size=(3,), rngs=rngs)
-
-    def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
-        return jnp.tanh(self.conv(x[..., None])).mean(-1)
-
-
 class Norm(nnx.Module):
     """BatchNorm, of all rows or of those that the mask leaves."""
 
@@ -67,8 +47,8 @@ class Attention(nnx.Module):
 class Recurrent(nnx.Module):
     """A recurrent layer over two tokens a row."""
 
-    def __init__(self, cell: type[Any], *, rngs: nnx.Rngs) -> None:
-        self.rnn = nnx.RNN(cell(4, 4, rngs=rngs), rngs=rngs)
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.rnn = nnx.RNN(nnx.GRUCell(4, 4, rngs=rngs), rngs=rngs)
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         return self.rnn(x.reshape(-1, 2, 4)).reshape(-1, WIDTH)
@@ -108,8 +88,8 @@ class Scanned(nnx.Module):
 class Remat(nnx.Module):
     """A block that is computed again for its gradient."""
 
-    def __init__(self, *, rate: float = 0.0, rngs: nnx.Rngs) -> None:
-        self.block = Block(rate=rate, rngs=rngs)
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.block = Block(rate=0.3, rngs=rngs)
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         return nnx.remat(Block.__call__)(self.block, x)
@@ -166,22 +146,17 @@ def _evaluating(part: nnx.Module) -> nnx.Module:
 
 MAKERS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "linear": lambda rngs: Layer(_linear(rngs)),
-    "mlp": lambda rngs: MLP(rngs=rngs),
-    "conv": lambda rngs: Conv(rngs=rngs),
     "norm": lambda rngs: Norm(rngs=rngs),
     "masked_norm": lambda rngs: Norm(masked=True, rngs=rngs),
     "eval_norm": lambda rngs: _evaluating(Norm(rngs=rngs)),
     "eval_dropout": lambda rngs: _evaluating(Drop(rngs=rngs)),
     "attention": lambda rngs: Attention(rngs=rngs),
     "attention_dropout": lambda rngs: Attention(rate=0.3, rngs=rngs),
-    "simple_rnn": lambda rngs: Recurrent(nnx.SimpleCell, rngs=rngs),
-    "lstm": lambda rngs: Recurrent(nnx.LSTMCell, rngs=rngs),
-    "gru": lambda rngs: Recurrent(nnx.GRUCell, rngs=rngs),
+    "gru": lambda rngs: Recurrent(rngs=rngs),
     "scan": lambda rngs: Scanned(rngs=rngs),
     "scan_remat": lambda rngs: Scanned(remat=True, rngs=rngs),
     "scan_dropout": lambda rngs: Scanned(rate=0.3, rngs=rngs),
-    "remat": lambda rngs: Remat(rngs=rngs),
-    "remat_dropout": lambda rngs: Remat(rate=0.3, rngs=rngs),
+    "remat_dropout": lambda rngs: Remat(rngs=rngs),
     "tied": lambda rngs: Tied(rngs=rngs),
     "embed": lambda rngs: Embedding(rngs=rngs),
     "dropout": lambda rngs: Drop(rngs=rngs),

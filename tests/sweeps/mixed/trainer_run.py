@@ -1,11 +1,11 @@
 """The same training by jaxlit's Trainer."""
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import jax
 from flax import nnx
+from kit.trainers import BARE, fit
 from sweeps.mixed.case import PER_REPLICA, Case
 from sweeps.mixed.hand_loop import CLIP
 from sweeps.mixed.net import LOGS, data_of, make_net, make_tx, wrt_of
@@ -38,15 +38,16 @@ class Wrapped(jl.TrainModule):
     def validation_step(self, batch: Any) -> None:
         self.note(self.net.loss(batch)[1], "val/")
 
-    def configure_optimizers(self) -> jl.Optimizer | Any:
-        # From the Trainer's own count of batches, which the other side works out from the case.
-        steps = -(-int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
-        tx = make_tx(self.case, steps)
-        if self.case.wrt == "all":
-            return tx
-        return jl.Optimizer(
-            tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx, wrt_of(self.case)
-        )
+    def configure_optimizers(self) -> Any:
+        return make_optimizer(self.case, self.trainer)
+
+
+def make_optimizer(case: Case, trainer: jl.Trainer) -> Any:
+    """Return the optimizer by the Trainer's own count of batches, which the other side works out from the case."""
+    tx = make_tx(case, -(-int(trainer.num_training_batches) // trainer.accumulate_grad_batches))
+    if case.wrt == "all" and not case.nested:
+        return tx
+    return jl.Optimizer(tx.gradient_transformation() if hasattr(tx, "gradient_transformation") else tx, wrt_of(case))
 
 
 class Outer(jl.TrainModule):
@@ -66,12 +67,7 @@ class Outer(jl.TrainModule):
         self.inner.validation_step(batch)
 
     def configure_optimizers(self) -> Any:
-        case = self.inner.case
-        steps = -(-int(self.trainer.num_training_batches) // self.trainer.accumulate_grad_batches)
-        tx = make_tx(case, steps)
-        if hasattr(tx, "gradient_transformation"):
-            tx = tx.gradient_transformation()
-        return jl.Optimizer(tx, wrt_of(case))
+        return make_optimizer(self.inner.case, self.trainer)
 
 
 class Listen(jl.Callback):
@@ -107,61 +103,30 @@ def train(case: Case) -> Record:
     Raises:
         Refused: It said before the first step of a fit that it cannot.
     """
-    record = Record()
-    module: Any = (Outer if case.nested else Wrapped)(case)
+    record, make = Record(), Outer if case.nested else Wrapped
+    module: Any = make(case)
     with tempfile.TemporaryDirectory() as folder:
+        saves = {"enable_checkpointing": bool(case.cut), "default_root_dir": folder}
+        _fit(case, record, module, case.strategy, 0, max_steps=case.cut or -1, **saves)
         if case.cut:
-            _fit(case, record, module, case.strategy, 0, max_steps=case.cut, root=folder)
-            module = (Outer if case.nested else Wrapped)(case)
-            _fit(case, record, module, case.resume_on or case.strategy, 0, root=folder, ckpt_path="last")
-        else:
-            _fit(case, record, module, case.strategy, 0)
-            if case.again:
-                _fit(case, record, module, case.again, 1)
+            module = make(case)
+            _fit(case, record, module, case.resume_on or case.strategy, 0, ckpt_path="last", **saves)
+        elif case.again:
+            _fit(case, record, module, case.again, 1, **saves)
     record.take(module.net)
     return record
 
 
-def _fit(
-    case: Case,
-    record: Record,
-    module: Any,
-    strategy: str,
-    fit: int,
-    *,
-    root: str = "",
-    max_steps: int = -1,
-    **given: Any,
-) -> None:
+def _fit(case: Case, record: Record, module: Any, strategy: str, number: int, **options: Any) -> None:
     batches, val = data_of(case)
-    listener = Listen(record, fit)
-    callbacks: list[Any] = [listener]
-    options: dict[str, Any] = {"enable_checkpointing": False}
-    if root:
-        callbacks.append(jl.callbacks.ModelCheckpoint())
-        options = {"default_root_dir": Path(root)}
-    if case.val_every:
-        options["val_check_interval"] = case.val_every
-    if case.limit:
-        options["limit_train_batches"] = case.limit
-    if case.clip:
-        options |= {"gradient_clip_val": CLIP, "gradient_clip_algorithm": case.clip}
+    listener = Listen(record, number)
+    options |= {"val_check_interval": case.val_every} if case.val_every else {}
+    options |= {"limit_train_batches": case.limit} if case.limit else {}
+    options |= {"gradient_clip_val": CLIP, "gradient_clip_algorithm": case.clip} if case.clip else {}
+    options |= {"max_epochs": case.epochs, "accumulate_grad_batches": case.accumulate, "precision": case.precision}
+    options |= {"num_sanity_val_steps": 1, "log_every_n_steps": 1} | _layout(case, strategy)
     try:
-        trainer = jl.Trainer(
-            **_layout(case, strategy),
-            max_epochs=case.epochs,
-            max_steps=max_steps,
-            accumulate_grad_batches=case.accumulate,
-            precision=case.precision,
-            num_sanity_val_steps=1,
-            log_every_n_steps=1,
-            callbacks=callbacks,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        trainer.fit(module, batches, val or None, **given)
+        fit(module, batches, val or None, listener, **(BARE | options))
     except JaxlitError as error:
         if listener.begun:
             raise

@@ -70,18 +70,6 @@ class MovingMean(Writer):
         return y
 
 
-class Tokens(Writer):
-    """Adds up how many rows the mask has left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = Total(jnp.zeros(()))
-
-    def train_on(self, x: jax.Array, batch: Batch) -> jax.Array:
-        self.total[...] += batch["m"].astype(jnp.float32).sum()
-        return x
-
-
 class Metric(Writer):
     """Holds a metric of nnx and updates it."""
 
@@ -181,7 +169,6 @@ MAKERS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "count_steps": lambda rngs: Counter(rows=False),
     "count_rows": lambda rngs: Counter(rows=True),
     "ema_mean": lambda rngs: MovingMean(),
-    "tokens": lambda rngs: Tokens(),
     "average": lambda rngs: Metric(nnx.metrics.Average()),
     "accuracy": lambda rngs: Metric(nnx.metrics.Accuracy()),
     "welford": lambda rngs: Metric(nnx.metrics.Welford()),
