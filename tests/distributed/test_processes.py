@@ -167,8 +167,8 @@ def meet():
     say("spanning", train_on(own_batches(26), strategy=jl.strategies.DDP(mesh={"copies": 2, "data": -1})))
     say("files", sorted(x.name for x in own["default_root_dir"].rglob("[!.]*")))
     for strategy in ("pmap", "single", "simulate:8"):
-        say(strategy, error_of(lambda: make_trainer(strategy=strategy)))  # noqa: B023
-    say("devices", error_of(lambda: make_trainer(strategy="ddp", devices=4)))
+        say(strategy, error_of(lambda: make_trainer(strategy=strategy).strategy))  # noqa: B023
+    say("devices", error_of(lambda: make_trainer(strategy="ddp", devices=4).strategy))
     make_trainer(strategy="ddp", **BARE).fit(Scale(), datamodule=Download())
     failing = Download()
     failing.fails = True

@@ -212,8 +212,8 @@ def test_a_mesh_of_make_mesh_is_taken_whatever_its_axis_types() -> None:
 
 def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
     strategy = jl.strategies.DDP(mesh=mesh_of(data=4))
-    refuses(ArgumentError, lambda: make_trainer(strategy=strategy, devices=2), r"devices=2.*mesh of 4")
-    make_trainer(strategy=strategy, devices=4)
+    refuses(ArgumentError, lambda: make_trainer(strategy=strategy, devices=2).strategy, r"devices=2.*mesh of 4")
+    assert make_trainer(strategy=strategy, devices=4).strategy.mesh.size == 4
     state, step = compiled(strategy=jl.strategies.DDP(mesh=mesh_of(data=2, model=2)))
     state, _ = step(state, BATCHES[0])
     assert len(state.params["kernel"].sharding.device_set) == 4

@@ -94,7 +94,7 @@ def test_hsdp_takes_all_devices_or_a_mesh_and_copies_divide() -> None:
     assert make_trainer(strategy="hsdp", mesh={"data": 4, "fsdp": 2}).strategy.mesh.shape["fsdp"] == 2
     assert make_trainer(strategy="zero2").strategy.stage == 2
     with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=3\): 8 devices do not divide into 3 copies"):
-        make_trainer(strategy=jl.strategies.FSDP(replicas=3))
+        _ = make_trainer(strategy=jl.strategies.FSDP(replicas=3)).strategy
     mesh = jax.make_mesh((8,), ("data",))
     with pytest.raises(jl.errors.ArgumentError, match=r"FSDP\(replicas=...\) is a size of the given mesh"):
         jl.strategies.FSDP(replicas=2, mesh=mesh)

@@ -11,10 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.inside import registered_strategies
-from kit.modules import Mean, Net
+from kit.journal import hooks
+from kit.modules import Linear, Mean, Net
+from kit.refusals import refuses
 from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.errors import ArgumentError
 
 
 @pytest.fixture
@@ -79,3 +82,13 @@ def test_a_strategy_object_may_serve_two_trainers(kind: str) -> None:
     # A Trainer keeps its devices when another takes its strategy object.
     result = trainers[2].apply(Net.predict_step, batches[0])
     assert result.sharding.device_set == set(jax.devices()[:2])
+
+
+def test_absent_devices_are_an_error_of_fit() -> None:
+    trainer = make_trainer(strategy="fsdp", devices=64)
+    assert trainer.settings.devices == 64
+    began = []
+    trainer.callbacks = [hooks(setup=lambda *_: began.append(1))]
+    refuses(ArgumentError, lambda: trainer.fit(Linear(), random()), "devices=64")
+    assert not began
+    refuses(ArgumentError, lambda: jl.compile_step(Linear(), batch=random()[0], devices=64), "devices=64")

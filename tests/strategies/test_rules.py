@@ -235,12 +235,18 @@ def test_tensor_parallel_without_a_rule_that_is_met_is_refused() -> None:
         ArgumentError, lambda: trainer.fit(Transformer(rngs=nnx.Rngs(0)), tokens()), "splits nothing of Transformer"
     )
     for make, words in (
-        (lambda: make_trainer(strategy=TensorParallel(tp=0)), "mesh of TensorParallel takes the size.*'tp': 0"),
-        (lambda: make_trainer(strategy=SequenceParallel(seq="all")), "mesh of SequenceParallel takes.*'seq': 'all'"),
+        (
+            lambda: make_trainer(strategy=TensorParallel(tp=0)).strategy,
+            "mesh of TensorParallel takes the size.*'tp': 0",
+        ),
+        (
+            lambda: make_trainer(strategy=SequenceParallel(seq="all")).strategy,
+            "mesh of SequenceParallel takes.*'seq': 'all'",
+        ),
         (lambda: FSDP(remat="save_only_these_names"), r"FSDP\(remat=\.\.\.\) takes True, False or one of"),
         (lambda: FSDP(stage=True), r"FSDP\(stage=\.\.\.\)"),
         (lambda: FSDP(remat="often"), r"FSDP\(remat=\.\.\.\) takes True, False or one of"),
-        (lambda: make_trainer(strategy=TensorParallel({}, tp=3)), "do not multiply to 8"),
+        (lambda: make_trainer(strategy=TensorParallel({}, tp=3)).strategy, "do not multiply to 8"),
     ):
         refuses(ArgumentError, make, words)
 
@@ -299,4 +305,4 @@ def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, descr
     ],
 )
 def test_an_unusable_mesh_is_refused_before_anything_runs(kind: Any, strategy: Any, mesh: Any, words: str) -> None:
-    refuses(kind, lambda: make_trainer(strategy=strategy, mesh=mesh), words)
+    refuses(kind, lambda: make_trainer(strategy=strategy, mesh=mesh).strategy, words)
