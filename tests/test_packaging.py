@@ -57,14 +57,6 @@ def environment(folder: Path) -> Path:
     return python
 
 
-@pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a fresh environment that holds the wheel."""
-    python = environment(tmp_path_factory.mktemp("fresh"))
-    zipfile.ZipFile(wheel).extractall(site_packages(python))
-    return python
-
-
 def site_packages(python: Path) -> Path:
     """Return where an environment keeps its packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -83,13 +75,14 @@ def test_wheel_holds_every_source_file(wheel: Path) -> None:
     assert shipped == expected
 
 
-def test_the_wheel_is_imported_and_nothing_else_installed(installed: Path, tmp_path: Path) -> None:
-    packages = ", ".join(PACKAGES.values())
+def test_the_wheel_is_imported_and_nothing_else_installed(wheel: Path, tmp_path: Path) -> None:
+    python, packages = environment(tmp_path), ", ".join(PACKAGES.values())
+    site = site_packages(python)
+    zipfile.ZipFile(wheel).extractall(site)
     code = f"import json, {packages}; print(json.dumps([m.__file__ for m in ({packages})]))"
-    files, site = json.loads(run(installed, "-I", "-c", code, cwd=tmp_path)), site_packages(installed)
+    files = json.loads(run(python, "-I", "-c", code, cwd=tmp_path))
     assert [Path(file).parent for file in files] == [site.joinpath(*x.split(".")) for x in PACKAGES.values()]
-    names = {path.name for path in site.iterdir() if path.suffix != ".dist-info"}
-    assert names == {"jaxlit", "borrowed.pth"}
+    assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"jaxlit", "borrowed.pth"}
 
 
 def test_import_adds_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:

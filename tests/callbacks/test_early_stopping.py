@@ -154,7 +154,7 @@ def test_a_monitor_that_no_check_has_reached_is_told(caplog) -> None:
     assert "monitor='nope'" in message
 
 
-def test_a_resume_between_a_validation_and_the_epochs_end_makes_its_check() -> None:
+def test_a_resume_between_validation_and_epoch_end_checks() -> None:
     save = hooks(on_validation_end=lambda t, m: t.current_epoch == 1 and t.save_checkpoint("half"))
     flat, given = {"validation": lambda self, batch: self.log("val", jnp.zeros(()))}, {"max_epochs": 9}
     stops = lambda: EarlyStopping("val", patience=2)  # noqa: E731

@@ -63,9 +63,8 @@ def train(
     assert trainer.checkpoint_callback is (watch.savers[0] if watch.savers else None)
     if watch.savers:
         watch.listings[trainer.global_step] = listing(watch.savers[0])
-    opened = [Path(path) for operation, path in seen.operations if operation == "open"]
-    # One for each manifest that was opened.
-    watch.written = [int(path.parent.name.split("step_")[1][:8]) for path in opened if path.name == "MANIFEST.json"]
+    manifests = [path for operation, path in seen.operations if operation == "open" and path.endswith("/MANIFEST.json")]
+    watch.written = [int(path.rpartition("step_")[2][:8]) for path in manifests]
     return watch
 
 
@@ -115,9 +114,8 @@ def test_the_best_and_the_newest_are_on_disk_after_each_epoch(mode, top_k, save_
     for step, result in enumerate(expected, 1):
         assert watch.listings[step] == result, f"after step {step}"
     assert kept(callback) == best
-    result = (min if mode == "min" else max)(best.values(), default=None)
-    first = next((k for k in best if best[k] == result), None)
-    assert callback.best_model_score == result
+    first = (min if mode == "min" else max)(best, key=lambda k: best[k], default=None)  # the oldest of equal ones
+    assert callback.best_model_score == (None if first is None else best[first])
     assert callback.best_model_path == ("" if first is None else str(Path("run/checkpoints", name(first)).absolute()))
     assert callback.last_model_path.endswith(expected[-1][-1])
     assert names() == expected[-1]  # nothing but checkpoints

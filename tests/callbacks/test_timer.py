@@ -12,7 +12,6 @@ from kit.modules import Mean
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, THREE, fit, make_trainer, thinned
 
-import jaxlit as jl
 from jaxlit.callbacks import Timer
 from jaxlit.errors import ArgumentError
 
@@ -77,14 +76,10 @@ def test_it_is_limit_enough_also_for_a_loader_without_end(clock: Clock) -> None:
 
 @pytest.mark.parametrize("loader", ["epochs", "endless"])
 def test_a_callback_of_ones_own_that_says_so_is_limit_enough(clock: Clock, loader: str) -> None:
-    class Mine(jl.Callback):
-        limits_time = True
-
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            trainer.stop_after(5, "mine is over")
-
+    mine = hooks(on_train_start=lambda trainer, module: trainer.stop_after(5, "mine is over"))
+    mine.limits_time = True
     data: Any = numbered(2) if loader == "epochs" else itertools.cycle(numbered(2))
-    trainer = fit(Mean(), data, None, Mine(), ticks(clock, 2), max_epochs=None, **BARE)
+    trainer = fit(Mean(), data, None, mine, ticks(clock, 2), max_epochs=None, **BARE)
     assert (trainer.global_step, trainer.stop_reason) == (3, "mine is over")
 
 

@@ -58,20 +58,22 @@ def test_training_continues_without_a_callback_that_may_fail(caplog: pytest.LogC
     assert sum("Mine.on_train_batch_end failed" in text for text in warnings_of(caplog)) == 1
 
 
-def test_row_files_belong_to_one_callback() -> None:
-    both = [made(row_files=("rows.txt",)), made(row_files=("rows.txt",))]
-    refuses(ArgumentError, lambda: make_trainer(*both), r"write to rows\.txt", "Leave one")
+def refuse(self: Any, other: Any) -> str | None:
+    return "Not both. Leave one out." if other.role == "" else None
 
 
-def test_conflict_with_refuses_another_callback() -> None:
-    never = made(conflict_with=lambda self, other: "Not both. Leave one out." if other.role == "" else None)
-    refuses(ArgumentError, lambda: make_trainer(jl.callbacks.EMA(0.5), never), "^Not both")
-
-
-def test_exclusive_refuses_a_second_callback_of_the_same() -> None:
-    first, second, other = (made(exclusive=("port", port)) for port in (1, 1, 2))
-    assert make_trainer(first, other).callbacks
-    refuses(ArgumentError, lambda: make_trainer(first, second), "two Mines of one port. Leave one of them out")
+@pytest.mark.parametrize(
+    ("callbacks", "words"),
+    [
+        ([made(row_files=("rows.txt",)) for _ in range(2)], r"write to rows\.txt.*Leave one"),
+        ([jl.callbacks.EMA(0.5), made(conflict_with=refuse)], "^Not both"),
+        ([made(exclusive=("port", 1)) for _ in range(2)], "two Mines of one port. Leave one of them out"),
+        ([made(role="progress_bar"), jl.callbacks.ProgressBar()], "two progress bars, Mine and ProgressBar"),
+    ],
+)
+def test_callbacks_that_exclude_each_other_are_refused(callbacks: list[Any], words: str) -> None:
+    refuses(ArgumentError, lambda: make_trainer(*callbacks), words)
+    make_trainer(*(made(exclusive=("port", port)) for port in (1, 2)))
 
 
 def test_rates_in_asks_for_rows_with_learning_rates() -> None:
@@ -95,8 +97,3 @@ def test_a_checkpoint_role_needs_the_paths_and_no_more() -> None:
     members = {"monitor": None, "best_model_path": "", "last_model_path": "", "best_model_score": None}
     mine = made(role="checkpoint", folder=lambda self, run_dir: run_dir, **members)
     assert fit(Mean(), numbered(1), None, mine, jl.callbacks.RunReport()).checkpoint_callbacks == [mine]
-
-
-def test_two_bars_are_refused_whatever_their_class() -> None:
-    bars = made(role="progress_bar"), jl.callbacks.ProgressBar()
-    refuses(ArgumentError, lambda: make_trainer(*bars), "two progress bars, Mine and ProgressBar")

@@ -87,21 +87,17 @@ def test_every_hook_can_log_whatever_the_order_of_callbacks(stage):
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_without_a_run_logging_is_refused_or_goes_to_files(stage):
-    logger, tried = WandbLogger(offline=True), []
+    logger, steps = WandbLogger(offline=True), iter(range(2))
 
-    def refused():
-        for name, given in CALLS.items():
-            refuses(LoggerError, lambda name=name, given=given: getattr(logger, name)(*given), "no run open")
+    def log(*_, **given):
+        for name, arguments in CALLS.items():
+            getattr(logger, name)(*arguments, **given)
 
-    def try_it(*args):
-        for name, given in CALLS.items():
-            getattr(logger, name)(*given, step=len(tried))
-        tried.append(args)
-
-    refused()
+    refuses(LoggerError, log, "no run open")
+    to_files = lambda *_: log(step=next(steps))  # noqa: E731
     # Teardown is the logger's first.
-    run_stage(trainer_of(logger, hooks(setup=try_it, teardown=try_it), logger=False, max_epochs=0), stage)
-    refused()
+    run_stage(trainer_of(logger, hooks(setup=to_files, teardown=to_files), logger=False, max_epochs=0), stage)
+    refuses(LoggerError, log, "no run open")
     suffixes = {"note": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
     result = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
     assert result == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))

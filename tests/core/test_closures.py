@@ -59,12 +59,9 @@ class Scale(NamedTuple):
 
 
 def unfilled() -> Callable[..., Any]:
-    def f(x: jax.Array) -> jax.Array:
-        return x if x.ndim else later(x)
-
-    if f.__name__ == "never":
-        later = f
-    return f
+    if False:
+        later = jnp.tanh
+    return lambda x: x if x.ndim else later(x)
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {

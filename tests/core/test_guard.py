@@ -19,11 +19,6 @@ from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 import jaxlit as jl
 from jaxlit.errors import NonFiniteError
 
-
-def half(params: Any) -> Any:
-    return jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", params)
-
-
 # The optimizer, and the arrays of its state that take a step in which only the gradient of the bias is bad.
 SCHEDULE, MIXED = optax.linear_schedule(0.1, 0.01, 9), {"adam": optax.adam(0.01), "sgd": optax.sgd(0.1, momentum=0.9)}
 OPTIMIZERS: dict[str, tuple[Any, list[str]]] = {
@@ -31,7 +26,7 @@ OPTIMIZERS: dict[str, tuple[Any, list[str]]] = {
     "clipped": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.01)), []),
     "scheduled": (optax.inject_hyperparams(optax.sgd)(SCHEDULE, momentum=0.9), [".inner_state[0].trace.kernel"]),
     "two": (
-        optax.multi_transform(MIXED, half),
+        optax.multi_transform(MIXED, lambda params: jax.tree.map(lambda x: ("sgd", "adam")[x.ndim > 1], params)),
         [f".inner_states.adam.inner_state[0].{x}.kernel" for x in ("mu", "nu")],
     ),
     "every second": (optax.MultiSteps(optax.adam(0.01), 2), [".acc_grads.kernel"]),

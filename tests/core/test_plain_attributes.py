@@ -18,20 +18,13 @@ from kit.trainers import fit, thinned
 from jaxlit.errors import StateError
 
 
-class Part(nnx.Module):
-    """A sub-module with a plain attribute."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
 class Noting(Mean):
     """Plain attributes that a step may be tempted to write to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.n, self.seen, self.last, self.kinds, self.latest = 0, [], {}, {"a"}, None
-        self.part = Part()
+        self.part = nnx.Dropout(0.5)  # a sub-module with plain attributes
         self.queue, self.several = deque([1]), {"a": [[1]]}
 
 
@@ -42,7 +35,7 @@ WRITES: dict[str, tuple[Callable[..., Any], str]] = {
     "set an item": (lambda self, loss: self.last.update(loss=loss), "last"),
     "add to a set": (lambda self, loss: self.kinds.add("b"), "kinds"),
     "set": (lambda self, loss: setattr(self, "latest", loss), "latest"),
-    "count in a part": (lambda self, loss: setattr(self.part, "calls", 1), "part.calls"),
+    "count in a part": (lambda self, loss: setattr(self.part, "rate", 0.1), "part.rate"),
     "append to a deque": (lambda self, loss: self.queue.append(loss), "queue"),
     "append in a list of a dict": (lambda self, loss: self.several["a"][0].append(loss), "several"),
     "set a new one": (lambda self, loss: setattr(self, "fresh", loss), "fresh"),

@@ -1,6 +1,5 @@
 """What a step may do with its module, what it may return, and what it sees while it is traced."""
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from flax import linen, nnx
 from flax.errors import CallCompactUnboundModuleError
 from kit.batches import numbered, random, sized
-from kit.by_hand import HandLoop, assert_same, params_of
+from kit.by_hand import HandLoop, assert_same
 from kit.journal import Rows
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses, refuses
@@ -209,11 +208,6 @@ class Tied(Linear):
         return self.decode(jnp.tanh(self.encode(x)))
 
 
-@functools.cache
-def tied_by_hand() -> dict[str, np.ndarray]:
-    return params_of(HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)
-
-
 @pytest.mark.parametrize(
     ("strategy", "lazy"), thinned([("single", False), ("shard_map", False), ("fsdp", True)], ("fsdp", True))
 )
@@ -221,7 +215,7 @@ def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, lazy: bool) -
     trainer = fit(jl.lazy(Tied, rngs=0) if lazy else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
     assert len(jax.tree.leaves(trainer.state.params)) == 3
     assert trainer.module.encode.kernel is trainer.module.decode.kernel
-    assert_same(trainer.module, tied_by_hand())
+    assert_same(trainer.module, HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)
 
 
 def test_a_linen_module_comes_with_a_note() -> None:

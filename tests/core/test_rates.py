@@ -117,10 +117,6 @@ class Groups(Net):
         return jl.Optimizer(by={"outer": optax.sgd(SCHEDULE, momentum=0.9), ...: state})
 
 
-def rates_in(rows: Rows) -> dict[int, dict[str, float]]:
-    return {step: {k: v for k, v in row.items() if k.startswith("lr")} for step, row in rows.rows}
-
-
 CASES = [(name, size, policy) for name in STRATEGIES for size in (1, 2) for policy in ("raise", "skip", "ignore")]
 OFTEN = [("single", 1, "raise"), ("fsdp", 2, "skip")]
 
@@ -132,7 +128,8 @@ def test_rows_have_the_rate_of_each_group(strategy: str, accumulate: int, policy
     fit(Groups(rngs=nnx.Rngs(0)), random(4), None, rows, halve, strategy=splitting(strategy), **arguments, **BARE)
     steps = 4 // accumulate
     expected = {k: {"lr/outer": float(SCHEDULE(k)), "lr/rest": 0.01 if k < steps else 0.005} for k in range(2 * steps)}
-    assert rates_in(rows) == {k: pytest.approx(v) for k, v in expected.items()}
+    result = {step: {k: v for k, v in row.items() if k.startswith("lr")} for step, row in rows.rows}
+    assert result == {k: pytest.approx(v) for k, v in expected.items()}
     assert list(rows.rows[0][1]) == ["loss", "lr/outer", "lr/rest", "epoch"]
 
 

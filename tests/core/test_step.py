@@ -1,6 +1,7 @@
 """What an optimizer step keeps and leaves out: steps that are not finite, windows, dtypes, writes of the step."""
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -46,21 +47,13 @@ def with_nan(count: int = 6) -> list[dict[str, np.ndarray]]:
 
 
 def running(batches: list[Any], key: str) -> float:
-    result = 0.0
-    for batch in batches:
-        result = 0.5 * result + 0.5 * float(batch[key].mean())
-    return result
+    return functools.reduce(lambda mean, batch: 0.5 * mean + 0.5 * float(batch[key].mean()), batches, 0.0)
 
 
 @pytest.mark.parametrize(("policy", "accumulate", "strategy"), thinned(CASES, *CASES[:6:2], CASES[3]))
 def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, accumulate: int, strategy: str) -> None:
-    model, batches, seen, of_x = Tracked(), with_nan(), list[float](), list[float]()
-
-    def look(*_: Any) -> None:
-        seen.append(float(model.of_y[...]))
-        of_x.append(float(model.of_x[...]))
-
-    watch = hooks(on_train_batch_end=look)
+    model, batches, means = Tracked(), with_nan(), list[tuple[float, float]]()
+    watch = hooks(on_train_batch_end=lambda *_: means.append((float(model.of_x[...]), float(model.of_y[...]))))
     arguments = {"strategy": strategy, "nan_policy": policy, "accumulate_grad_batches": accumulate}
     trainer = make_trainer(watch, log_every_n_steps=0, **arguments)  # nothing looks at a step before the end
     windows = [batches[i : i + accumulate] for i in range(0, 6, accumulate)]
@@ -69,14 +62,14 @@ def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, ac
         with pytest.raises(NonFiniteError, match=rf"optimizer step {bad} .*nan_policy='skip'"):
             trainer.fit(model, batches)
         kept = windows[:bad]  # the bad step stops all later ones, though they are dispatched
-        assert len(seen) == 6 and len(set(seen[bad * accumulate + accumulate - 1 :])) == 1
+        assert len(means) == 6 and len(set(means[bad * accumulate + accumulate - 1 :])) == 1
     else:
         trainer.fit(model, batches)
         kept = [*windows[:bad], *windows[bad + 1 :]]
     if policy == "ignore":
         assert np.isnan(np.asarray(model.kernel[...])).all() and np.isnan(float(model.of_x[...]))
         return
-    assert np.isfinite(of_x).all()  # between the batches of a window too
+    assert np.isfinite(means).all()  # between the batches of a window too
     by_hand = HandLoop(Linear())
     for window in kept:
         by_hand.window(*window)

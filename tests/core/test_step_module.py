@@ -1,6 +1,5 @@
 """The copy of the module that a step runs: its modes, its statistics, its random keys."""
 
-import functools
 import re
 from typing import Any
 
@@ -57,22 +56,16 @@ def test_dropout_drops_in_training_steps_only(strategy: str) -> None:
     np.testing.assert_array_equal(trainer.predict(model, batches)[0], np.ones((64, 3)))
 
 
-@functools.cache
-def by_hand() -> dict[str, np.ndarray]:
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp"))
+def test_statistics_and_keys_are_those_of_a_loop_by_hand(strategy: str) -> None:
     def loss(net: Any, batch: Any) -> jax.Array:
         net.count[...] += 1
         return net.loss(batch)
 
-    net = Net(rate=0.5, rngs=nnx.Rngs(0))
-    net.train()
-    return state_of(HandLoop(net, loss=loss)(*random()).module)
-
-
-@pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp"))
-def test_statistics_and_keys_are_those_of_a_loop_by_hand(strategy: str) -> None:
-    model = Net(rate=0.5, rngs=nnx.Rngs(0))
+    model, net = (Net(rate=0.5, rngs=nnx.Rngs(0)) for _ in range(2))
     fit(model, random(), strategy=strategy)
-    assert_same(state_of(model), by_hand())
+    net.train()
+    assert_same(state_of(model), state_of(HandLoop(net, loss=loss)(*random()).module))
 
 
 # Modes -----------------------------------------------------------------------------------------------------

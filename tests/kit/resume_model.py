@@ -239,16 +239,6 @@ def loaders(batches: int = BATCHES) -> tuple[Any, list[Any]]:
     return train, [jl.ArrayLoader(rows(19, 1), BATCH_SIZE), jl.ArrayLoader(rows(11, 2), BATCH_SIZE)]
 
 
-def watchers() -> list[jl.Callback]:
-    """Return callbacks whose states decide how training continues."""
-    name = "val_loss/dataloader_idx_0"
-    return [
-        LogsInHooks(),
-        jl.callbacks.EarlyStopping(name, patience=1000),
-        jl.callbacks.ReduceLROnPlateau(name, patience=1, factor=0.7, min_delta=1.0),
-    ]
-
-
 def make_trainer(
     strategy: str, root: Path, callbacks: Sequence[jl.Callback] = (), name: str = "journal", **arguments: Any
 ) -> jl.Trainer:
@@ -256,7 +246,13 @@ def make_trainer(
     given: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": EVERY}
     given |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "strategy": strategy, "default_root_dir": root}
     given |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return jl.Trainer(callbacks=[*watchers(), Journal(Path(root) / name), *callbacks], **given | arguments)
+    monitored = "val_loss/dataloader_idx_0"
+    watchers = [  # whose states decide how training continues
+        LogsInHooks(),
+        jl.callbacks.EarlyStopping(monitored, patience=1000),
+        jl.callbacks.ReduceLROnPlateau(monitored, patience=1, factor=0.7, min_delta=1.0),
+    ]
+    return jl.Trainer(callbacks=[*watchers, Journal(Path(root) / name), *callbacks], **given | arguments)
 
 
 def journal(trainer: jl.Trainer) -> list[list[Any]]:

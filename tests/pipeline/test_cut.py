@@ -20,17 +20,12 @@ KINDS = {"w": Role.WEIGHT, "s": Role.STATE, "b": Role.BATCH}
 ROWS, WIDTH = 8, 6
 
 
-def args_of(kinds: str) -> list[Any]:
-    draw = np.random.default_rng(0).normal
-    shapes = {"w": (WIDTH, WIDTH), "s": (), "b": (ROWS, WIDTH)}
-    return [draw(size=shapes[kind]).astype(np.float32) for kind in kinds]
-
-
 def cut_of(
     fn: Callable[..., Any], kinds: str, stages: int, *, updates: dict[int, int] | None = None, **more: Any
 ) -> Cut:
     """Cut a function, whose arguments are (w)eights, (s)tate and (b)atch, and check what its pieces compute."""
-    args = args_of(kinds)
+    draw, shapes = np.random.default_rng(0).normal, {"w": (WIDTH, WIDTH), "s": (), "b": (ROWS, WIDTH)}
+    args: list[Any] = [np.float32(draw(size=shapes[kind])) for kind in kinds]
     with marking():
         closed = inline(jax.make_jaxpr(fn)(*args), also=holds_mark)
     inputs = [Input(KINDS[kind], update=(updates or {}).get(i)) for i, kind in enumerate(kinds)]

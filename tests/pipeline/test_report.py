@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from kit.modules import Linear
+from kit.trainers import fit
 
 import jaxlit as jl
 from jaxlit.pipeline.report import StageFacts, layers_of, stage_table
@@ -16,24 +17,19 @@ from jaxlit.pipeline.report import StageFacts, layers_of, stage_table
 WIDTH, ROWS = 8, 12
 
 
-class Deep(jl.TrainModule):
+class Deep(Linear):
     def __init__(self) -> None:
         self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(4)])
 
     def training_step(self, batch: Any) -> jax.Array:
-        x = batch
         for block in self.blocks:
-            x = jl.pipeline_yield(jnp.tanh(block(x)))
-        return jnp.mean(x**2)
-
-    def configure_optimizers(self) -> Any:
-        return optax.sgd(0.1)
+            batch = jl.pipeline_yield(jnp.tanh(block(batch)))
+        return jnp.mean(batch**2)
 
 
 def fitted(strategy: jl.strategies.Pipeline) -> str:
-    options: Any = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
-    trainer = jl.Trainer(strategy=strategy, devices=2, max_epochs=1, **options)
-    trainer.fit(Deep(), [np.ones((ROWS, WIDTH), np.float32)])
+    given = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False}
+    fit(Deep(), [np.ones((ROWS, WIDTH), np.float32)], strategy=strategy, devices=2, **given)
     return strategy.describe()
 
 

@@ -71,10 +71,6 @@ def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
         (lambda: S.Interleaved1F1B(8, 4).tasks(9), "9 microbatches do not divide into 2 rounds over 4 ranks"),
         (lambda: S.Std1F1B(4).tasks(0), r"Std1F1B\(4\)\.tasks\(num_microbatches=\.\.\.\) takes an int of at least 1"),
         (lambda: S.ZBV(4, 4), "has 1 stages a rank, and needs two. Give 8 stages"),
-        (
-            lambda: jl.strategies.Pipeline(4, "1f1"),
-            r"Pipeline\(schedule=\.\.\.\) takes one of 'gpipe', .*1f1b",
-        ),
     ],
 )
 def test_what_makes_no_schedule_is_refused(make, words) -> None:

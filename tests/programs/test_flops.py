@@ -134,7 +134,7 @@ def test_flops_of_a_kernel_and_of_solving() -> None:
     assert flops(jnp.linalg.solve, (K, K), (K,)) == Flops(0)
 
 
-def test_a_kernel_without_products_may_have_a_grid_that_is_a_value() -> None:
+def test_a_kernel_without_products_may_have_a_traced_grid() -> None:
     def copied(x: jax.Array, n: jax.Array) -> jax.Array:
         def kernel(source: Any, target: Any) -> None:
             target[...] = source[...]

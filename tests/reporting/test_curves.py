@@ -19,10 +19,10 @@ def lines_of(svg: str) -> list[tuple[str, np.ndarray]]:
     return result
 
 
-def ticks_of(svg: str, anchor: str) -> list[tuple[str, float]]:
-    at = {"end": "y", "middle": "x"}[anchor]
-    texts = [x for x in ET.fromstring(svg).iter("text") if x.attrib["text-anchor"] == anchor and x.text != "step"]
-    return [(str(x.text), float(x.attrib[at])) for x in texts]
+def ticks_of(svg: str) -> list[tuple[str, float]]:
+    """Return the texts beside the vertical scale, and how high each is."""
+    texts = [x for x in ET.fromstring(svg).iter("text") if x.attrib["text-anchor"] == "end" and x.text != "step"]
+    return [(str(x.text), float(x.attrib["y"])) for x in texts]
 
 
 VALUES = {
@@ -45,7 +45,7 @@ def test_a_point_stands_where_its_value_says(kind: str) -> None:
     np.testing.assert_allclose(-share(points[:, 1]), share(shown), atol=2e-3)  # y points down
     assert ((points >= 0) & (points <= [440, 250])).all()
     # The ticks' texts lie on the same scale: the value that a point's height reads is its own.
-    (low_text, low_y), *_, (high_text, high_y) = ticks_of(svg, "end")
+    (low_text, low_y), *_, (high_text, high_y) = ticks_of(svg)
     low, high = (
         math.log10(float(t.replace("k", "e3"))) if kind == "decades" else float(t) for t in (low_text, high_text)
     )

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.by_hand import HandLoop
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -70,11 +71,9 @@ class Scaling(Replica):
 
 
 class Doubled(Named, jl.strategies.DDP):
-    factor = 2
-
     @property
     def replica(self):
-        return Scaling(**vars(super().replica), factor=self.factor)
+        return Scaling(**vars(super().replica), factor=2)
 
 
 class Miscounting(Named, jl.strategies.DDP):
@@ -125,15 +124,7 @@ def test_the_strategy_that_is_wrong_is_named_with_what_differs(strategies, part,
 
 def train_rows(module, batches):
     """Train as anyone would: nnx and optax, no Trainer."""
-    optimizer = nnx.Optimizer(module, optax.sgd(1e-2), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(module, optimizer, batch):
-        loss, grads = nnx.value_and_grad(lambda module: module.training_step(batch))(module)
-        optimizer.update(module, grads)
-        return loss
-
-    return [step(module, optimizer, batch) for batch in batches]
+    return HandLoop(module, loss=lambda module, batch: module.training_step(batch))(*batches).losses
 
 
 def test_a_reference_loop_is_compared_on_a_tail_too():
