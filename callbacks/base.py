@@ -222,9 +222,9 @@ class Callback(Traits):
 
         A callback that overrides this pays nothing in the steps between: its `on_train_batch_start`,
         `on_train_batch_end` and, between two batches, `on_safe_point` run in the batches of that step only. The ends of
-        epochs and of training call `on_safe_point` always. It is asked when an epoch or a resumed training begins,
-        after each step in which such a callback has acted, and after steps are undone. A hook that a subclass
-        overrides, and not this method as well, runs in each step.
+        epochs and of training call `on_safe_point` always. This method is called when an epoch or a resumed training
+        begins, after each step in which such a callback has acted, and after steps are undone. A hook that a subclass
+        overrides without overriding this method runs in each step.
 
         Args:
             step: Optimizer steps taken.

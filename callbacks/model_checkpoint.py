@@ -184,7 +184,7 @@ class ModelCheckpoint(Callback):
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the next checkpoint; each step while one is written, or if the time decides."""
-        if self._saving is not None or self._deadline < math.inf:
+        if (self._saving is not None and team().size == 1) or self._deadline < math.inf:
             return 1
         return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
 

@@ -108,7 +108,7 @@ class Position:
 
 @dataclass
 class HookClock:
-    """How far hooks are, and `trainer.global_step`: at every hook where the arrays are, which one dispatch moves.
+    """How far training is for hooks and `trainer.global_step`. With one step a dispatch it is where the arrays are.
 
     Attributes:
         global_step: Optimizer steps taken.

@@ -85,6 +85,7 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
         response = _begin_arrays(temporary / ARRAYS, arrays)
     except BaseException as error:
         _discard(temporary)
+        quiet.end(failed=True)
         if isinstance(error, Exception):
             raise _unwritten(path, error) from error
         raise
@@ -101,7 +102,9 @@ def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], 
         except BaseException:
             if leads:
                 _discard(temporary)
+            quiet.end(failed=True)
             raise
+        quiet.end(failed=False)
 
     saving = Saving(path, order, finish)
     saving.start()

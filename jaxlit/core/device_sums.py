@@ -132,6 +132,9 @@ def loss_of(table: jax.Array) -> jax.Array:
     return table[0, 0] / table[1, 0]
 
 
+_RATE, _BAD_STEP = 1.0, 0.0  # kinds of columns after those of the metrics
+
+
 class StepRow(NamedTuple):
     """What the host reads of a training step.
 
@@ -153,8 +156,8 @@ class StepTable:
     """The array that leaves a training step: all that the host reads of it is in one transfer.
 
     It is (2, num_columns) float32: a column for each metric as in `Table`, then in row 0 the learning rates, which the
-    batch of a window that continues does not have, and the guard's `bad_step`. Leading dims are of replicas, or of
-    steps.
+    batch of a window that continues does not have, and the guard's `bad_step`; row 1 says which of the two it is. So
+    an array that a checkpoint holds is read whatever had rates or a guard then. Leading dims are of replicas, or steps.
 
     Args:
         metrics: The metrics.
@@ -174,14 +177,16 @@ class StepTable:
             rates: One () float32 a rate, or none.
             bad_step: () int32, see `TrainState`.
         """
-        numbers = [*rates, *([bad_step.astype(jnp.float32)] if self.guarded else [])]
-        return jnp.concatenate([table, *(jnp.stack([x, jnp.float32(0)])[:, None] for x in numbers)], axis=1)
+        numbers = [(x, _RATE) for x in rates]
+        numbers += [(bad_step.astype(jnp.float32), _BAD_STEP)] if self.guarded else []
+        columns = (jnp.stack([x, jnp.float32(kind)])[:, None] for x, kind in numbers)
+        return jnp.concatenate([table, *columns], axis=1)
 
     def decode(self, array: np.ndarray) -> StepRow:
         """Return one step, given its array."""
         columns = len(self.metrics.metrics)
-        numbers = array.reshape(-1, *array.shape[-2:])[0, 0, columns:].tolist()  # the same in every replica
-        bad_step = int(numbers.pop()) if self.guarded and numbers else -1
+        numbers, kinds = array.reshape(-1, *array.shape[-2:])[0, :, columns:].tolist()  # the same in every replica
+        bad_step = int(numbers.pop()) if kinds and kinds[-1] == _BAD_STEP else -1
         values = self.metrics.read(array[..., :columns])
         # What another optimizer left in a checkpoint may have fewer rates, or more.
         row, rates = (

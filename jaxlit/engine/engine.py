@@ -168,10 +168,7 @@ class Engine:
         counters, leaves = self.state.spec.index.counters, self.state.leaves
         leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
         self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
-        if "train_step" in self._programs:
-            self.clear_sums()
-        else:
-            self._use_metrics(Table([]))
+        self._use_metrics(self.training_table)
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""
@@ -218,6 +215,8 @@ class Engine:
             self._restored = table
             self._use_metrics(table)
         self.state.restore(arrays)
+        if table is not None and self.training_table.metrics != table.metrics:
+            self._use_metrics(self.training_table)  # a rollback to before the step was traced, or logged other metrics
 
     def _use_metrics(self, table: Table) -> None:
         """Give the sums of an epoch and of an accumulation window the columns of these metrics, of no batch."""

@@ -100,7 +100,7 @@ class StateSpec:
         return np.broadcast_to(table, (n, *table.shape)).copy() if n else table
 
     def with_metrics(self, table: Table) -> "StateSpec":
-        """Return the spec of a state with other metrics: how many columns they have shows the trace of the step."""
+        """Return the spec of a state with other metrics, whose number of columns is known once the step was traced."""
         index: Any = self.index
         shapes = {index.sums: table.empty_sums().shape}
         if index.window is not None:

@@ -1,4 +1,4 @@
-"""What a step has besides its batch: rows, traces and callbacks say when they act, and the loop compares one number."""
+"""When rows, traces and callbacks act that do not act in each step: the loop compares one number."""
 
 import math
 from functools import partial
@@ -20,51 +20,55 @@ class Due:
         tracing: The callbacks inside the optimizer step.
 
     Attributes:
-        next: After how many optimizer steps something acts next; infinite if nothing does.
+        next: After how many optimizer steps something acts next; infinite if nothing does, 0 before it was asked.
         each: The hooks of a step in which none of those callbacks acts.
     """
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
-        self._hooks, self._tracing, self.next = hooks, tracing, math.inf
+        self._hooks, self._tracing = hooks, tracing
         self._asked = [c for c in hooks.callbacks if overrides(c, "due_in")]
         self._steps: list[tuple[Callback, int]] = []
-        self._intervals, self._asked_at = list[int](), math.inf
-        self.each = self._of([])
+        self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
+        self._intervals, self._next_callback = list[int](), 0.0
+        self.next: float = 0
+        self.each: StepHooks = (None, None, None)
 
-    def seek(self, step: int) -> None:
-        """Ask anew what acts next, after so many optimizer steps: an interval may have changed, or steps are undone."""
-        every = self._hooks.trainer.log_every_n_steps
-        self._intervals = [*self._tracing.intervals, *([every] if every else [])]
-        self._asked_at = step
-        self.move(step)
+    def forget(self) -> None:
+        """Ask all again before the next step: an interval has changed, or steps are undone."""
+        self.next = 0
 
     def move(self, step: int) -> None:
-        """Find what acts next, after a step in which something acted."""
-        if step >= self._asked_at:
+        """Find what acts next, after so many optimizer steps."""
+        if not self.next:
+            every = self._hooks.trainer.log_every_n_steps
+            self._intervals = [*self._tracing.intervals, *([every] if every else [])]
+            self._next_callback, self.each = 0, self._of([])
+        if step >= self._next_callback:
             ask = self._hooks.ask
             waits = [(c, ask(c, "due_in", partial(c.due_in, step))) for c in self._asked]
             self._steps = [(c, step + max(wait, 1)) for c, wait in waits if wait is not None]
-            self._asked_at = min((at for _, at in self._steps), default=math.inf)
-        self.next = self._asked_at
+            self._next_callback = min((at for _, at in self._steps), default=math.inf)
+        self.next = self._next_callback
         for every in self._intervals:  # no call: a row may be due in each step
             if (at := step + every - step % every) < self.next:
                 self.next = at
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1."""
-        return self.each if step < self._asked_at else self._of([c for c, at in self._steps if at <= step])
+        return self.each if step < self._next_callback else self._of([c for c, at in self._steps if at <= step])
 
     def _of(self, acting: list[Callback]) -> StepHooks:
-        resting = [c for c in self._asked if all(c is not x for x in acting)]
-        made = []
-        for name in _NAMES:
-            left_out = [c for c in resting if _depth(c, name) >= _depth(c, "due_in")]
-            made.append(self._hooks.bind(name).without(left_out) or None)
-        return tuple(made)  # type: ignore[return-value]
+        key = tuple(map(id, acting))
+        if key not in self._made:
+            resting = [c for c in self._asked if id(c) not in key]
+            hooks = [self._hooks.bind(name).without([c for c in resting if _is_covered(c, name)]) for name in _NAMES]
+            self._made[key] = tuple(hook or None for hook in hooks)  # type: ignore[assignment]
+        return self._made[key]
 
 
-def _depth(callback: Callback, name: str) -> int:
-    """Return how far up its bases a callback's method is from: one that a subclass overrides comes each step."""
-    if name in vars(callback):
-        return -1
-    return next(i for i, cls in enumerate(type(callback).__mro__) if name in vars(cls))
+def _is_covered(callback: Callback, name: str) -> bool:
+    """Return whether `due_in` speaks for a hook; one that was set on the object or by a subclass comes each step."""
+    if name in vars(callback) or "due_in" in vars(callback):
+        return name not in vars(callback)
+    by, hook = (next(cls for cls in type(callback).__mro__ if x in vars(cls)) for x in ("due_in", name))
+    return issubclass(by, hook)

@@ -96,7 +96,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
     run.unchecked.starts.clear()
     run.hooks.clock.follow(position)
     run.tracing.forget(position.global_step)
-    run.due.seek(position.global_step)
+    run.due.forget()
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     if isinstance(to, Checkpoint):  # last: a hook may read all of the above

@@ -58,6 +58,7 @@ def train_epoch(run: Run) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
+    hooks.clock.follow(position)
     wait, due = Bound(run.max_in_flight), run.due
 
     if position.phase <= Phase.EPOCH_START:
@@ -69,9 +70,10 @@ def train_epoch(run: Run) -> None:
         run.window.batches = run.settings.accumulate_grad_batches
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         step = position.global_step + (position.filled > 0)
-        due.seek(step - 1)
+        due.forget()
+        due.move(step - 1)
         after_step(run, due.at(step)[2])
-    due.seek(position.global_step)
+    due.forget()
     run.checkpoints.resumed, shows_steps = False, False
     for batch in batches_left(run):
         if position.global_step >= due.next:

@@ -213,7 +213,7 @@ class Session:
         if self.current is not None:
             self.current.settings = settings
         if isinstance(self.current, Run):
-            self.current.due.seek(self.position.global_step)
+            self.current.due.forget()
 
     def run(
         self,

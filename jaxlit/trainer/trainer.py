@@ -148,7 +148,8 @@ class Trainer(TrainerProperties):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given)
-        if settings.strategy != "auto":  # which looks at the devices, as every strategy does when a run begins
+        # "auto" alone looks at the devices, as every strategy does when a run begins.
+        if settings.strategy != "auto" or settings.mesh is not None:
             resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         chosen = all_callbacks(settings)
         self._session = Session(self, settings, chosen, config_of(given, chosen))

@@ -107,3 +107,5 @@ def test_a_step_is_read_as_it_was_encoded(rates: list[float], guarded: bool):
     assert one.row == {"n": 5.0}
     assert one.rates == ({"lr": 0.25} if rates else {})
     assert one.bad_step == (7 if guarded else -1)
+    # A checkpoint's array is read by a training that has a guard, or none.
+    assert StepTable(layout.metrics, layout.rates, not guarded).decode(np.asarray(arrays[0])) == one

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from kit.batches import numbered
-from kit.journal import at_batch
+from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean
 from kit.trainers import BARE, fit
 
@@ -87,3 +87,33 @@ def test_steps_that_are_undone_are_asked_for_again() -> None:
     # The bad fifth step is known of in the sixth: training goes back to 3, and has three batches left.
     assert trainer.global_step == 6
     assert called(callback, "end") == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"), [("on_train_batch_end", [2, 3, 4, 5, 6, 7]), ("on_log", [0, *range(1, 8)])]
+)
+def test_an_interval_that_a_hook_sets_counts_from_the_step_at_hand(hook: str, expected: list[int]) -> None:
+    def faster(trainer: jl.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.log_every_n_steps = 1
+
+    rows = Rows()
+    every = 1 if hook == "on_log" else 8
+    fit(Mean(), numbered(8), None, rows, hooks(**{hook: faster}), log_every_n_steps=every, **BARE)
+    assert [step for step, values in rows.rows if "loss_epoch" not in values][: len(expected)] == expected
+
+
+def test_hooks_of_another_base_and_of_the_object_run_in_each_step() -> None:
+    class Counting(jl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            ends.append(trainer.global_step)
+
+    class Saving(ModelCheckpoint, Counting):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            super().on_fit_start(trainer, module)
+            self.on_train_batch_start = lambda trainer, module, batch, batch_idx: starts.append(batch_idx)
+
+    ends, starts = list[int](), list[int]()
+    fit(Mean(), numbered(6), None, Saving(every_n_train_steps=4), default_root_dir="run")
+    assert ends == [*range(1, 7)]
+    assert starts == [*range(6)]

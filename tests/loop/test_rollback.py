@@ -166,3 +166,16 @@ def test_a_rollback_does_not_bring_a_reset_optimizer_back() -> None:
     with pytest.raises(NonFiniteError, match="no checkpoint yet to go back to"):
         resets = {"ckpt_path": "kept", "reset_optimizer": True}
         fit(made(), batches([1.0, 2.0, 3.0, BAD]), nan_policy="rollback", max_epochs=2, **resets)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_rollback_to_before_the_first_step_can_be_resumed(accumulate: int) -> None:
+    saves = hooks(on_train_epoch_start=lambda trainer, module: trainer.save_checkpoint("saved"))
+    given = {"accumulate_grad_batches": accumulate, "max_epochs": 1}
+    train([1.0] * 4, saves, **given)
+    values = [1.0] * accumulate + [BAD] + [1.0] * 15  # the checkpoint has no metrics, as the step was not traced
+    given |= {"default_root_dir": "second"}
+    saver = ModelCheckpoint(every_n_train_steps=100)
+    assert train(values, saver, ckpt_path="saved", max_steps=3, **given)[0].global_step == 3
+    resumed, _ = train([1.0] * len(values), ckpt_path=saver.last_model_path, max_steps=4, **given)
+    assert resumed.global_step == 4
