@@ -169,8 +169,6 @@ def test_a_room_says_in_one_line_what_is_in_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Public names -------------------------------------------------------------------------------------------
-
 PUBLIC = {"jl": "jaxlit", **{f"jl.{x}": f"jaxlit.{x}" for x in ("errors", "sharding", *FACES[1:])}}
 
 

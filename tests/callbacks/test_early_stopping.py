@@ -136,9 +136,6 @@ def test_a_missing_metric_is_an_error_if_strict(make_trainer) -> None:
     assert not train(cut, both, None).should_stop and cut.wait_count == 0
 
 
-# As a Trainer runs it
-
-
 def test_without_validation_it_watches_the_epochs() -> None:
     late = module(on_train_epoch_end=lambda self: self.log("flat", 1.0))
     logged = module(lambda self, batch: self.log("flat", 1.0, on_step=False, on_epoch=True) or jnp.sum(self.w[...]))

@@ -57,9 +57,6 @@ def file_size_limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-# Files that can be written, and that cannot
-
-
 @each_kind
 def test_a_logger_makes_its_folder_with_the_first_row(kind):
     logger = kind()
@@ -203,9 +200,6 @@ def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
         assert path.read_text() == content
 
 
-# Trainings that end and continue
-
-
 def train(folder, *more, **arguments):
     """Train 12 steps in two epochs, with a row of each and one of every validation; checkpoints stand at 5 and 10."""
 
@@ -315,9 +309,6 @@ def test_a_resume_without_state_drops_rows_by_their_step():
     assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
 
 
-# Which loggers a Trainer has
-
-
 def kinds_of(callbacks=(), **arguments):
     trainer = make_trainer(*callbacks, enable_progress_bar=False, enable_checkpointing=False, **arguments)
     assert trainer.callbacks[: len(trainer.loggers)] == trainer.loggers
@@ -346,9 +337,6 @@ def test_which_loggers_the_trainer_adds():
         words = "two loggers that write to x.*another filename"
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two), words)
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two[:1], logger=two[1]), words)
-
-
-# What they are given that is no row
 
 
 @each_kind

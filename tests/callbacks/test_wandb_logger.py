@@ -52,9 +52,6 @@ def note(text):
     return lambda trainer, *rest: trainer.logger.log_text("note", text)
 
 
-# Stages
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_an_evaluation_has_a_run_with_the_config_of_its_module(stage):
@@ -101,9 +98,6 @@ def test_without_a_run_logging_is_refused_or_goes_to_files(stage):
     suffixes = {"note": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
     result = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
     assert result == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))
-
-
-# Which run
 
 
 def test_every_training_has_another_id_and_a_second_fit_the_same():
@@ -156,9 +150,6 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
     assert logger.location is None and "  report" not in out and out.splitlines()[1] == "W&B disabled"
     run_stage(trainer, "test")
     assert names("run") == ["checkpoints"]
-
-
-# How it ends
 
 
 def test_an_error_marks_the_run_as_failed(capsys):
@@ -240,9 +231,6 @@ def test_another_process_than_the_first_has_no_run(monkeypatch, capsys):
     run_stage(trainer_of(logger, notes, max_epochs=0, logger=False, enable_checkpointing=False))
     assert logger.experiment is None and [path.name for path in Path("run").iterdir()] == [".run-lock"]
     assert "W&B" not in capsys.readouterr().out
-
-
-# What is refused
 
 
 def test_checkpoints_to_send_need_someone_who_writes_them():

@@ -22,8 +22,6 @@ from PIL import Image
 
 from jaxlit.callbacks import GradientNorm, JSONLLogger, ModelCheckpoint, WandbLogger
 
-# A training with everything
-
 
 def log_media(trainer, module):
     logger, picture = trainer.loggers[0], PIXELS.copy()
@@ -177,9 +175,6 @@ def test_log_model_chooses_the_checkpoints(served):
     assert not artifact.committed and served.backend.runs["refused"].exit_code == 0
     (told,) = [line for line in served.ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
     assert told.startswith("W&B: step_00000002 was not sent (") and "CommitArtifact fails on request" in told
-
-
-# Processes that are killed, that train together, and in which W&B fails
 
 
 def fit_or_go_on():

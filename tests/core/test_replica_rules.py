@@ -174,9 +174,6 @@ def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
     assert trainer.callback_metrics["count"] == pytest.approx(expected)
 
 
-# The loss --------------------------------------------------------------------------------------------
-
-
 def sum_of_errors(module: Line, batch: Any) -> jax.Array:
     return module.errors(batch).sum() / 10
 
@@ -226,8 +223,6 @@ def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) takes one of 'mean', 'sum', got 'max'"):
         jl.strategies.PMap(loss_reduction="max")
 
-
-# A number that depends on how many rows there are ----------------------------------------------------
 
 BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "a floor": lambda x, n: x.sum() / max(n, 4),
@@ -334,9 +329,6 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
     assert warnings_of(caplog) == []
 
 
-# What is logged and returned -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
     of: dict[str, Callable[[Any], Any]] = {
@@ -380,9 +372,6 @@ def test_returned_sums_are_those_of_the_batch(strategy: str) -> None:
     for outputs, batch in seen:
         assert int(outputs["count"]) == (batch["x"] > 0).sum()
         np.testing.assert_allclose(np.asarray(outputs["sums"]), batch["x"].sum(0), rtol=1e-5, atol=1e-6)
-
-
-# Random numbers --------------------------------------------------------------------------------------
 
 
 def noise(key: Any, batch: Any) -> jax.Array:

@@ -68,9 +68,6 @@ def test_statistics_and_keys_are_those_of_a_loop_by_hand(strategy: str) -> None:
     assert_same(state_of(model), state_of(HandLoop(net, loss=loss)(*random()).module))
 
 
-# Modes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, seen = Dropping(), []
@@ -138,9 +135,6 @@ def test_the_modules_train_method_chooses_the_parts() -> None:
     model = module(base=Probing, train=train)
     fit(model, random(2, rows=64))
     assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
-
-
-# Random keys -----------------------------------------------------------------------------------------------
 
 
 class Drawing(Linear):

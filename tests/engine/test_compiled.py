@@ -219,9 +219,6 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
     assert len(state.params["kernel"].sharding.device_set) == 4
 
 
-# Trainer.apply
-
-
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "fsdp"))
 def test_apply_runs_on_the_newest_weights(strategy) -> None:
     result, traces, inputs = [], [], sized(5, features=8, seed=1)[0]["x"]  # does not divide among 8 devices

@@ -94,7 +94,6 @@ def test_nothing_is_compiled_or_copied_twice(strategy) -> None:
     assert buffers.found[0] == buffers.found[1]
     now = [module.kernel.get_value(), module.drop.rngs.key.get_value()]
     assert all(a is b for a, b in zip(held, now, strict=True)), "the module keeps its own arrays"
-
     with compiles() as in_fit:
         trainer.fit(module, DATA, DATA)
     assert steps(in_fit) == ["jit(train_step)", "jit(eval_step)"]

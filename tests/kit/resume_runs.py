@@ -45,8 +45,6 @@ def cut_and_resume(
     return problems_of(folder / "cut", folder / "whole", len(stops) + 1)
 
 
-# Processes -------------------------------------------------------------------------------------------
-
 DEVICES = 8
 
 

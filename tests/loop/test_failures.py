@@ -34,9 +34,6 @@ def note_of(call: Any) -> str:
     return note
 
 
-# Where an error was raised
-
-
 @pytest.mark.parametrize(
     ("hook", "place"),
     [
@@ -75,8 +72,6 @@ def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
     note = note_of(lambda: fit(Mean(), numbered(3), None, hooks(**keeping(**{hook: raising})), **BARE))
     assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
 
-
-# Loggers that raise
 
 OFTEN = ("log_hyperparams", "on_log", "on_exception", "teardown")
 SELDOM = ("setup", "on_checkpoint_saved", "state_dict")

@@ -98,9 +98,6 @@ def test_counts_on_the_host_are_numpys_own_of_what_is_finite():
             np.testing.assert_array_equal(actual, known)
 
 
-# Sharded
-
-
 def collectives(program):
     """Return how many numbers each collective of a compiled program has, by its kind."""
     actual = {}

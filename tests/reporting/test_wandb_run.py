@@ -45,9 +45,6 @@ def send(run, rows=1, timeout=30.0, **given):
     return result
 
 
-# Rows
-
-
 def test_rows_are_sent_in_order_by_another_thread(capsys):
     run, own = FakeRun(), FakeRun()
     send(run, 100)
@@ -128,9 +125,6 @@ def test_ctrl_c_leaves_a_run_that_finishes(capsys):
             send(run, 1, 25.0)
         assert run.codes == [0] and returned == []
     assert capsys.readouterr().out == f"W&B: the upload was interrupted; {SYNC}\n"
-
-
-# Checkpoints
 
 
 def checkpoint(step):

@@ -50,9 +50,6 @@ def fail():
     raise RuntimeError("the service is gone\nand more")
 
 
-# With an SDK that a test makes up
-
-
 def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, capsys):
     calls, answers, closed = asked
     monkeypatch.setitem(SETTINGS, "init_timeout", 0.5)
@@ -108,9 +105,6 @@ def test_the_service_of_another_open_run_is_not_closed(asked, monkeypatch, whose
         assert len(asked[2]) == 1
 
 
-# With the real one
-
-
 def test_without_a_key_a_run_is_offline_which_one_line_says(capfd):
     run = opened()
     run.finish()
@@ -140,9 +134,6 @@ def test_a_mode_that_is_set_later_counts(monkeypatch, capsys):
 def test_without_the_package_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     refuses(JaxlitError, opened, "pip install wandb")
-
-
-# Processes
 
 
 def fit_test_and_hang():

@@ -169,8 +169,6 @@ def test_the_layers_of_a_scan_are_not_divided_among_devices(shape: tuple[int, ..
         assert laid_out(FSDP(min_size=0), Deep())[1].params["scale"].spec == P("data")  # what it is without the step
 
 
-# Strategies that are made of rules
-
 SPLIT = {
     "rules": (lambda: TensorParallel(PATHS, tp=2, fsdp=2, data=2), {}),
     "names of the mesh": (lambda: TensorParallel(tp=2, fsdp=2, data=-1), {"up": (None, "tp"), "down": ("tp", None)}),
@@ -270,9 +268,6 @@ def test_a_sequence_lies_in_parts_on_the_devices() -> None:
     placed = strategy.shard_batch({"x": np.ones((4, 8, 3)), "odd": np.ones((4, 9)), "y": np.ones(4), "n": np.ones(())})
     parts = {name: x.addressable_shards[0].data.shape for name, x in placed.items()}
     assert parts == {"x": (2, 2, 3), "odd": (2, 9), "y": (2,), "n": ()}
-
-
-# A mesh of the user's own, at the Trainer
 
 
 @pytest.mark.parametrize(

@@ -216,9 +216,6 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     fit_refuses(Arg, r"two loggers that write to metrics\.csv", model=added)
 
 
-# The other verbs and classes, and what only training can show
-
-
 NAN_LOSS = module(lambda self, batch: jnp.mean(self.error(batch)) * jnp.nan)
 BEST = {"ckpt_path": "best"}
 CALLS: list[tuple[Any, ...]] = [

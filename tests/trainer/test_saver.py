@@ -118,9 +118,6 @@ def test_a_checkpoint_has_what_its_hook_wrote_to_the_module() -> None:
     assert weight_in("mine") == 7.0
 
 
-# A writer of one's own
-
-
 def of_the_docstring() -> Any:
     """Return the writer that the docstring of `Saver` shows, saving at every second step."""
     lines = [line.strip() for line in (Saver.__doc__ or "").splitlines()]
