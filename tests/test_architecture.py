@@ -189,12 +189,11 @@ def test_a_face_shows_its_public_names_only(face: str) -> None:
 def test_every_public_name_is_documented(face: str) -> None:
     code = documentation()
     # A class is known by its name. That of a function or a room is a common word, so its path has to be there.
-    missing = [
+    assert [
         name
         for name in importlib.import_module(PUBLIC[face]).__all__
         if not re.search(rf"\b{name}\b" if name[0].isupper() else rf"{re.escape(face)}\.{name}\b", code)
-    ]
-    assert missing == []
+    ] == []
 
 
 def test_the_documentation_names_public_names_only() -> None:
@@ -210,8 +209,7 @@ def test_the_documentation_names_public_names_only() -> None:
 
 def test_the_map_shows_rooms_and_files_that_exist() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
-    drawn = re.findall(r"^\| `(\w+)/", text, re.M)
-    assert drawn == ["jaxlit", *ROOMS[1:-1]]
+    assert re.findall(r"^\| `(\w+)/", text, re.M) == ["jaxlit", *ROOMS[1:-1]]
     named = set(re.findall(r"`(\w+/\w+\.py)`", text))
     assert len(named) > 20
     assert not [name for name in named if not ((ROOT / "jaxlit" / name).exists() or (ROOT / name).exists())]

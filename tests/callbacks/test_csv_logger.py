@@ -31,8 +31,7 @@ def test_columns_come_in_order_of_first_appearance():
         ["1", "", "", "2.5", ""],
         ["2", "1", "4.5", "", "3.5"],
     ]
-    last = {"step": 2, "m": 3.5, "z": 4.5, "epoch": 1}
-    assert logger.state_dict() == {"rows": 3, "tail": [last]}
+    assert logger.state_dict() == {"rows": 3, "tail": [{"step": 2, "m": 3.5, "z": 4.5, "epoch": 1}]}
     logger.teardown(None, None, "fit")
 
 

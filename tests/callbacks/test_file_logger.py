@@ -286,7 +286,7 @@ def test_rows_join_by_step_and_epoch_also_after_a_resume(kind, calls, at):
     shutil.rmtree("run", ignore_errors=True)
     logger, trainer, rows, saved = kind(), make_trainer(default_root_dir="run"), [], []
     for i, (step, names) in enumerate(calls):
-        values = {name: i + 0.5 for name in sorted(names)}
+        values = dict.fromkeys(sorted(names), i + 0.5)
         logger.on_log(trainer, {"epoch": step // 3, **values}, step)
         rows = joined(rows, {"step": step, "epoch": step // 3, **values})
         assert read(path_of(logger)) == rows

@@ -167,8 +167,7 @@ def test_an_error_marks_the_run_as_failed(capsys):
 
 def test_a_failure_ends_training_if_asked():
     gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
-    logger = WandbLogger(offline=True, log_model=True, on_error="raise")
-    trainer = trainer_of(gone, logger, ModelCheckpoint())
+    trainer = trainer_of(gone, WandbLogger(offline=True, log_model=True, on_error="raise"), ModelCheckpoint())
     refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "could not finish run .*No such file")
 
 
@@ -178,8 +177,7 @@ def test_after_a_fit_there_is_still_its_run(capfd):
     with pytest.raises(AttributeError, match="CSVLogger has no attribute 'add_image'. Call log_image"):
         file.experiment.add_image  # noqa: B018
     assert jl.callbacks.NoLogger().experiment.add_image("x", np.zeros(3)) is None
-    sees = hooks(on_train_end=lambda t, m: seen.append(logger.experiment))
-    run_stage(trainer_of(sees, logger, file))
+    run_stage(trainer_of(hooks(on_train_end=lambda t, m: seen.append(logger.experiment)), logger, file))
     run = logger.experiment
     assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
     assert Path(run.dir).parent == run_files()[0].parent.absolute()

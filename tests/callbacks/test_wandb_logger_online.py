@@ -129,8 +129,7 @@ def test_media_arrive_as_they_were_when_logged(served):
     table = json.loads(served.run.files[result["table"]["path"]])
     assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
     assert (result["histogram"]["values"], result["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
-    texts = [(row["note"], row[STEP]) for row in served.run.history if "note" in row]
-    assert texts == [("a text", 5), ("another", 7)]
+    assert [(row["note"], row[STEP]) for row in served.run.history if "note" in row] == [("a text", 5), ("another", 7)]
 
 
 @pytest.mark.full
@@ -208,8 +207,7 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
     # It continues at step 4; what the killed process had not sent is in the files only.
     tail = [line for line in lines if line["step"] >= 4]
     assert rows[-len(tail) :] == tail
-    before = [row for row in rows[: -len(tail)] if row["step"] < 4]
-    for row, line in zip(before, lines, strict=False):
+    for row, line in zip([row for row in rows[: -len(tail)] if row["step"] < 4], lines, strict=False):
         assert row.items() <= line.items()
 
 
@@ -257,8 +255,7 @@ def fit_twice():
 
     does = hooks(on_train_batch_end=in_the_middle, on_train_epoch_end=media)
     for name, own in (("plain", [JSONLLogger()]), ("run", [logger, does])):
-        saves = ModelCheckpoint(save_top_k=-1)
-        trainer = trainer_of(*own, saves, max_epochs=8, default_root_dir=name)
+        trainer = trainer_of(*own, ModelCheckpoint(save_top_k=-1), max_epochs=8, default_root_dir=name)
         trainer.fit(Wide(), data(), data())
         say(name, hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.state))).hexdigest())
 

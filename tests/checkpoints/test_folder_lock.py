@@ -104,8 +104,7 @@ def test_checkpoints_may_go_through_a_link():
     for run in ("one", "two", "three"):
         fit(Mean(), numbered(2), default_root_dir=run)
         assert names(f"{run}/checkpoints") == ["step_00000002"]
-        words = "holds .* of another run"
-        refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), words)
+        refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), "holds .* of another run")
     assert names("scratch of three") == ["step_00000002"]
 
 

@@ -227,8 +227,7 @@ def test_a_failure_is_raised_at_every_wait_with_its_cause(state, monkeypatch):
     monkeypatch.setattr(manifest, "write", refuse)
     saving = save("mine", state)
     for _ in range(2):
-        error = refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone")
-        assert error.__cause__ is cause
+        assert refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone").__cause__ is cause
 
 
 def test_a_network_file_system_that_asks_for_patience_gets_it(state, monkeypatch):
@@ -284,8 +283,7 @@ def operations(half, tmp_path_factory):
 def crash_at(at, half, operations, whole, folder):
     """Crash at an operation and continue; returns the step of the checkpoint that was left."""
     root = Path(shutil.copytree(half, folder / str(at)))
-    seen = crash(root, at)
-    assert len(seen.operations) >= at, f"the crash at {at} did not happen"
+    assert len(crash(root, at).operations) >= at, f"the crash at {at} did not happen"
     newest = newest_of(root / "checkpoints", operations[at - 1])
     assert bytes_of(train(root, 3, resume="auto")) == whole, operations[at - 1]
     assert names(root / "checkpoints") == ["step_00000009"], operations[at - 1]  # no rubbish, and no old one
@@ -326,8 +324,7 @@ def test_a_full_disk_is_an_error_and_the_older_one_loads(half, operations, tmp_p
 def test_on_save_error_warn_continues_and_saves_again_later(root, whole, caplog):
     fault = faults(root / "checkpoints", at=1, kind="full")
     full = hooks(on_train_epoch_end=lambda t, m: fault.__enter__() if t.current_epoch == 1 else fault.__exit__())
-    saver = jl.callbacks.ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
-    trainer = train(root, 3, full, saver, resume="auto")
+    trainer = train(root, 3, full, jl.callbacks.ModelCheckpoint(on_save_error="warn", every_n_epochs=1), resume="auto")
     assert bytes_of(trainer) == whole and names() == ["step_00000009"]
     (warning,) = warnings_of(caplog)
     assert NEWER in warning and "No space left" in warning

@@ -42,8 +42,7 @@ def finite(tree: Any) -> bool:
 
 def spoilt(self: Any, batch: Any) -> jax.Array:
     """The root of a square that is 0 if the batch says so: the loss is finite, and the gradient of the bias is not."""
-    loss = self.loss(batch)
-    return loss + jnp.sqrt((self.bias[...] * jnp.max(batch["spoil"])) ** 2).sum()
+    return self.loss(batch) + jnp.sqrt((self.bias[...] * jnp.max(batch["spoil"])) ** 2).sum()
 
 
 def batches_of(bad: int | None = None) -> list[dict[str, np.ndarray]]:

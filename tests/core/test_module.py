@@ -40,8 +40,7 @@ def test_hyperparameters_are_what_can_be_saved_with_defaults() -> None:
 
 def test_loggers_see_hyperparameters_by_name() -> None:
     result = Configured(8, names=("a", np.float32), fn=lambda x: x, table=np.ones(2)).hparams.readable()
-    expected = {"width": 8, "rate": 0.5, "names": ["a", "numpy.float32"], "table": "float64[2]"}
-    assert result == expected | {
+    assert result == {"width": 8, "rate": 0.5, "names": ["a", "numpy.float32"], "table": "float64[2]"} | {
         "fn": f"<function {test_loggers_see_hyperparameters_by_name.__name__}.<locals>.<lambda>>"
     }
 

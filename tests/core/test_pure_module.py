@@ -173,8 +173,7 @@ class Scanned(Linear):
 
     def loss(self, batch: Any) -> jax.Array:
         layer = lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)  # noqa: E731
-        axes = nnx.StateAxes({nnx.Param: self.axis, ...: 0})
-        run = nnx.scan(layer, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(layer, in_axes=(nnx.StateAxes({nnx.Param: self.axis, ...: 0}), nnx.Carry), out_axes=nnx.Carry)
         return jnp.mean(run(self.layers, batch["x"]) ** 2)
 
 

@@ -73,8 +73,7 @@ def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCap
     model, seen = Dropping(), []
     if evaluating:
         model.eval()
-    trainer = fit(model, random(2, rows=64), random(1), outputs_of("ones", seen))
-    trainer.predict(model, random(1))
+    fit(model, random(2, rows=64), random(1), outputs_of("ones", seen)).predict(model, random(1))
     assert model.dropout.deterministic is evaluating
     assert [(ones == 1).all() == evaluating for ones in seen] == [True] * 2
     told = [message for message in warnings_of(caplog) if "evaluation mode" in message]

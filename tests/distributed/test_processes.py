@@ -111,8 +111,7 @@ def shuffled():
 
 def save_at(batches, path):
     """Save where so many batches are done, in the middle of a window of the second epoch."""
-    at = lambda t, *_: position_of(t).total_batch_idx == batches and t.save_checkpoint(path)  # noqa: E731
-    return hooks(on_train_batch_end=at)
+    return hooks(on_train_batch_end=lambda t, *_: position_of(t).total_batch_idx == batches and t.save_checkpoint(path))
 
 
 def of_own_rows():
@@ -189,8 +188,7 @@ def end_before_a_bad_step():
         lambda: make_trainer(**BARE | {"enable_checkpointing": True} | given).fit(Scale(), jl.ArrayLoader(data, 16))
     )
     team().agree("it is written", None)
-    state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
-    return [words, state["not_finite"]]
+    return [words, json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())["not_finite"]]
 
 
 def work():
@@ -231,13 +229,11 @@ def go_on():
     for strategy in RESUMED:
         folder = Path("..") / "of_two" / strategy
         saves = [jl.callbacks.ModelCheckpoint(folder / "auto")] if strategy == "fsdp" else []
-        whole = train_window(strategy, save_at(8, folder / "window"), *saves)
-        say(f"{strategy} whole", whole)
+        say(f"{strategy} whole", train_window(strategy, save_at(8, folder / "window"), *saves))
         resume = Path("..") / f"of_{RESUMED[strategy]}" / strategy / "window"
         say(f"{strategy} resumed", train_window(strategy, resume=resume))
     meet_a_damaged_checkpoint()
-    words = error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows()))
-    say("refused", words)
+    say("refused", error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows())))
 
 
 def meet_a_damaged_checkpoint():

@@ -133,8 +133,7 @@ def test_what_is_written_between_two_calls_is_used(strategy) -> None:
             in_place += 4
             assert value(trainer, module) == by_formula(module)
         assert steps(result) == []
-    write = hooks(on_predict_start=lambda t, m: m.kernel.set_value(jnp.full((8, 1), 5.0)))
-    trainer.callbacks = [write]
+    trainer.callbacks = [hooks(on_predict_start=lambda t, m: m.kernel.set_value(jnp.full((8, 1), 5.0)))]
     trainer.predict(module, DATA)
     assert float(module.kernel[0, 0]) == 5.0 and value(trainer, module) == by_formula(module)
     now = [trainer.state.params["kernel"], *jax.tree.leaves(trainer.state.counters)]

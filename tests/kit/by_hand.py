@@ -28,8 +28,7 @@ class HandLoop:
     def __call__(self, *batches: Any) -> "HandLoop":
         """Take a step on each batch."""
         for batch in batches:
-            graph = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))
-            loss, grads = graph(self.module, batch)
+            loss, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))(self.module, batch)
             self.optimizer.update(self.module, grads)
             self.losses.append(float(loss))
         return self

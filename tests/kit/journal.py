@@ -86,8 +86,7 @@ class Journal(jl.Callback):
             batch, index, *rest = args if hook.endswith("start") else args[1:]
             loader = rest[0] if rest else None
             if hook.endswith("start") and isinstance(batch, dict) and "x" in batch:
-                stage = "sanity" if trainer.sanity_checking else hook.split("_")[1]
-                self.batches[stage].append(number_of(batch))
+                self.batches["sanity" if trainer.sanity_checking else hook.split("_")[1]].append(number_of(batch))
         self.events.append((hook, index, loader, trainer.current_epoch, trainer.global_step))
 
     def named(self, hook: str) -> list[tuple[Any, ...]]:

@@ -84,8 +84,7 @@ class Language(jl.TrainModule):
             x, own = block((x + first) / 2 if 2 * i == len(self.blocks) else x, mask)
             extra = extra + own
             x = jl.pipeline_yield(x) if i + 1 < len(self.blocks) else x
-        logits = self.embed.attend(x + first)
-        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+        entropy = optax.softmax_cross_entropy_with_integer_labels(self.embed.attend(x + first), wanted).mean()
         weights = sum(jnp.sum(w**2) for w in jax.tree.leaves(nnx.state(self, nnx.Param)))
         self.seen[...] = 0.9 * self.seen[...] + entropy
         return entropy + 0.1 * extra + 1e-3 * weights

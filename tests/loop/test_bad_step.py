@@ -65,14 +65,12 @@ def by_hand(windows: list[Any], bad: int, where: str) -> dict[str, np.ndarray]:
 
     Its kernel's own momentum takes the bad step if only the gradient of the bias is bad.
     """
-    start = Linear()
-    params = [np.asarray(start.kernel[...], np.float64), np.zeros(1)]
+    params = [np.asarray(Linear().kernel[...], np.float64), np.zeros(1)]
     momentum = [np.zeros_like(x) for x in params]
     for k, window in enumerate(windows):
         x, y = (np.concatenate([batch[name] for batch in window]) for name in "xy")
         error = x @ params[0] + params[1] - y
-        grads = [2 * x.T @ error / len(x), 2 * error.mean(0)]
-        for i, g in enumerate(grads):
+        for i, g in enumerate([2 * x.T @ error / len(x), 2 * error.mean(0)]):
             if k != bad or (where == "gradient" and i == 0):
                 momentum[i] = 0.9 * momentum[i] + g
             if k != bad:
@@ -160,8 +158,7 @@ def test_saved_state_is_bitwise_that_before_the_step(accumulate) -> None:
     reference = fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches[:good], **given, max_epochs=None)
     assert bytes_of(trainer) == bytes_of(reference)
     path = f"run/checkpoints/step_{trainer.global_step:08d}"
-    again = fit(Net(rate=0.5, rngs=nnx.Rngs(1)), batches, ckpt_path=path, **given)
-    assert bytes_of(again) == bytes_of(reference)
+    assert bytes_of(fit(Net(rate=0.5, rngs=nnx.Rngs(1)), batches, ckpt_path=path, **given)) == bytes_of(reference)
 
 
 @pytest.mark.parametrize("loader", thinned(["shuffled", "generator", "no length"], "shuffled", "generator"))

@@ -215,11 +215,6 @@ def zeros(self: Any, params: Any) -> Any:
     return {"total": jnp.zeros(3)}
 
 
-UPDATES: list[tuple[str, Any]] = [
-    (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
-    (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
-]
-INITS: list[tuple[str, Any]] = [("got {'name': 'ema'}", {"name": "ema"}), ("got None", None)]
 CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Made defines one of init_arrays and update_arrays", {"init_arrays": zeros}),
@@ -243,11 +238,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         (f"must return a pytree of arrays, {words}", {"init_arrays": lambda self, p, x=x: x, "update_arrays": keep})
-        for words, x in INITS
+        for words, x in [("got {'name': 'ema'}", {"name": "ema"}), ("got None", None)]
     ),
     *(
         (words, {"init_arrays": zeros, "update_arrays": lambda self, a, p, grads, step, do=do: do(a, p)})
-        for words, do in UPDATES
+        for words, do in [
+            (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
+            (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
+        ]
     ),
 ]
 

@@ -126,14 +126,12 @@ class Script:
 
 RISES = {"validation": lambda m, batch: m.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[m.current_epoch])}
 RAISES = {"training": raises(ValueError("boom"))}
-SKIPS = {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}
-PLATEAU = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
 SCRIPTS = {
     "": Script({}),
     "stop in on_train_start": Script({}, after=stop_in("on_train_start")),
     "stop in on_train_batch_end": Script({}, after=stop_in("on_train_batch_end")),
     "stop in on_train_epoch_end": Script({}, after=stop_in("on_train_epoch_end")),
-    "module skips": Script(SKIPS),
+    "module skips": Script({"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}),
     "step returns None": Script({"training": lambda self, batch: None}),
     "early stopping on val": Script(RISES, before=early_stopping(patience=2)),
     "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
@@ -146,7 +144,7 @@ SCRIPTS = {
     "datamodule": Script({}, datamodule=True, then=("test",)),
     "datamodule, step raises": Script(RAISES, datamodule=True),
     "schedule": Script({"configure_optimizers": staircase}),
-    "plateau": Script({"tx": PLATEAU}),
+    "plateau": Script({"tx": optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))}),
     "no length": Script({}, loader=lambda batches: Loader(batches, None)),
     "short loader": Script({}, loader=lambda batches: Loader(batches, len(batches) + 1)),
     "long loader": Script({}, loader=lambda batches: Loader(batches, len(batches) // 2)),

@@ -133,8 +133,7 @@ def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
     with pytest.raises(CheckpointError, match=match) as error:
         look(path, **arguments)
     lines = [line for line in str(error.value).splitlines() if line.startswith("  ")][1:]
-    cells = [[cell.strip() for cell in line.strip().split("  ") if cell] for line in lines]
-    return {row[0]: row[1:] for row in cells}
+    return {row[0]: row[1:] for row in [[cell.strip() for cell in line.strip().split("  ") if cell] for line in lines]}
 
 
 @pytest.mark.parametrize(

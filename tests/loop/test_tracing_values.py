@@ -27,8 +27,7 @@ class Wide(Linear):
     """Linear regression of sixteen values with Adam."""
 
     def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        self.kernel = nnx.Param(jnp.asarray(3 * rng.normal(size=(3, 16)), jnp.float32))
+        self.kernel = nnx.Param(jnp.asarray(3 * np.random.default_rng(1).normal(size=(3, 16)), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(16))
 
     def configure_optimizers(self) -> optax.GradientTransformation:
@@ -133,8 +132,7 @@ CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2),
 def test_traced_values_match_a_loop_by_hand(strategy: str, accumulate: int) -> None:
     looks, expected = Looks(2), clipped_by_hand(accumulate)
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": CLIP, "max_epochs": 2}
-    callbacks = [looks, Norm(3), jl.callbacks.GradientNorm(every_n_steps=1)]
-    _, looked = train(callbacks, BATCHES, strategy, **arguments)
+    _, looked = train([looks, Norm(3), jl.callbacks.GradientNorm(every_n_steps=1)], BATCHES, strategy, **arguments)
     assert min(np.linalg.norm(result["grads/kernel"]) for result in expected) > 2 * CLIP  # so that clipping matters
     assert_seen(looks.seen, expected, list(range(1, len(expected), 2)))
     _, plain = train([], BATCHES, strategy, **arguments)

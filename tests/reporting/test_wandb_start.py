@@ -28,8 +28,7 @@ SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
 
 
 def opened(**given):
-    arguments = {"id": "wanted", "dir": str(Path.cwd())}
-    return open_run(arguments, SETTINGS, **({"offline": False, "raises": False} | given))
+    return open_run({"id": "wanted", "dir": str(Path.cwd())}, SETTINGS, **({"offline": False, "raises": False} | given))
 
 
 @pytest.fixture

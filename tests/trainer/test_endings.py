@@ -221,9 +221,8 @@ EVALUATIONS += [("test", "on_test_batch_start"), ("predict", "on_predict_end")]
 def test_any_error_finalizes_every_logger_once(kind, hook, of_module, verb) -> None:
     error, before, after = kind("the first"), Listener(), Listener()
     model = type("Fails", (Mean,), {hook: raising(error)})() if of_module else Mean()
-    fails = [] if of_module else [hooks(**{hook: raising(error)})]
     trainer = make_trainer(
-        *(before, *fails, after),
+        *(before, *([] if of_module else [hooks(**{hook: raising(error)})]), after),
         num_sanity_val_steps=int("sanity" in hook),
         log_every_n_steps=1,
         default_root_dir="run",

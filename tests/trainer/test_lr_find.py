@@ -115,8 +115,7 @@ def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: in
     trainer, loader = make_trainer(max_epochs=2, **BARE), jl.ArrayLoader(data, size, shuffle=True, seed=seed)
     jl.lr_find(trainer, model, loader, update_attr=True)
     trainer.fit(model, loader)
-    error = data["x"] @ np.asarray(model.slope[...]) - data["y"]
-    assert np.mean(error**2) < 1.6 and np.mean(data["y"] ** 2) > 6
+    assert np.mean((data["x"] @ np.asarray(model.slope[...]) - data["y"]) ** 2) < 1.6 and np.mean(data["y"] ** 2) > 6
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["single", "pmap"]))
