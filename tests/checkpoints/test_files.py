@@ -54,18 +54,13 @@ def one(root):
     return root / "checkpoints" / OLDER
 
 
-def into_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
 def into_link(path):
     """Put a link to the same bytes, outside of the checkpoint, in the place of a file."""
     path.rename("away")
     path.symlink_to(Path("away").absolute())
 
 
-PATHS = {"deleted": Path.unlink, "a folder": into_folder, "a link": into_link}
+PATHS = {"deleted": Path.unlink, "a folder": lambda path: (path.unlink(), path.mkdir()), "a link": into_link}
 BYTES = {
     "empty": lambda x: b"",
     "one byte less": lambda x: x[:-1],

@@ -124,12 +124,6 @@ def waiting():
     return [thread.name for thread in threads if thread.is_alive()]
 
 
-def some(operations):
-    """Return each kind of operation once, by its number."""
-    kinds = [re.sub(r"arrays.*|[-_][0-9a-f]{8}", "", operation) for operation in operations]
-    return [k for k, kind in enumerate(kinds, 1) if kind not in kinds[: k - 1]]
-
-
 @pytest.mark.parametrize(
     ("kind", "every"),
     thinned(
@@ -146,8 +140,9 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state, cap
         save("counted/step_00000002", state, 2.0, order=2).wait()
     text = [f"{what} {os.path.relpath(path, 'counted')}" for what, path in seen.operations]
     named = text.index("jaxlit.fsync .") + 1  # after it, it can only be deleted
+    kinds = [re.sub(r"arrays.*|[-_][0-9a-f]{8}", "", operation) for operation in text]
     result = []
-    for at in range(1, len(text) + 1) if every else some(text):
+    for at in [at for at, kind in enumerate(kinds, 1) if every or kind not in kinds[: at - 1]]:
         folder, error = shutil.copytree("first", f"{at}"), None
         with faults(folder, at=at, kind=kind):
             try:

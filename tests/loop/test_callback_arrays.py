@@ -114,13 +114,6 @@ def assert_close(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-def assert_as_by_hand(trainer: jl.Trainer, keeper: Any, expected: tuple[Any, Any]) -> None:
-    params, arrays = expected
-    assert_close(trainer.callback_arrays(keeper), arrays)
-    assert_close(dict(trainer.state.params), params)
-    assert_close([trainer.module.bias[...], trainer.module.kernel[...]], [params["bias"], params["kernel"]])
-
-
 # Each strategy with each kind of window that its programs differ by.
 WINDOWS = [("single", 3, CLIP), ("fsdp", 3, CLIP), ("shard_map", 1, None), ("pmap", 1, CLIP)]
 MORE_WINDOWS = [("single", 1, None), ("ddp", 3, CLIP), ("fsdp", 1, None), ("zero1", 1, CLIP)]
@@ -135,7 +128,10 @@ def test_arrays_and_parameters_are_those_of_a_loop_by_hand(strategy, accumulate,
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     trainer = fit(Wide(), batches, None, *keepers, strategy=splitting(strategy), **arguments)
     for keeper in keepers:
-        assert_as_by_hand(trainer, keeper, by_hand(batches, type(keeper)(), accumulate, clip))
+        params, arrays = by_hand(batches, type(keeper)(), accumulate, clip)
+        assert_close(trainer.callback_arrays(keeper), arrays)
+        assert_close(dict(trainer.state.params), params)
+        assert_close([trainer.module.bias[...], trainer.module.kernel[...]], [params["bias"], params["kernel"]])
 
 
 def test_arrays_like_parameters_are_sharded_like_them() -> None:

@@ -41,11 +41,6 @@ def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(x for x in args if isinstance(x, int))
 
 
-def pseudocode() -> str:
-    (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
-    return block
-
-
 class Program:
     """Runs the docstring's program on stand-ins that keep the order of the calls, and the batches of each step.
 
@@ -85,7 +80,8 @@ class Program:
             "outputs": None,
             "checkpoint": None,
         }
-        exec(pseudocode(), scope)
+        (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
+        exec(block, scope)
         scope["fit"]()
 
     def hook(self, name: str, *args: Any) -> Any:

@@ -34,10 +34,6 @@ class Wide(Linear):
         return optax.adam(0.05, eps=1e-3)
 
 
-def loss_of(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2)
-
-
 class Looks(jl.Callback):
     """Keeps all that a step shows."""
 
@@ -86,7 +82,9 @@ def by_hand(windows: list[Any], clip: bool = False, low: Any = jnp.float32, scal
     opt_state, result = tx.init(params), []
 
     def low_loss(params: Any, batch: Any) -> jax.Array:
-        return loss_of(*jax.tree.map(lambda x: x.astype(low), (params, batch))).astype(jnp.float32) * scale
+        w, b = jax.tree.map(lambda x: x.astype(low), (params, batch))
+        loss = jnp.mean((b["x"] @ w["kernel"] + w["bias"] - b["y"]) ** 2)
+        return loss.astype(jnp.float32) * scale
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -113,14 +111,10 @@ def assert_seen(seen: dict[int, Any], expected: list[dict[str, Any]], steps: lis
             np.testing.assert_allclose(seen[step][name], x, rtol=rtol, atol=rtol * np.abs(x).max(), err_msg=name)
 
 
-def windows_of(batches: list[Any], accumulate: int) -> list[Any]:
-    windows = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-    return [jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows]
-
-
 @functools.cache
 def clipped_by_hand(accumulate: int) -> list[dict[str, Any]]:
-    return by_hand(windows_of(BATCHES, accumulate) * 2, clip=True)
+    windows = [BATCHES[i : i + accumulate] for i in range(0, len(BATCHES), accumulate)]
+    return by_hand([jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows] * 2, clip=True)
 
 
 CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2), ("pmap", 1), ("simulate:8", 2)]

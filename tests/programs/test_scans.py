@@ -80,16 +80,12 @@ def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
     assert scanned_dims(jax.make_jaxpr(nested)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
 
 
-def gradient(fn: Callable[..., Any], lies: Any, policy: Any = None) -> Any:
-    return jax.jit(jax.value_and_grad(by_layer(fn, [lies, None], policy)), out_shardings=(None, lies[0]))
-
-
 @pytest.mark.parametrize("fn", thinned([*SCANS, *OTHERS], *SCANS[:1], *OTHERS[:2]))
 def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[..., Any]) -> None:
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
     lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
     placed = jax.device_put(w, lies[0]), jax.device_put(x, NamedSharding(mesh, P("data")))
-    step = gradient(fn, lies)
+    step = jax.jit(jax.value_and_grad(by_layer(fn, [lies, None], None)), out_shardings=(None, lies[0]))
     loss, grads = step(*placed)
     wanted = jax.value_and_grad(fn)(w, x)
     np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)

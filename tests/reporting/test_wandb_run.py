@@ -127,16 +127,12 @@ def test_ctrl_c_leaves_a_run_that_finishes(capsys):
     assert capsys.readouterr().out == f"W&B: the upload was interrupted; {SYNC}\n"
 
 
-def checkpoint(step):
+def upload(run, step, *, lasts=False):
     folder = Path(f"checkpoints/step_{step:08}")
     (folder / "arrays").mkdir(parents=True)
     (folder / "arrays/0").write_bytes(bytes([step]))
     (folder / "state.json").write_text(json.dumps({"global_step": step, "epoch": 1}))
-    return folder
-
-
-def upload(run, step, *, lasts=False):
-    run.log_checkpoint(checkpoint(step), name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
+    run.log_checkpoint(folder, name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
 
 
 def test_a_checkpoint_may_be_deleted_once_it_is_taken():

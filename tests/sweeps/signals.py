@@ -82,7 +82,7 @@ def train(folder: Path, number: int, moment: tuple[str, int], numbers: list[int]
     """Train in this process, or continue."""
     jl.testing.fake_devices(1)
     for handled in ("SIGINT", "SIGTERM", "SIGHUP"):  # whatever the parent had
-        signal.signal(getattr(signal, handled), (signal.default_int_handler if handled == "SIGINT" else signal.SIG_DFL))
+        signal.signal(getattr(signal, handled), signal.default_int_handler if handled == "SIGINT" else signal.SIG_DFL)
     sends = Sends(*moment, numbers)
     loader, val = loaders()
     arguments: dict[str, Any] = {"resume": "auto", "enable_checkpointing": True, "num_sanity_val_steps": 0}

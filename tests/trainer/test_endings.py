@@ -59,10 +59,6 @@ def meddler(hook: str, at: int, act: Callable[[], Any]) -> jl.Callback:
     return hooks(**{hook: called})
 
 
-def fail() -> None:
-    raise RuntimeError("mine")
-
-
 def interrupt() -> None:
     signal.raise_signal(signal.SIGINT)
 
@@ -150,7 +146,7 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
 )
 def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
     callback = ModelCheckpoint()
-    act = meddler(hook, at, fail if number is None else lambda: signal.raise_signal(number))
+    act = meddler(hook, at, raising(RuntimeError("mine")) if number is None else lambda: signal.raise_signal(number))
     if number == signal.SIGINT:
         trainer = train("parts", act, callback)
         assert trainer.interrupted and trainer.global_step < 6

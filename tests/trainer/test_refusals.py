@@ -174,17 +174,18 @@ RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformati
 ONE = r"one transform for each group of parameters, jl\.Optimizer\(by=\{'"
 
 
-def scheduled(entry: Any) -> Any:
-    return {"optimizer": SGD, "lr_scheduler": entry}
-
-
 OPTIMIZERS: list[tuple[Any, ...]] = [
     ("configure_optimizers returns 3", 3, rf"{RETURN} 3", "adamw"),
     ("", optax.sgd, "function sgd"),
     ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} Optimizer.*\. Return its tx: [^\n]{{,80}}$"),
     ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} {{}}", "adamw"),
     ("", {"a": SGD, "b": SGD}, ONE),
-    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "schedule inside"),
+    (
+        "lr_scheduler dict without 'scheduler'",
+        {"optimizer": SGD, "lr_scheduler": {"interval": "step"}},
+        RETURN,
+        "schedule inside",
+    ),
     ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", "Return one"),
     ("", [SGD, SGD], ONE),
     ("", optax.lbfgs(), r"Made\.configure_optimizers", "value_fn", "loop of your own"),
