@@ -19,7 +19,6 @@ NAN, INF = math.nan, math.inf
 
 
 def stopped_at(callback: Any, trainer: Any, values: Any) -> int | None:
-    """Return the index of the validation that stopped training."""
     trainer.start(callback)
     for i, value in enumerate(values):
         trainer.train_epoch(callback, val={"val/loss": value})

@@ -27,7 +27,6 @@ HELD = {JSONLLogger: {"png"}, WandbLogger: set(), TensorBoardLogger: set()}
 
 
 def draw(trainer, *_):
-    """Log one of each kind."""
     log = trainer.logger
     log.log_text("kinds/text", "a text")
     log.log_table("kinds/table", ["name", "value"], [("one", 1), ["two, or more", None]])

@@ -36,7 +36,6 @@ def on_all(x: Any) -> NamedSharding:
 
 
 def on(devices: Any, spec: P) -> NamedSharding:
-    """Return a sharding on a mesh of these devices."""
     return NamedSharding(Mesh(np.asarray([jax.devices()[i] for i in devices]), ("fsdp",)), spec)
 
 

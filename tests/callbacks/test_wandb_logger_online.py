@@ -177,8 +177,6 @@ def test_log_model_chooses_the_checkpoints(served):
 
 
 def fit_or_go_on():
-    """Continue, or end by SIGKILL."""
-
     def die(trainer, *rest):
         if not begun[0] and trainer.global_step == 5:
             trainer.checkpoint_callback.finish(trainer)

@@ -21,7 +21,6 @@ BATCHES, RATE = random(10), 0.1
 
 
 def linear() -> Any:
-    """Return a linear model that trains by plain SGD."""
     return module(base=Linear, tx=optax.sgd(RATE))
 
 

@@ -69,7 +69,6 @@ def save(path, state, value=1.0, order=1):
 
 
 def value_of(path):
-    """Return what a checkpoint holds, verified."""
     result = files.read(Path(path)).arrays({0: None, 1: None})
     assert result[0].shape == (2, 3) and result[1].shape == (0,) and result[1].dtype == np.int32
     (value,) = {*np.asarray(result[0]).ravel().tolist()}

@@ -91,8 +91,6 @@ def copied(text: str) -> int:
 
 
 class Deep(jl.TrainModule):
-    """Square layers, each with a bias."""
-
     def __init__(self, width: int, depth: int, tx: Any, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
         self.make = lambda: tx

@@ -22,8 +22,6 @@ from jaxlit.errors import ArgumentTypeError
 
 
 class Configured(Linear):
-    """A constructor with all kinds of arguments."""
-
     def __init__(
         self, width: int, rate: float = 0.5, *, names: Any = ("a", "b"), fn: Any = jnp.tanh, **more: Any
     ) -> None:

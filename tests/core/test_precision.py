@@ -36,7 +36,6 @@ def constant(*values: float) -> list[dict[str, np.ndarray]]:
 
 
 def floats(tree: Any) -> set[Any]:
-    """Return the dtypes of the floating leaves."""
     return {x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 

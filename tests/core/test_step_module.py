@@ -82,8 +82,6 @@ def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCap
 
 
 class Probing(Linear):
-    """A backbone with statistics and dropout, and a head."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.backbone = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -137,8 +135,6 @@ def test_the_modules_train_method_chooses_the_parts() -> None:
 
 
 class Drawing(Linear):
-    """Predicts random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rngs = nnx.Rngs(3)

@@ -49,8 +49,6 @@ class Data(jl.DataModule):
 
 
 class Own(Mean):
-    """Has its loaders itself."""
-
     def train_dataloader(self):
         assert self.trainer.max_epochs == 1
         return numbered(2, first=5)

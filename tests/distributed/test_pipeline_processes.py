@@ -33,7 +33,6 @@ def joined(batch: Any) -> Any:
 
 
 def weights(module: Any) -> dict[str, Any]:
-    """Return all arrays of a module."""
     plain = lambda x: fetch(jax.random.key_data(x) if is_key(x) else x)  # noqa: E731
     leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(plain, nnx.as_pure(nnx.state(module))))
     return {jax.tree_util.keystr(path): x.tolist() for path, x in leaves}

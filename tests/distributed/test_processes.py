@@ -86,7 +86,6 @@ def train_stream(case):
 
 
 def train_on(loader, **options):
-    """Train, validate and predict with a loader."""
     trainer, module = make_trainer(num_sanity_val_steps=0, **({"strategy": "ddp"} | BARE | options)), Scale()
     trainer.fit(module, loader)
     return {

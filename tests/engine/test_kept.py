@@ -165,8 +165,6 @@ def test_a_module_that_is_another_now_is_compiled_anew() -> None:
 
 
 class Base(nnx.Module):
-    """What a part of a module inherits."""
-
     def gain(self) -> float:
         return 1.0
 

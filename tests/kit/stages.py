@@ -18,8 +18,6 @@ WIDTH, WORDS, LENGTH = 8, 20, 5
 
 
 class Layer(nnx.Module):
-    """A residual layer with dropout."""
-
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(width, width, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
@@ -97,7 +95,6 @@ class Language(jl.TrainModule):
 
 
 def sentences(rows: int, batches: int) -> list[np.ndarray]:
-    """Return batches of a `Language`."""
     draw = np.random.default_rng(0)
     return [draw.integers(0, WORDS, size=(rows, LENGTH + 1)).astype(np.int32) for _ in range(batches)]
 

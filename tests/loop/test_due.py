@@ -13,8 +13,6 @@ from jaxlit.callbacks import ModelCheckpoint
 
 
 class Every(jl.Callback):
-    """Acts every so many optimizer steps."""
-
     def __init__(self, steps: int | None) -> None:
         self.steps, self.calls, self.asked = steps, list[Any](), list[int]()
 

@@ -22,7 +22,6 @@ def raising(*_: Any) -> Any:
 
 
 def logger_with(**functions: Any) -> Any:
-    """Return a logger with these functions of (trainer, ...) as its hooks."""
     return type("Mine", (Logger,), {name: staticmethod(function) for name, function in functions.items()})()
 
 
@@ -98,7 +97,6 @@ def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
 
 
 def of_class(**members: Any) -> Any:
-    """Return a logger whose class has these members."""
     return type("Mine", (Logger,), members)()
 
 

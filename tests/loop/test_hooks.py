@@ -37,7 +37,6 @@ DEFAULTS: dict[str, Any] = {
 
 
 def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the indices among a hook's arguments."""
     return tuple(x for x in args if isinstance(x, int))
 
 

@@ -48,8 +48,6 @@ for _hook in HOOKS:
 
 
 def raises(error: Exception) -> Callable[..., None]:
-    """Return a function that raises."""
-
     def function(*_: Any) -> None:
         raise error
 
@@ -108,7 +106,6 @@ def stop_in(hook: str) -> Callable[[], jl.Callback]:
 
 
 def early_stopping(**arguments: Any) -> Callable[[], jl.Callback]:
-    """Return a factory of an EarlyStopping."""
     return lambda: jl.callbacks.EarlyStopping(**({"monitor": "val_loss", "patience": 1} | arguments))
 
 

@@ -23,7 +23,6 @@ def weight(model: Any) -> float:
 
 
 def validations(journal: Journal) -> list[int]:
-    """Return the steps at which validations began."""
     return [step for *_, step in journal.named("on_validation_start")]
 
 
@@ -94,7 +93,6 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
 
 
 def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
-    """Return a hook that lets time pass."""
     return lambda *_: setattr(clock, "now", clock.now + seconds)
 
 

@@ -24,8 +24,6 @@ BATCHES = [*sized(16, 16, 16, 5)]  # the last one does not divide among 8 device
 
 
 class Wide(Linear):
-    """Linear regression of sixteen values with Adam."""
-
     def __init__(self) -> None:
         self.kernel = nnx.Param(jnp.asarray(3 * np.random.default_rng(1).normal(size=(3, 16)), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(16))
@@ -35,8 +33,6 @@ class Wide(Linear):
 
 
 class Looks(jl.Callback):
-    """Keeps all that a step shows."""
-
     def __init__(self, every: int | None = None) -> None:
         self.trace_every_n_steps = every
         self.seen: dict[int, dict[str, np.ndarray]] = {}
@@ -50,8 +46,6 @@ class Looks(jl.Callback):
 
 
 class Norm(jl.Callback):
-    """Shows a scalar."""
-
     def __init__(self, every: int | None = None, name: str = "norm") -> None:
         self.trace_every_n_steps, self.name = every, name
 

@@ -44,8 +44,6 @@ def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
 
 
 class Secretive(Mean):
-    """Is given secrets."""
-
     def __init__(self, width: int, api_key: str = "", **more: Any) -> None:
         super().__init__()
         self.hparams["later"] = {"hf_token": "planted"}

@@ -73,8 +73,6 @@ PATHS = {r"(qkv|up)\.kernel$": COLUMNS, r"(out|down)\.kernel$": WHOLE_ROWS}
 
 
 def spec_of(strategy: Any, shape: tuple[int, ...], names: Any = None, path: str = "kernel") -> P:
-    """Return how a strategy splits one parameter."""
-
     class One(jl.TrainModule):
         def __init__(self) -> None:
             with nnx.use_eager_sharding(False):

@@ -31,8 +31,6 @@ class Block(nnx.Module):
 
 
 class Scanned(jl.TrainModule):
-    """A language model that scans over its layers."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block))(rngs)
@@ -54,7 +52,6 @@ def cost_of(strategy: Any, module: Any, tokens: np.ndarray, **arguments: Any) ->
 
 
 def parameter_bytes(trainer: jl.Trainer) -> int:
-    """Return the bytes of the parameters that are split."""
     return sum(x.nbytes for x in jax.tree.leaves(trainer.state.params) if not x.sharding.is_fully_replicated)
 
 

@@ -62,8 +62,6 @@ class Named:
 
 @dataclass(frozen=True)
 class Scaling(Replica):
-    """Multiplies the gradients that it reduces."""
-
     factor: int = 1
 
     def reduce_grads(self, grads, how, shardings):
@@ -90,7 +88,6 @@ class Forgetful(Replica):
 
 
 def forgetful(base):
-    """Return a strategy whose replicas forget their mean."""
     replica = property(lambda self: Forgetful(**vars(base.replica.fget(self))))
     return type("Forgets", (Named, base), {"replica": replica})()
 

@@ -107,8 +107,6 @@ def test_a_wrong_argument_is_refused_in_three_parts(kind, given, words) -> None:
 
 
 class Bare(jl.TrainModule):
-    """A module without a step."""
-
     __init__ = Mean.__init__
 
 
