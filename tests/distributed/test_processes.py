@@ -173,26 +173,15 @@ def meet():
     say("failed", error_of(lambda: make_trainer(strategy="ddp", **BARE).fit(Scale(), datamodule=failing)))
     Path("taken").write_text("a file in the folder's place")
     say("taken", error_of(lambda: train_window("ddp", jl.callbacks.ModelCheckpoint("taken"))))
-    say("bad", end_before_a_bad_step())
+    data, folder = rows(48), Path("together").absolute()
+    data["x"][20] = np.nan  # in the second batch
+    given = BARE | {"strategy": "ddp", "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
+    words = error_of(lambda: make_trainer(**given).fit(Scale(), jl.ArrayLoader(data, 16)))
+    team().agree("it is written", None)
+    state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
+    say("bad", [words, state["not_finite"]])
     same = [rows(8), rows(8)]
     make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
-
-
-def end_before_a_bad_step():
-    """Return what both say of a NaN in the second batch, and what they have written together."""
-    data, folder = rows(48), Path("together").absolute()
-    data["x"][20] = np.nan
-    given = {"strategy": "ddp", "max_epochs": 1, "accumulate_grad_batches": 1, "default_root_dir": folder}
-    words = error_of(
-        lambda: make_trainer(**BARE | {"enable_checkpointing": True} | given).fit(Scale(), jl.ArrayLoader(data, 16))
-    )
-    team().agree("it is written", None)
-    return [words, json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())["not_finite"]]
-
-
-def work():
-    train_everything()
-    go_on()
 
 
 def train_streams_of_more():
@@ -224,19 +213,15 @@ def train_everything():
         say(f"{name} with ids", host_keys_of(loader))
 
 
-def go_on():
+def work():
+    train_everything()
     for strategy in RESUMED:
         folder = Path("..") / "of_two" / strategy
         saves = [jl.callbacks.ModelCheckpoint(folder / "auto")] if strategy == "fsdp" else []
         say(f"{strategy} whole", train_window(strategy, save_at(8, folder / "window"), *saves))
         resume = Path("..") / f"of_{RESUMED[strategy]}" / strategy / "window"
         say(f"{strategy} resumed", train_window(strategy, resume=resume))
-    meet_a_damaged_checkpoint()
-    say("refused", error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows())))
-
-
-def meet_a_damaged_checkpoint():
-    """Only one process sees the damage; both pass over it."""
+    # Only one process sees the damage; both pass over it.
     root = Path("..") / "of_two" / "fsdp" / "auto"
     (newest,) = [path for path in root.iterdir() if path.name.startswith("step_")]
     team().agree("it is there", None)
@@ -248,6 +233,7 @@ def meet_a_damaged_checkpoint():
     trainer = make_trainer(strategy=splitting("fsdp"), max_epochs=2, accumulate_grad_batches=2, **BARE)
     trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), shuffled(), ckpt_path=root)
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
+    say("refused", error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows())))
 
 
 def be_taken():
