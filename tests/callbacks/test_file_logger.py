@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.batches import numbered
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Mean
 from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
@@ -251,9 +251,6 @@ def test_a_resume_after_a_kill_makes_the_same_files(tmp_path):
 
 @each_kind
 def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     def go_on(epochs):
         given = {"log_every_n_steps": 1, "default_root_dir": "run", "resume": "auto"}
         return fit(Mean(), numbered(2), logger=kind(), max_epochs=epochs, **given).global_step
@@ -261,7 +258,7 @@ def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     go_on(1)
     before = path_of(kind()).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "_rewrite", full)
+        patch.setattr(kind, "_rewrite", raising(OSError, 28, "No space left on device"))
         refuses(LoggerError, lambda: go_on(2), f"{kind.__name__} cannot remove.*No space")
     assert path_of(kind()).read_bytes() == before
     assert go_on(2) == 4  # once there is room

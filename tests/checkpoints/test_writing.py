@@ -20,7 +20,7 @@ from flax import nnx
 from kit.batches import random
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
 from kit.compiles import compiles
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Net
 from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
@@ -211,14 +211,11 @@ def test_what_could_not_be_read_again_is_not_written(state, monkeypatch):
 
 
 def test_a_failure_is_raised_at_every_wait_with_its_cause(state, monkeypatch):
-    def refuse(path, data):
-        raise cause
-
     Path("file").write_text("in the way")
     words = "file/mine could not be written: .*Earlier ones are as they were"
     assert isinstance(refuses(CheckpointError, lambda: save("file/mine", state), words).__cause__, OSError)
     cause = OSError("the disk is gone")
-    monkeypatch.setattr(manifest, "write", refuse)
+    monkeypatch.setattr(manifest, "write", raising(cause))
     saving = save("mine", state)
     for _ in range(2):
         assert refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone").__cause__ is cause

@@ -121,10 +121,7 @@ def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
 TWICE: dict[str, tuple[dict[str, int], str]] = {
     "in one hook": ({"on_train_batch_end": 2}, "twice in one on_train_batch_end"),
     "in one hook of the epoch": ({"on_train_epoch_end": 2}, "twice in one on_train_epoch_end"),
-    "in two hooks": (
-        {"on_train_batch_start": 1, "on_train_batch_end": 1},
-        "or in on_train_batch_start",
-    ),
+    "in two hooks": ({"on_train_batch_start": 1, "on_train_batch_end": 1}, "or in on_train_batch_start"),
     "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "or in on_validation_start"),
 }
 

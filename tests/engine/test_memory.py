@@ -7,7 +7,7 @@ import jax
 import pytest
 from kit.batches import random
 from kit.inside import lowered
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Linear
 from kit.pages import DOCS
 from kit.trainers import BARE, fit, make_trainer
@@ -106,12 +106,9 @@ def test_any_other_place_is_named(strategy, place) -> None:
 
 
 def test_a_hook_without_memory_is_named() -> None:
-    def exhaust(*_: Any) -> None:
-        raise jax.errors.JaxRuntimeError(ALLOCATING)
-
     heard: list[BaseException] = []
     listens = hooks(on_exception=lambda trainer, module, error: heard.append(error))
-    error = error_of("single", hooks(on_train_batch_end=exhaust), listens)
+    error = error_of("single", hooks(on_train_batch_end=raising(jax.errors.JaxRuntimeError, ALLOCATING)), listens)
     assert "ran out of memory after step 1 of epoch 0: " in str(error) and heard == [error]
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
@@ -260,9 +260,6 @@ def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -
             raise ZeroDivisionError
         return jnp.mean(self.error(batch) ** 2)
 
-    def validation(self: Any, batch: Any) -> None:
-        raise ZeroDivisionError
-
     class Loader:
         def __iter__(self) -> Any:
             for i, batch in enumerate(numbered(4)):
@@ -274,7 +271,7 @@ def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -
         if where == "a hook" and trainer.global_step == 2:
             raise ZeroDivisionError
 
-    model = module(step, validation=validation)
+    model = module(step, validation=raising(ZeroDivisionError))
     reader = on(on_train_batch_end=read) if reads else jl.Callback()
     trainer = make_trainer(reader, on(on_train_batch_end=fail), strategy=strategy, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):

@@ -14,6 +14,15 @@ def hooks(name: str = "Made", **functions: Callable[..., Any]) -> jl.Callback:
     return type(name, (jl.Callback,), {k: staticmethod(v) for k, v in functions.items()})()
 
 
+def raising(error: Any, *args: Any) -> Callable[..., Any]:
+    """Return a function that raises `error`, or an `error` of these arguments, another one each time."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error(*args) if args else error
+
+    return raises
+
+
 def at_batch(number: int, do: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
     """Return a callback that does something at the end of a training batch, given by its index."""
     return hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: do(t, m) if idx == number else None)

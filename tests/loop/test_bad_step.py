@@ -15,7 +15,7 @@ from kit.batches import Stream, numbered, random
 from kit.by_hand import assert_same, mean
 from kit.checkpoints import bytes_of, names
 from kit.checkpoints import state_of as saved_state
-from kit.journal import at_batch, hooks
+from kit.journal import at_batch, hooks, raising
 from kit.modules import Linear, Mean, Net
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
@@ -189,11 +189,9 @@ def test_a_batch_that_is_another_one_the_second_time_is_told() -> None:
 
 
 def test_another_error_finds_an_unchecked_bad_step() -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("mine")
-
+    fails = at_batch(6, raising(RuntimeError, "mine"))
     with pytest.raises(RuntimeError, match="^mine"):
-        fit(Mean(), spoilt(8, 3), None, at_batch(6, fail), default_root_dir="run", log_every_n_steps=0)
+        fit(Mean(), spoilt(8, 3), None, fails, default_root_dir="run", log_every_n_steps=0)
     assert names() == ["step_00000003"]
     note = saved_state("run/checkpoints/step_00000003")["not_finite"]
     assert note == {"step": 3, "epoch": 0, "batches": [3, 4], "optimizer": []}

@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from kit.batches import numbered
-from kit.journal import HOOKS, hooks
+from kit.journal import HOOKS, hooks, raising
 from kit.modules import module
 from kit.refusals import warnings_of
 from kit.trainers import FOUR, SEVERAL, make_trainer, thinned
@@ -45,13 +45,6 @@ class Lines(jl.Callback):
 for _hook in HOOKS:
     if _hook not in ("on_log", "on_safe_point") and "checkpoint" not in _hook:  # Lightning has none, or others
         setattr(Lines, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
-
-
-def raises(error: Exception) -> Callable[..., None]:
-    def function(*_: Any) -> None:
-        raise error
-
-    return function
 
 
 def log_epoch_loss(self: Any, batch: Any) -> Any:
@@ -122,7 +115,7 @@ class Script:
 
 
 RISES = {"validation": lambda m, batch: m.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[m.current_epoch])}
-RAISES = {"training": raises(ValueError("boom"))}
+RAISES = {"training": raising(ValueError, "boom")}
 SCRIPTS = {
     "": Script({}),
     "stop in on_train_start": Script({}, after=stop_in("on_train_start")),
@@ -134,9 +127,9 @@ SCRIPTS = {
     "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
     "early stopping at once": Script({}, before=early_stopping()),
     "early stopping after validation": Script({}, before=early_stopping(check_on_train_epoch_end=False)),
-    "callback raises": Script({}, after=lambda: hooks(on_train_batch_end=raises(ValueError("boom in callback")))),
-    "setup raises": Script({"setup": raises(ValueError("boom in setup"))}),
-    "on_exception raises": Script(RAISES, before=lambda: hooks(on_exception=raises(ValueError("second boom")))),
+    "callback raises": Script({}, after=lambda: hooks(on_train_batch_end=raising(ValueError, "boom in callback"))),
+    "setup raises": Script({"setup": raising(ValueError, "boom in setup")}),
+    "on_exception raises": Script(RAISES, before=lambda: hooks(on_exception=raising(ValueError, "second boom"))),
     "fit, validate, test, predict": Script({}, then=("validate", "test", "predict")),
     "datamodule": Script({}, datamodule=True, then=("test",)),
     "datamodule, step raises": Script(RAISES, datamodule=True),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from kit.journal import raising
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
 from kit.wandb_runs import STEP, FakeRun
@@ -19,16 +20,13 @@ from jaxlit.reporting import wandb_run
 from jaxlit.reporting.wandb_run import WandbError, WandbRun
 
 SYNC = "later: wandb sync /there"
+fail = raising(RuntimeError, "the service is gone\nand more")
 
 
 @pytest.fixture(autouse=True)
 def no_service(monkeypatch):
     monkeypatch.setattr(wandb_run, "MARGIN", 0.0)
     monkeypatch.setattr(wandb, "teardown", lambda: None)
-
-
-def fail(*args):
-    raise RuntimeError("the service is gone\nand more")
 
 
 def log(run, row, what=None):
@@ -148,12 +146,10 @@ def test_a_checkpoint_may_be_deleted_once_it_is_taken():
 
 
 def test_a_refused_upload_is_printed_or_raised_if_asked(capsys):
-    def refused(timeout):
-        raise ValueError("the server is full")
-
     def late(timeout):
         raise RuntimeError("not yet") from TimeoutError()
 
+    refused = raising(ValueError, "the server is full")
     for arrives, line in ((refused, "W&B: step_00000004 was not sent (the server is full)\n"), (late, "")):
         upload(run := WandbRun(FakeRun(arrives=arrives), 30.0, raises=False), 4)
         run.finish(failed=False)

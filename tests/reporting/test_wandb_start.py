@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 import wandb
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.processes import say
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
@@ -25,6 +25,7 @@ from jaxlit.reporting import wandb_run, wandb_start
 from jaxlit.reporting.wandb_start import open_run
 
 SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
+FAIL = raising(RuntimeError, "the service is gone\nand more")
 
 
 def opened(**given):
@@ -43,10 +44,6 @@ def asked(monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **given: calls.append((given, sys.stdin.isatty())) or answers.pop(0)())
     closed = []
     return calls, answers, closed
-
-
-def fail():
-    raise RuntimeError("the service is gone\nand more")
 
 
 def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, capsys):
@@ -75,7 +72,7 @@ def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
 
 
 def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
-    asked[1].extend([FakeRun, *[fail] * 2])
+    asked[1].extend([FakeRun, *[FAIL] * 2])
     assert opened().url == FakeRun.url
     assert capsys.readouterr().out == f"W&B {FakeRun.url}\n"
     assert opened() is None
@@ -84,7 +81,7 @@ def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_failure_to_open_a_run_is_raised_if_asked(asked, offline):
-    asked[1].append(fail)
+    asked[1].append(FAIL)
     with pytest.raises(RuntimeError, match="the service is gone"):
         opened(raises=True, offline=offline)
 
@@ -96,7 +93,7 @@ def test_the_service_of_another_open_run_is_not_closed(asked, monkeypatch, whose
     else:
         asked[1].append(FakeRun)
         other = opened()
-    asked[1].extend([fail] * 2)
+    asked[1].extend([FAIL] * 2)
     assert opened() is None
     assert asked[2] == []
     if whose != "the user's":  # the last one closes it

@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered, random
 from kit.checkpoints import bytes_of, names
-from kit.journal import HOOKS, Rows, hooks
+from kit.journal import HOOKS, Rows, hooks, raising
 from kit.modules import Mean
 from kit.trainers import fit, make_trainer, thinned
 
@@ -146,7 +146,7 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
 )
 def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
     callback = ModelCheckpoint()
-    act = meddler(hook, at, raising(RuntimeError("mine")) if number is None else lambda: signal.raise_signal(number))
+    act = meddler(hook, at, raising(RuntimeError, "mine") if number is None else lambda: signal.raise_signal(number))
     if number == signal.SIGINT:
         trainer = train("parts", act, callback)
         assert trainer.interrupted and trainer.global_step < 6
@@ -183,13 +183,6 @@ class Listener(Rows):
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         self.finished += 1
-
-
-def raising(error: BaseException) -> Callable[..., Any]:
-    def raises(*_: Any) -> Any:
-        raise error
-
-    return raises
 
 
 OF_FIT = [h for h in HOOKS if not any(w in h for w in ("test", "predict", "exception", "checkpoint", "trace"))]
