@@ -29,17 +29,15 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstring_examples_run(name: str) -> None:
-    results = doctest.testmod(importlib.import_module(name), raise_on_error=True)
-    assert results.failed == 0
+    assert doctest.testmod(importlib.import_module(name), raise_on_error=True).failed == 0
 
 
 def test_public_classes_have_an_example() -> None:
 
     public = [vars(scope)[name] for scope in (jl, jl.strategies, jl.callbacks, jl.pipeline) for name in scope.__all__]
     public = [x for x in public if isinstance(x, type)]
-    without = [x.__name__ for x in public if ">>>" not in (x.__doc__ or "")]
     # What a strategy's author handles is shown in Strategy's example.
-    assert sorted(set(without)) == ["PerReplica", "Program"]
+    assert sorted({x.__name__ for x in public if ">>>" not in (x.__doc__ or "")}) == ["PerReplica", "Program"]
 
 
 README = (ROOT / "README.md").read_text()

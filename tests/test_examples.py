@@ -94,8 +94,7 @@ def test_experts_train_like_a_single_device(run: Any) -> None:
     last = lambda strategy: run("experts.py", "--strategy", strategy, "--epochs", "1").splitlines()[-1]  # noqa: E731
     split, single = map(last, ("experts", "single"))
     assert split.endswith("experts P('ep', None, None)") and single.endswith("experts P()")
-    losses = [float(re.findall(r"^loss (\S+),", line)[0]) for line in (split, single)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(*[float(re.findall(r"^loss (\S+),", line)[0]) for line in (split, single)], rtol=1e-5)
 
 
 @pytest.mark.full
@@ -159,8 +158,7 @@ def test_each_network_of_the_gan_has_its_own_optimizer() -> None:
 
     def errs(discriminator: Any, generator: Any, noise: jax.Array) -> jax.Array:
         told = nnx.softplus(-discriminator(real)).mean() + nnx.softplus(discriminator(generator(noise))).mean()
-        slopes = jax.vmap(jax.grad(lambda x: discriminator(x)[0]))(real)
-        return told / 2 + 0.02 * jnp.square(slopes).sum() / len(real)
+        return told / 2 + 0.02 * jnp.square(jax.vmap(jax.grad(lambda x: discriminator(x)[0]))(real)).sum() / len(real)
 
     @nnx.jit
     def by_hand(hand: Any) -> None:

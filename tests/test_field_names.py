@@ -27,8 +27,6 @@ class Printer(jl.callbacks.Logger):
 
 
 class Data(jl.DataModule):
-    """Takes hyperparameters."""
-
     def __init__(self, batch_size: int = 2, folder: str = "x") -> None:
         self.save_hyperparameters(ignore="folder")
 
@@ -146,8 +144,6 @@ def test_a_name_that_is_spelt_wrong_has_the_nearest_one() -> None:
 
 
 class Port(Linear):
-    """As a port of a Lightning module begins."""
-
     def __init__(self, lr: float = 0.1, width: int = 3, note: str = "x") -> None:
         super().__init__()
         self.save_hyperparameters("lr", {"extra": 2}, ignore=["note"])

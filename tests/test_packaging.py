@@ -58,7 +58,6 @@ def environment(folder: Path) -> Path:
 
 
 def site_packages(python: Path) -> Path:
-    """Return where an environment keeps its packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     return Path(run(python, "-I", "-c", code, cwd=python.parent).strip())
 
@@ -103,7 +102,6 @@ def install(kind: str, checkout: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout."""
     ignored = shutil.ignore_patterns("__pycache__")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, tmp_path / "checkout" / name, symlinks=True, ignore=ignored)

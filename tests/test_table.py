@@ -6,8 +6,7 @@ from jaxlit.table import count, duration, size, table
 
 
 def test_texts_begin_and_numbers_end_at_one_place() -> None:
-    rows = [("name", "kind", "calls"), ("a", "long one", "7"), ("longer", "b", "1,000")]
-    assert table(rows, texts=2) == [
+    assert table([("name", "kind", "calls"), ("a", "long one", "7"), ("longer", "b", "1,000")], texts=2) == [
         "name    kind      calls",
         "a       long one      7",
         "longer  b         1,000",

@@ -53,12 +53,10 @@ class StandInTrainer:
         self.should_stop, self.stop_reason = True, reason
 
     def log(self, callback, values, step):
-        """Log a row as the loop does."""
         self.callback_metrics.values_of |= values
         callback.on_log(self, {**values, "epoch": self.current_epoch}, step)
 
     def validate(self, callback, values):
-        """Validate as the loop does."""
         callback.on_validation_start(self, self.module)
         self.callback_metrics.values_of |= values
         callback.on_validation_epoch_end(self, self.module)
@@ -67,7 +65,6 @@ class StandInTrainer:
         callback.on_validation_end(self, self.module)
 
     def train_epoch(self, callback, *, batches=4, val=None):
-        """Train an epoch as the loop does."""
         callback.on_train_epoch_start(self, self.module)
         for i in range(batches):
             self.global_step += 1

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from kit.journal import raising
 from kit.trainers import make_trainer
 
 from jaxlit.callbacks import CSVLogger
@@ -31,8 +32,7 @@ def test_columns_come_in_order_of_first_appearance():
         ["1", "", "", "2.5", ""],
         ["2", "1", "4.5", "", "3.5"],
     ]
-    last = {"step": 2, "m": 3.5, "z": 4.5, "epoch": 1}
-    assert logger.state_dict() == {"rows": 3, "tail": [last]}
+    assert logger.state_dict() == {"rows": 3, "tail": [{"step": 2, "m": 3.5, "z": 4.5, "epoch": 1}]}
     logger.teardown(None, None, "fit")
 
 
@@ -40,11 +40,8 @@ def test_a_failure_while_widening_leaves_the_old_file_whole(monkeypatch, capsys)
     logger = CSVLogger()
     before = log(logger, {"a": 1.0}, 0)
 
-    def fail(*paths):
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fail)
+        patch.setattr(os, "replace", raising(OSError, 28, "No space left on device"))
         assert [log(logger, {"b": 1.0}, step) for step in (1, 2)] == [before] * 2
     assert capsys.readouterr().out.count("No space left") == 1
     assert log(logger, {"b": 3.0}, 3) == [["step", "epoch", "a", "b"], ["0", "", "1", ""], ["3", "", "", "3"]]

@@ -55,8 +55,7 @@ def test_the_hosts_numbers_are_those_of_the_system(monkeypatch: pytest.MonkeyPat
     assert result["rss_bytes"] == pytest.approx(pages, rel=0.05) and result["rss_bytes"] > len(held)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert result["peak_rss_bytes"] == pytest.approx(peak, rel=0.05)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < result["available_bytes"] <= total
+    assert 0 < result["available_bytes"] <= (os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     monkeypatch.setattr(device_stats_monitor, "_fields", lambda path: {}[path])  # without /proc
     assert device_stats_monitor.host_memory() == {"peak_rss_bytes": pytest.approx(peak, rel=0.05)}
 
@@ -65,8 +64,7 @@ def test_the_cores_in_use_are_seconds_of_threads_over_seconds(monkeypatch: pytes
     used, clock = iter([1.0, 4.0, 4.0]), iter([10.0, 12.0, 16.0])
     times = SimpleNamespace(monotonic=lambda: next(clock), process_time=lambda: next(used))
     monkeypatch.setattr(device_stats_monitor, "time", times)
-    mesh = SimpleNamespace(devices=SimpleNamespace(flat=[]))
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(mesh=mesh))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(mesh=SimpleNamespace(devices=SimpleNamespace(flat=[]))))
     (monitor := DeviceStatsMonitor(cpu_stats=True)).on_train_start(trainer, Mean())
     rows = [Measured({}), Measured({})]
     for row in rows:

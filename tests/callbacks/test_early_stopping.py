@@ -19,7 +19,6 @@ NAN, INF = math.nan, math.inf
 
 
 def stopped_at(callback: Any, trainer: Any, values: Any) -> int | None:
-    """Return the index of the validation that stopped training."""
     trainer.start(callback)
     for i, value in enumerate(values):
         trainer.train_epoch(callback, val={"val/loss": value})
@@ -134,9 +133,6 @@ def test_a_missing_metric_is_an_error_if_strict(make_trainer) -> None:
     refuses(JaxlitError, lambda: train(late, None, num_val_batches=[]), "val/loss.*Logged: nothing")
     cut = EarlyStopping("val/loss", patience=1)  # before its validation, which so is no check
     assert not train(cut, both, None).should_stop and cut.wait_count == 0
-
-
-# As a Trainer runs it
 
 
 def test_without_validation_it_watches_the_epochs() -> None:

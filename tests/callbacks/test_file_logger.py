@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.batches import numbered
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Mean
 from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
@@ -55,9 +55,6 @@ def file_size_limit(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-# Files that can be written, and that cannot
 
 
 @each_kind
@@ -203,9 +200,6 @@ def test_a_file_of_someone_else_or_of_another_run_is_left_alone(kind):
         assert path.read_text() == content
 
 
-# Trainings that end and continue
-
-
 def train(folder, *more, **arguments):
     """Train 12 steps in two epochs, with a row of each and one of every validation; checkpoints stand at 5 and 10."""
 
@@ -257,9 +251,6 @@ def test_a_resume_after_a_kill_makes_the_same_files(tmp_path):
 
 @each_kind
 def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
     def go_on(epochs):
         given = {"log_every_n_steps": 1, "default_root_dir": "run", "resume": "auto"}
         return fit(Mean(), numbered(2), logger=kind(), max_epochs=epochs, **given).global_step
@@ -267,7 +258,7 @@ def test_a_resume_that_cannot_drop_rows_ends(kind, monkeypatch):
     go_on(1)
     before = path_of(kind()).read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "_rewrite", full)
+        patch.setattr(kind, "_rewrite", raising(OSError, 28, "No space left on device"))
         refuses(LoggerError, lambda: go_on(2), f"{kind.__name__} cannot remove.*No space")
     assert path_of(kind()).read_bytes() == before
     assert go_on(2) == 4  # once there is room
@@ -292,7 +283,7 @@ def test_rows_join_by_step_and_epoch_also_after_a_resume(kind, calls, at):
     shutil.rmtree("run", ignore_errors=True)
     logger, trainer, rows, saved = kind(), make_trainer(default_root_dir="run"), [], []
     for i, (step, names) in enumerate(calls):
-        values = {name: i + 0.5 for name in sorted(names)}
+        values = dict.fromkeys(sorted(names), i + 0.5)
         logger.on_log(trainer, {"epoch": step // 3, **values}, step)
         rows = joined(rows, {"step": step, "epoch": step // 3, **values})
         assert read(path_of(logger)) == rows
@@ -313,9 +304,6 @@ def test_a_resume_without_state_drops_rows_by_their_step():
     for logger in (CSVLogger(), JSONLLogger()):
         logger.on_load_checkpoint(trainer, trainer.module, {"global_step": 3})
     assert [row["step"] for row in rows_in("run")] == [0, 1, 2]
-
-
-# Which loggers a Trainer has
 
 
 def kinds_of(callbacks=(), **arguments):
@@ -346,9 +334,6 @@ def test_which_loggers_the_trainer_adds():
         words = "two loggers that write to x.*another filename"
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two), words)
         refuses(ArgumentError, lambda two=two: kinds_of(callbacks=two[:1], logger=two[1]), words)
-
-
-# What they are given that is no row
 
 
 @each_kind

@@ -67,10 +67,7 @@ def test_a_users_rule_is_a_subclass() -> None:
 STOPS = [(name, stop) for name in STRATEGIES for stop in ((0, 1), (1, 3), (2, 0))]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "stop"),
-    thinned(STOPS, ("fsdp", (1, 3)), full=STOPS[::10]),
-)
+@pytest.mark.parametrize(("strategy", "stop"), thinned(STOPS, ("fsdp", (1, 3)), full=STOPS[::10]))
 def test_a_resume_in_any_window_ends_bit_by_bit_the_same(strategy: str, stop: tuple[int, int]) -> None:
     epoch, batch = stop
     end = at_batch(batch, lambda t, m: signal.raise_signal(signal.SIGINT) if t.current_epoch == epoch else None)

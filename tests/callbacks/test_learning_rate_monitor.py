@@ -18,7 +18,6 @@ SCHEDULE = optax.linear_schedule(0.2, 0.0, 10)
 
 
 def silent(tx: Any) -> Any:
-    """Return a module whose training step logs nothing."""
     return module(lambda self, batch: jnp.mean(self.error(batch) ** 2), tx=tx)
 
 

@@ -20,7 +20,6 @@ class Scaled(Mean):
         super().__init__()
 
 
-GIVEN = {"width": 3, "api_key": "k"}
 TOLD = {"width": 3, "api_key": "<redacted>"}
 
 
@@ -51,7 +50,7 @@ def test_a_users_logger_gets_hyperparameters_before_the_fit():
     fit(module, numbered(1), logger=loggers)
     assert [x.seen for x in loggers[:2]] == [[("setup", 3, 1), TOLD, "on_fit_start"]] * 2
     assert loggers[2].seen == [("setup", 3, 1), "on_fit_start"]
-    assert seen == [TOLD] and module.hparams == GIVEN
+    assert seen == [TOLD] and module.hparams == {"width": 3, "api_key": "k"}
 
 
 def test_hyperparameters_of_the_datamodule_come_first():
@@ -79,8 +78,7 @@ def test_what_it_does_wrong_is_told_by_its_name():
         def log_hyperparams(self, params):
             self.module.more = 3
 
-    words = r"Empty\.log_hyperparams\(\).* is called with \(params\)\. Give it these"
-    fit_refuses(ModuleError, words, logger=Empty())
+    fit_refuses(ModuleError, r"Empty\.log_hyperparams\(\).* is called with \(params\)\. Give it these", logger=Empty())
     fit_refuses(StateError, r"Changes\.log_hyperparams changed the structure of Mean", logger=Changes())
 
 

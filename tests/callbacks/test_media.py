@@ -27,7 +27,6 @@ HELD = {JSONLLogger: {"png"}, WandbLogger: set(), TensorBoardLogger: set()}
 
 
 def draw(trainer, *_):
-    """Log one of each kind."""
     log = trainer.logger
     log.log_text("kinds/text", "a text")
     log.log_table("kinds/table", ["name", "value"], [("one", 1), ["two, or more", None]])
@@ -137,8 +136,7 @@ def test_a_failure_is_a_warning_and_ends_no_training(caplog):
     loggers, module = [CSVLogger(), Broken()], Mean()
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(module, numbered(2), None, hooks(on_train_batch_end=log), logger=loggers, default_root_dir="run")
-    kept = ["kept/0.json", "kept/1.json"]
-    assert float(module.w[0]) == mean([[1], [2]]) and media() == kept
+    assert float(module.w[0]) == mean([[1], [2]]) and media() == ["kept/0.json", "kept/1.json"]
     told = [record.getMessage() for record in caplog.records]
     assert [line.split(" failed")[0] for line in told] == [*["CSVLogger.log_image"] * 2, "Broken.log_histogram"]
     assert "FileNotFoundError" in told[0] and ["It is left out, and training" in line for line in told] == [1, 1, 0]

@@ -13,7 +13,7 @@ import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
 from kit.inside import files
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
 from kit.trainers import fit, make_trainer, thinned
@@ -168,10 +168,7 @@ def test_the_last_finite_checkpoint_is_kept() -> None:
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(monkeypatch, caplog) -> None:
-    def refuse(path: Path) -> None:
-        raise PermissionError("busy")
-
-    monkeypatch.setattr(files, "remove", refuse)
+    monkeypatch.setattr(files, "remove", raising(PermissionError, "busy"))
     train(ModelCheckpoint(every_n_epochs=1), epochs=2)
     assert names() == [name(1), name(2)] and f"{name(1)} could not be deleted: busy" in caplog.text
 

@@ -32,7 +32,6 @@ OUTPUTS: dict[str, Any] = {
 
 
 def expected(case: str, x: np.ndarray) -> Any:
-    """Return what a step makes of rows, computed by numpy."""
     y = (x.astype(np.float64) @ KERNEL).astype(np.float32)
     if case == "an array":
         return y

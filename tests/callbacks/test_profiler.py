@@ -21,7 +21,6 @@ from jaxlit.callbacks import Profiler
 
 
 def steps_in(folder: str | Path) -> list[int]:
-    """Return the steps that a trace marks, in order."""
     assert len([*Path(folder).rglob("*.xplane.pb")]) == 1
     (file,) = Path(folder).rglob("*.trace.json.gz")
     with gzip.open(file, "rt") as text:

@@ -159,8 +159,7 @@ def test_the_best_epochs_are_marked(make_trainer, capsys):
     trainer = make_trainer()
     trainer.callback_metrics.values_of["train/loss"] = SEVENTEEN
     monitoring(trainer, "val/accuracy", "max")
-    scores = (0.5, None, 0.7, 0.6, NAN, 0.8)
-    fit(trainer, *[None if score is None else {"val/accuracy": score} for score in scores])
+    fit(trainer, *[None if score is None else {"val/accuracy": score} for score in (0.5, None, 0.7, 0.6, NAN, 0.8)])
     lines = epoch_lines(capsys)
     assert ["* best" in line for line in lines] == [True, False, True, False, False, True]
     assert all("train/loss" in line and "val/accuracy" in line for line in lines)

@@ -21,12 +21,6 @@ BOUND_TO_THE_RUN = {
 }
 
 
-def told(name: str, callback: jl.Callback) -> Any:
-    """Return a callback's state, without what belongs to a folder or a clock."""
-    text = json.dumps(callback.state_dict(), sort_keys=True).replace("whole", "RUN").replace("cut", "RUN")
-    return re.sub(BOUND_TO_THE_RUN.get(name, "$^"), "", text)
-
-
 def train(name: str, folder: str, *stops: int) -> tuple[Any, Any, Any]:
     for steps in stops:
         callback, model = MADE[name](), Model()
@@ -37,7 +31,10 @@ def train(name: str, folder: str, *stops: int) -> tuple[Any, Any, Any]:
         trainer.fit(model, numbered(BATCHES), numbered(1))
     keeps = type(callback).init_arrays is not jl.Callback.init_arrays
     arrays = jax.tree.leaves(trainer.callback_arrays(callback)) if keeps else []
-    return told(name, callback), [np.asarray(x) for x in arrays], np.asarray(model.w[...])
+    # Without what belongs to a folder or a clock.
+    state = json.dumps(callback.state_dict(), sort_keys=True).replace("whole", "RUN").replace("cut", "RUN")
+    told = re.sub(BOUND_TO_THE_RUN.get(name, "$^"), "", state)
+    return told, [np.asarray(x) for x in arrays], np.asarray(model.w[...])
 
 
 # Where a training was cut a ModelCheckpoint has saved once more.

@@ -107,8 +107,7 @@ def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
     saves = [ModelCheckpoint("plain"), ModelCheckpoint(monitor="val", mode="max")]
     callbacks = [EarlyStopping("loss", min_delta=0), *saves, RunReport()]
     arguments = {"default_root_dir": "run", "logger": JSONLLogger(), "log_every_n_steps": 1}
-    trainer = fit(Mean(), numbered(2), numbered(1, 9), *callbacks, **arguments)
-    assert trainer.checkpoint_callback.monitor == "val"
+    assert fit(Mean(), numbered(2), numbered(1, 9), *callbacks, **arguments).checkpoint_callback.monitor == "val"
     assert "best val 7.75" in capsys.readouterr().out
     assert "7.75best val" in read().text
 

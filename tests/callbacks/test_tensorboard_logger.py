@@ -101,8 +101,7 @@ def test_a_resume_drops_rows_that_it_makes_again(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1e9)  # which names the files
     train(max_epochs=1)
     train(max_epochs=2, logger=TensorBoardLogger(), resume="auto")
-    starts = [event.step for event in events("run") if event.HasField("session_log")]
-    assert starts == [3]
+    assert [event.step for event in events("run") if event.HasField("session_log")] == [3]
     assert [step for step, _ in scalars("run")] == [0, 1, 2, 3, 4, 5]
 
 

@@ -58,15 +58,17 @@ def test_training_continues_without_a_callback_that_may_fail(caplog: pytest.LogC
     assert sum("Mine.on_train_batch_end failed" in text for text in warnings_of(caplog)) == 1
 
 
-def refuse(self: Any, other: Any) -> str | None:
-    return "Not both. Leave one out." if other.role == "" else None
-
-
 @pytest.mark.parametrize(
     ("callbacks", "words"),
     [
         ([made(row_files=("rows.txt",)) for _ in range(2)], r"write to rows\.txt.*Leave one"),
-        ([jl.callbacks.EMA(0.5), made(conflict_with=refuse)], "^Not both"),
+        (
+            [
+                jl.callbacks.EMA(0.5),
+                made(conflict_with=lambda self, other: "Not both. Leave one out." if other.role == "" else None),
+            ],
+            "^Not both",
+        ),
         ([made(exclusive=("port", 1)) for _ in range(2)], "two Mines of one port. Leave one of them out"),
         ([made(role="progress_bar"), jl.callbacks.ProgressBar()], "two progress bars, Mine and ProgressBar"),
     ],

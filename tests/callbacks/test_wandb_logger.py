@@ -52,9 +52,6 @@ def note(text):
     return lambda trainer, *rest: trainer.logger.log_text("note", text)
 
 
-# Stages
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_an_evaluation_has_a_run_with_the_config_of_its_module(stage):
@@ -101,9 +98,6 @@ def test_without_a_run_logging_is_refused_or_goes_to_files(stage):
     suffixes = {"note": "txt", "table": "csv", "histogram": "json", "image": "png", "figure": "png"}
     result = sorted(path.relative_to("run/media").as_posix() for path in Path("run/media").rglob("*.*"))
     assert result == sorted(f"{key}/{step}.{suffix}" for key, suffix in suffixes.items() for step in range(2))
-
-
-# Which run
 
 
 def test_every_training_has_another_id_and_a_second_fit_the_same():
@@ -158,9 +152,6 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
     assert names("run") == ["checkpoints"]
 
 
-# How it ends
-
-
 def test_an_error_marks_the_run_as_failed(capsys):
     fails = hooks(on_train_epoch_end=lambda *args: 1 / 0)
     logger = WandbLogger("digits", entity="team", offline=True, save_dir="elsewhere")
@@ -176,8 +167,7 @@ def test_an_error_marks_the_run_as_failed(capsys):
 
 def test_a_failure_ends_training_if_asked():
     gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
-    logger = WandbLogger(offline=True, log_model=True, on_error="raise")
-    trainer = trainer_of(gone, logger, ModelCheckpoint())
+    trainer = trainer_of(gone, WandbLogger(offline=True, log_model=True, on_error="raise"), ModelCheckpoint())
     refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "could not finish run .*No such file")
 
 
@@ -187,8 +177,7 @@ def test_after_a_fit_there_is_still_its_run(capfd):
     with pytest.raises(AttributeError, match="CSVLogger has no attribute 'add_image'. Call log_image"):
         file.experiment.add_image  # noqa: B018
     assert jl.callbacks.NoLogger().experiment.add_image("x", np.zeros(3)) is None
-    sees = hooks(on_train_end=lambda t, m: seen.append(logger.experiment))
-    run_stage(trainer_of(sees, logger, file))
+    run_stage(trainer_of(hooks(on_train_end=lambda t, m: seen.append(logger.experiment)), logger, file))
     run = logger.experiment
     assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
     assert Path(run.dir).parent == run_files()[0].parent.absolute()
@@ -240,9 +229,6 @@ def test_another_process_than_the_first_has_no_run(monkeypatch, capsys):
     run_stage(trainer_of(logger, notes, max_epochs=0, logger=False, enable_checkpointing=False))
     assert logger.experiment is None and [path.name for path in Path("run").iterdir()] == [".run-lock"]
     assert "W&B" not in capsys.readouterr().out
-
-
-# What is refused
 
 
 def test_checkpoints_to_send_need_someone_who_writes_them():

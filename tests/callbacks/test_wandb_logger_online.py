@@ -22,8 +22,6 @@ from PIL import Image
 
 from jaxlit.callbacks import GradientNorm, JSONLLogger, ModelCheckpoint, WandbLogger
 
-# A training with everything
-
 
 def log_media(trainer, module):
     logger, picture = trainer.loggers[0], PIXELS.copy()
@@ -131,8 +129,7 @@ def test_media_arrive_as_they_were_when_logged(served):
     table = json.loads(served.run.files[result["table"]["path"]])
     assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
     assert (result["histogram"]["values"], result["histogram"]["bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
-    texts = [(row["note"], row[STEP]) for row in served.run.history if "note" in row]
-    assert texts == [("a text", 5), ("another", 7)]
+    assert [(row["note"], row[STEP]) for row in served.run.history if "note" in row] == [("a text", 5), ("another", 7)]
 
 
 @pytest.mark.full
@@ -179,12 +176,7 @@ def test_log_model_chooses_the_checkpoints(served):
     assert told.startswith("W&B: step_00000002 was not sent (") and "CommitArtifact fails on request" in told
 
 
-# Processes that are killed, that train together, and in which W&B fails
-
-
 def fit_or_go_on():
-    """Continue, or end by SIGKILL."""
-
     def die(trainer, *rest):
         if not begun[0] and trainer.global_step == 5:
             trainer.checkpoint_callback.finish(trainer)
@@ -213,8 +205,7 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
     # It continues at step 4; what the killed process had not sent is in the files only.
     tail = [line for line in lines if line["step"] >= 4]
     assert rows[-len(tail) :] == tail
-    before = [row for row in rows[: -len(tail)] if row["step"] < 4]
-    for row, line in zip(before, lines, strict=False):
+    for row, line in zip([row for row in rows[: -len(tail)] if row["step"] < 4], lines, strict=False):
         assert row.items() <= line.items()
 
 
@@ -262,8 +253,7 @@ def fit_twice():
 
     does = hooks(on_train_batch_end=in_the_middle, on_train_epoch_end=media)
     for name, own in (("plain", [JSONLLogger()]), ("run", [logger, does])):
-        saves = ModelCheckpoint(save_top_k=-1)
-        trainer = trainer_of(*own, saves, max_epochs=8, default_root_dir=name)
+        trainer = trainer_of(*own, ModelCheckpoint(save_top_k=-1), max_epochs=8, default_root_dir=name)
         trainer.fit(Wide(), data(), data())
         say(name, hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.state))).hexdigest())
 

@@ -54,18 +54,13 @@ def one(root):
     return root / "checkpoints" / OLDER
 
 
-def into_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
 def into_link(path):
     """Put a link to the same bytes, outside of the checkpoint, in the place of a file."""
     path.rename("away")
     path.symlink_to(Path("away").absolute())
 
 
-PATHS = {"deleted": Path.unlink, "a folder": into_folder, "a link": into_link}
+PATHS = {"deleted": Path.unlink, "a folder": lambda path: (path.unlink(), path.mkdir()), "a link": into_link}
 BYTES = {
     "empty": lambda x: b"",
     "one byte less": lambda x: x[:-1],
@@ -242,8 +237,7 @@ LIES = [
 
 
 def test_specs_that_lie_are_refused_before_anything_is_allocated(one):
-    names = [name for name, _, _ in files.read(one).specs]
-    for k in map(names.index, ("module.kernel", "counters")):
+    for k in map([name for name, _, _ in files.read(one).specs].index, ("module.kernel", "counters")):
         for at, value, words in LIES:
             copy = Path(shutil.copytree(one, "copy"))
             edit(copy, put("arrays", k, at, value=value))
@@ -264,7 +258,7 @@ def test_arrays_more_less_or_in_another_order_are_refused(change, words, one):
     edit(one, lambda state: change(state["arrays"]))
     checkpoint = files.read(one)
     with pytest.raises(CheckpointError, match=words):
-        checkpoint.arrays({i: None for i in range(len(checkpoint.specs))})
+        checkpoint.arrays(dict.fromkeys(range(len(checkpoint.specs))))
 
 
 class Evil:

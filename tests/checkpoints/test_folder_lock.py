@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Mean
 from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
@@ -75,10 +75,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_not_held():
 
 
 def test_where_a_file_system_has_no_locks_one_line_says_so(monkeypatch, caplog):
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "lockf", raising(OSError, errno.ENOLCK, "No locks available"))
     assert fit(Mean(), numbered(1), default_root_dir="run").global_step == 1
     (told,) = warnings_of(caplog)
     assert "run is on a file system without locks ([Errno 37] No locks available)" in told and "no other" in told
@@ -104,8 +101,7 @@ def test_checkpoints_may_go_through_a_link():
     for run in ("one", "two", "three"):
         fit(Mean(), numbered(2), default_root_dir=run)
         assert names(f"{run}/checkpoints") == ["step_00000002"]
-        words = "holds .* of another run"
-        refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), words)
+        refuses(ValueError, lambda run=run: fit(Mean(), numbered(1), default_root_dir=run), "holds .* of another run")
     assert names("scratch of three") == ["step_00000002"]
 
 

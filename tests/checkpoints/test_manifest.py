@@ -20,7 +20,6 @@ FILES = {"state.json": b'{"a":1}', "arrays/state/x": b"12345", "arrays/y": b""}
 
 @pytest.fixture
 def folder(tmp_path):
-    """A sealed folder with a few files."""
     folder = tmp_path / "outer" / "step_00000003"
     for name, data in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,6 @@ from jaxlit.errors import CheckpointError, DataError
 
 SECTIONS = "format accumulate global_step epoch position loaders evaluation arrays optimizer metrics latest pending"
 SECTIONS += " results log callbacks datamodule module strategy window_replicas processes"
-WRONG = {"none": None, "list": [7], "text": "x", "number": 7, "object": {"x": 7}}
 # Of the kinds above, those that a section may be.
 RIGHT = {f"{section} none" for section in ("evaluation", "latest", "pending", "window_replicas")}
 RIGHT |= {f"{section} text" for section in ("optimizer", "strategy")} | {"datamodule object"}
@@ -58,7 +57,7 @@ def test_the_schema_has_all_sections_and_allows_others(state):
 
 def test_a_missing_or_wrong_section_is_refused_by_name(state):
     for section in SECTIONS.split():
-        for kind, wrong in WRONG.items():
+        for kind, wrong in {"none": None, "list": [7], "text": "x", "number": 7, "object": {"x": 7}}.items():
             if f"{section} {kind}" in RIGHT:
                 check_state(state | {section: wrong}, "here")
             elif section == "format":

@@ -123,8 +123,6 @@ class Misspelt(Rich):
 
 
 class Wrapped(Rich):
-    """A module with an argument that is no JSON value."""
-
     def __init__(self, activation, width, rates, *, rngs):
         super().__init__(width, rngs=rngs)
         self.activation = activation
@@ -150,8 +148,6 @@ def doubled(x):
 
 @dataclasses.dataclass
 class Config:
-    """A config with a function in it."""
-
     width: int = 1
     activation: Callable = nnx.relu
 
@@ -173,8 +169,6 @@ class Kind(enum.Enum):
 
 
 class Pair(typing.NamedTuple):
-    """A tuple of a type of its own."""
-
     first: int
     api_key: str
 
@@ -269,8 +263,6 @@ class Keyed(Mean):
 
 @dataclasses.dataclass
 class Account:
-    """A config with a secret in it."""
-
     api_key: str = ""
 
 

@@ -20,7 +20,7 @@ from flax import nnx
 from kit.batches import random
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
 from kit.compiles import compiles
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Net
 from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
@@ -69,7 +69,6 @@ def save(path, state, value=1.0, order=1):
 
 
 def value_of(path):
-    """Return what a checkpoint holds, verified."""
     result = files.read(Path(path)).arrays({0: None, 1: None})
     assert result[0].shape == (2, 3) and result[1].shape == (0,) and result[1].dtype == np.int32
     (value,) = {*np.asarray(result[0]).ravel().tolist()}
@@ -124,12 +123,6 @@ def waiting():
     return [thread.name for thread in threads if thread.is_alive()]
 
 
-def some(operations):
-    """Return each kind of operation once, by its number."""
-    kinds = [re.sub(r"arrays.*|[-_][0-9a-f]{8}", "", operation) for operation in operations]
-    return [k for k, kind in enumerate(kinds, 1) if kind not in kinds[: k - 1]]
-
-
 @pytest.mark.parametrize(
     ("kind", "every"),
     thinned(
@@ -146,8 +139,9 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state, cap
         save("counted/step_00000002", state, 2.0, order=2).wait()
     text = [f"{what} {os.path.relpath(path, 'counted')}" for what, path in seen.operations]
     named = text.index("jaxlit.fsync .") + 1  # after it, it can only be deleted
+    kinds = [re.sub(r"arrays.*|[-_][0-9a-f]{8}", "", operation) for operation in text]
     result = []
-    for at in range(1, len(text) + 1) if every else some(text):
+    for at in [at for at, kind in enumerate(kinds, 1) if every or kind not in kinds[: at - 1]]:
         folder, error = shutil.copytree("first", f"{at}"), None
         with faults(folder, at=at, kind=kind):
             try:
@@ -215,18 +209,14 @@ def test_what_could_not_be_read_again_is_not_written(state, monkeypatch):
 
 
 def test_a_failure_is_raised_at_every_wait_with_its_cause(state, monkeypatch):
-    def refuse(path, data):
-        raise cause
-
     Path("file").write_text("in the way")
     words = "file/mine could not be written: .*Earlier ones are as they were"
     assert isinstance(refuses(CheckpointError, lambda: save("file/mine", state), words).__cause__, OSError)
     cause = OSError("the disk is gone")
-    monkeypatch.setattr(manifest, "write", refuse)
+    monkeypatch.setattr(manifest, "write", raising(cause))
     saving = save("mine", state)
     for _ in range(2):
-        error = refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone")
-        assert error.__cause__ is cause
+        assert refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone").__cause__ is cause
 
 
 def test_a_network_file_system_that_asks_for_patience_gets_it(state, monkeypatch):
@@ -282,8 +272,7 @@ def operations(half, tmp_path_factory):
 def crash_at(at, half, operations, whole, folder):
     """Crash at an operation and continue; returns the step of the checkpoint that was left."""
     root = Path(shutil.copytree(half, folder / str(at)))
-    seen = crash(root, at)
-    assert len(seen.operations) >= at, f"the crash at {at} did not happen"
+    assert len(crash(root, at).operations) >= at, f"the crash at {at} did not happen"
     newest = newest_of(root / "checkpoints", operations[at - 1])
     assert bytes_of(train(root, 3, resume="auto")) == whole, operations[at - 1]
     assert names(root / "checkpoints") == ["step_00000009"], operations[at - 1]  # no rubbish, and no old one
@@ -324,8 +313,7 @@ def test_a_full_disk_is_an_error_and_the_older_one_loads(half, operations, tmp_p
 def test_on_save_error_warn_continues_and_saves_again_later(root, whole, caplog):
     fault = faults(root / "checkpoints", at=1, kind="full")
     full = hooks(on_train_epoch_end=lambda t, m: fault.__enter__() if t.current_epoch == 1 else fault.__exit__())
-    saver = jl.callbacks.ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
-    trainer = train(root, 3, full, saver, resume="auto")
+    trainer = train(root, 3, full, jl.callbacks.ModelCheckpoint(on_save_error="warn", every_n_epochs=1), resume="auto")
     assert bytes_of(trainer) == whole and names() == ["step_00000009"]
     (warning,) = warnings_of(caplog)
     assert NEWER in warning and "No space left" in warning

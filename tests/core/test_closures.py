@@ -23,8 +23,7 @@ class Held(Linear):
 
     def __init__(self, attribute: Callable[..., Any]) -> None:
         super().__init__()
-        rngs = nnx.Rngs(0)
-        self.layer = nnx.Linear(3, 3, rngs=rngs)
+        self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
         self.f = attribute(self)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -14,15 +14,13 @@ from kit.trainers import fit, thinned
 
 from jaxlit.core.device_sums import StepTable, Table
 
-REDUCTIONS = ("mean", "sum", "min", "max")
 BATCHES = sized(16, 8, 3)
 FOLDED = {"mean": np.mean, "sum": np.sum, "min": np.min, "max": np.max}
 
 
 def log_all(module: Any, batch: Any, i: Any) -> None:
     x = batch["x"]
-    values = {"mean": x.mean(), "sum": x.sum(), "min": x.min(), "max": x.max()}
-    for name, value in values.items():
+    for name, value in {"mean": x.mean(), "sum": x.sum(), "min": x.min(), "max": x.max()}.items():
         module.log(name, value, on_step=True, on_epoch=True, reduce_fx=name)
     masked = batch["y"][:, 0] > 0
     module.log("masked", (x[:, 0] * masked).sum() / masked.sum(), on_epoch=True, batch_size=masked.sum())
@@ -48,7 +46,7 @@ def test_each_reduction_is_that_of_all_rows(strategy: str, accumulate: int) -> N
     arguments = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 1, "max_epochs": 2}
     trainer = fit(model, batches, batches, rows, strategy=strategy, **arguments)
     windows = [batches[i : i + accumulate] for i in range(0, 4, accumulate)] * 2
-    for name in REDUCTIONS:
+    for name in ("mean", "sum", "min", "max"):
         steps = [FOLDED[name](np.concatenate([batch["x"] for batch in window])) for window in windows]
         np.testing.assert_allclose(rows.of(f"{name}_step"), steps, rtol=1e-5, atol=1e-6, err_msg=name)
         total = float(FOLDED[name](np.concatenate([batch["x"] for batch in batches])))

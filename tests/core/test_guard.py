@@ -42,8 +42,7 @@ def finite(tree: Any) -> bool:
 
 def spoilt(self: Any, batch: Any) -> jax.Array:
     """The root of a square that is 0 if the batch says so: the loss is finite, and the gradient of the bias is not."""
-    loss = self.loss(batch)
-    return loss + jnp.sqrt((self.bias[...] * jnp.max(batch["spoil"])) ** 2).sum()
+    return self.loss(batch) + jnp.sqrt((self.bias[...] * jnp.max(batch["spoil"])) ** 2).sum()
 
 
 def batches_of(bad: int | None = None) -> list[dict[str, np.ndarray]]:
@@ -92,8 +91,6 @@ def copied(text: str) -> int:
 
 
 class Deep(jl.TrainModule):
-    """Square layers, each with a bias."""
-
     def __init__(self, width: int, depth: int, tx: Any, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
         self.make = lambda: tx

@@ -26,8 +26,7 @@ import jaxlit as jl
     ],
 )
 def test_a_loss_of_no_parameter_is_warned_of_once(loss: Any, strategy: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = module(lambda self, batch: loss(self.loss(batch)), base=Linear)
-    fit(model, random(2), strategy=strategy, max_epochs=2)
+    fit(module(lambda self, batch: loss(self.loss(batch)), base=Linear), random(2), strategy=strategy, max_epochs=2)
     (message,) = [m for m in warnings_of(caplog) if "depend" in m]
     assert all(word in message for word in ("Made.training_step", "kernel", "bias")), message
 

@@ -108,10 +108,9 @@ def test_log_outside_of_a_step_and_in_predict_step_is_refused() -> None:
     refuses(LogError, lambda: make_trainer().predict(model, numbered(1)), "predict_step, where nothing can be logged")
 
 
-NOWHERE = ["setup", "on_fit_start", "on_train_end", "on_validation_end", "on_fit_end", "on_sanity_check_start"]
-
-
-@pytest.mark.parametrize("hook", NOWHERE)
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_train_end", "on_validation_end", "on_fit_end", "on_sanity_check_start"]
+)
 def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
     logs = hooks(**{hook: lambda trainer, module, *_: module.log("x", 1.0)})
     with pytest.raises(LogError, match=f"{hook}, where nothing can be logged"):
@@ -122,10 +121,7 @@ def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
 TWICE: dict[str, tuple[dict[str, int], str]] = {
     "in one hook": ({"on_train_batch_end": 2}, "twice in one on_train_batch_end"),
     "in one hook of the epoch": ({"on_train_epoch_end": 2}, "twice in one on_train_epoch_end"),
-    "in two hooks": (
-        {"on_train_batch_start": 1, "on_train_batch_end": 1},
-        "or in on_train_batch_start",
-    ),
+    "in two hooks": ({"on_train_batch_start": 1, "on_train_batch_end": 1}, "or in on_train_batch_start"),
     "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "or in on_validation_start"),
 }
 

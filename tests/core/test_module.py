@@ -22,8 +22,6 @@ from jaxlit.errors import ArgumentTypeError
 
 
 class Configured(Linear):
-    """A constructor with all kinds of arguments."""
-
     def __init__(
         self, width: int, rate: float = 0.5, *, names: Any = ("a", "b"), fn: Any = jnp.tanh, **more: Any
     ) -> None:
@@ -40,8 +38,7 @@ def test_hyperparameters_are_what_can_be_saved_with_defaults() -> None:
 
 def test_loggers_see_hyperparameters_by_name() -> None:
     result = Configured(8, names=("a", np.float32), fn=lambda x: x, table=np.ones(2)).hparams.readable()
-    expected = {"width": 8, "rate": 0.5, "names": ["a", "numpy.float32"], "table": "float64[2]"}
-    assert result == expected | {
+    assert result == {"width": 8, "rate": 0.5, "names": ["a", "numpy.float32"], "table": "float64[2]"} | {
         "fn": f"<function {test_loggers_see_hyperparameters_by_name.__name__}.<locals>.<lambda>>"
     }
 

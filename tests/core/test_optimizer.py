@@ -166,8 +166,7 @@ def test_only_weights_of_layers_decay(kind: str, as_pure: bool) -> None:
 
 def test_an_nnx_optimizer_in_the_step_is_refused() -> None:
     def step(self: Any, batch: Any, optimizer: Any) -> jax.Array:
-        value_and_grad = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))
-        loss, grads = value_and_grad(self)
+        loss, grads = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))(self)
         optimizer.update(self, grads)
         return loss
 

@@ -36,7 +36,6 @@ def constant(*values: float) -> list[dict[str, np.ndarray]]:
 
 
 def floats(tree: Any) -> set[Any]:
-    """Return the dtypes of the floating leaves."""
     return {x.dtype for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)}
 
 
@@ -79,7 +78,6 @@ def test_a_low_precision_step_equals_a_loop_that_casts(precision: str) -> None:
     params = {"kernel": made.kernel[...], "bias": made.bias[...]}
     params = jax.tree.map(lambda x: jnp.array(x, low if precision == "bf16-true" else x.dtype), params)
     fit(made, batches, precision=precision)
-
     tx = optax.sgd(0.1, momentum=0.9)
     opt_state = tx.init(params)
 
@@ -95,9 +93,6 @@ def test_a_low_precision_step_equals_a_loop_that_casts(precision: str) -> None:
     for batch in batches:
         params, opt_state = step(params, opt_state, batch)
     assert_same({k: np.asarray(getattr(made, k)[...], np.float32) for k in params}, params, rtol=0)
-
-
-# Loss scaling ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", thinned(("single", "shard_map"), "shard_map"))
@@ -143,9 +138,6 @@ def test_clipping_sees_accumulated_unscaled_gradients(precision: str) -> None:
     clip = {"gradient_clip_val": 0.25, "gradient_clip_algorithm": "value"}
     fit(made, constant(6, -2, -2), precision=precision, accumulate_grad_batches=3, **clip)
     assert float(made.w[...]) == pytest.approx(-1 / 6, rel=1e-6)
-
-
-# Writes in a lower precision -------------------------------------------------------------------------
 
 
 class Writes(Linear):

@@ -20,9 +20,6 @@ from kit.trainers import THREE, fit, make_trainer, thinned
 import jaxlit as jl
 from jaxlit.errors import ModuleError, StateError
 
-# What a step may not change --------------------------------------------------------------------------------
-
-
 CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "sown": (
         lambda self, batch: self.sow(nnx.Intermediate, "features", batch["x"]),
@@ -70,8 +67,6 @@ def test_a_plain_array_that_steps_read_stays_the_callers(strategy: str) -> None:
     assert w == pytest.approx((3 / 8 + 4 / 4 + 5 / 2), rel=1e-6)
     assert trainer.validate(None, numbered(1, 10))[0]["val"] == pytest.approx(12 - w, rel=1e-6)
 
-
-# What it may return ----------------------------------------------------------------------------------------
 
 RETURNED: list[tuple[Callable[[Any], Any], tuple[str, ...]]] = [
     (lambda loss: None, ("got None", "loss")),
@@ -144,9 +139,6 @@ def test_python_on_traced_values_comes_with_a_note(step: Any, kind: str) -> None
     assert "Made.training_step" in notes and "float32[8, 3]" in notes and "jnp.where" in notes
 
 
-# What it sees ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_counters_inside_a_step_are_right(strategy: str) -> None:
     rows, traced = Rows(), list[int]()
@@ -171,9 +163,6 @@ def test_a_metric_read_inside_a_step_is_refused() -> None:
     fit_refuses(StateError, "'flat' is read inside a step", model=module(step))
 
 
-# Layers that hand every variable back as a new value -------------------------------------------------------
-
-
 class Scanned(Linear):
     """Layers made by vmap, run by scan and remat."""
 
@@ -184,8 +173,7 @@ class Scanned(Linear):
 
     def loss(self, batch: Any) -> jax.Array:
         layer = lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)  # noqa: E731
-        axes = nnx.StateAxes({nnx.Param: self.axis, ...: 0})
-        run = nnx.scan(layer, in_axes=(axes, nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(layer, in_axes=(nnx.StateAxes({nnx.Param: self.axis, ...: 0}), nnx.Carry), out_axes=nnx.Carry)
         return jnp.mean(run(self.layers, batch["x"]) ** 2)
 
 

@@ -76,8 +76,7 @@ def test_a_rate_is_the_factor_of_the_updates_of_rate_1(name: str, lr: Any) -> No
 
 @pytest.mark.parametrize("name", UNREAD)
 def test_a_rate_that_cannot_be_read_is_in_no_row(name: str) -> None:
-    tx = UNREAD[name](SCHEDULE)
-    assert rates_along(jl.Optimizer(tx), PARAMS, steps=0) == {}
+    assert rates_along(jl.Optimizer(UNREAD[name](SCHEDULE)), PARAMS, steps=0) == {}
 
 
 def test_a_rate_that_cannot_be_read_can_be_told() -> None:
@@ -136,8 +135,7 @@ def test_rows_have_the_rate_of_each_group(strategy: str, accumulate: int, policy
 def test_the_rate_of_a_skipped_step_is_that_of_the_next() -> None:
     batches, rows = numbered(4), Rows(rates=True)
     batches[1]["x"][0] = np.nan
-    model = module(tx=optax.sgd(SCHEDULE))
-    fit(model, batches, None, rows, nan_policy="skip", log_every_n_steps=1, **BARE)
+    fit(module(tx=optax.sgd(SCHEDULE)), batches, None, rows, nan_policy="skip", log_every_n_steps=1, **BARE)
     assert rows.of("lr") == pytest.approx([0.2, 0.18, 0.18, 0.16])
 
 

@@ -162,9 +162,8 @@ READS: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("case", thinned(READS, "in a metric"))
 def test_reading_what_replicas_count_in_parts_is_refused(case: str) -> None:
-    step = lambda module, batch: (counting(module, batch), READS[case](module, batch))[1]  # noqa: E731
     with pytest.raises(StateError, match=r"training_step reads held, which adds up over the rows"):
-        fit(Line(step), "shard_map")
+        fit(Line(lambda module, batch: (counting(module, batch), READS[case](module, batch))[1]), "shard_map")
 
 
 def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
@@ -172,9 +171,6 @@ def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
     trainer = fit(Line(log), "shard_map")
     expected = sum(int((batch["x"] > 0).sum()) for batch in make_batches(*SIZES))
     assert trainer.callback_metrics["count"] == pytest.approx(expected)
-
-
-# The loss --------------------------------------------------------------------------------------------
 
 
 def sum_of_errors(module: Line, batch: Any) -> jax.Array:
@@ -214,8 +210,7 @@ def test_a_sum_trains_as_on_one_device_under_loss_reduction_sum(cls: Any, accumu
 
 
 def test_a_loss_that_may_not_be_a_mean_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    step = lambda m, b: (m.errors(b) * b["label"]).sum() / b["label"].sum()  # noqa: E731
-    fit(Line(step), "shard_map")
+    fit(Line(lambda m, b: (m.errors(b) * b["label"]).sum() / b["label"].sum()), "shard_map")
     assert "Line.training_step: the loss may differ from one device" in caplog.text
     caplog.clear()
     fit(Line(lambda m, b: m.errors(b).mean()), "shard_map")
@@ -226,8 +221,6 @@ def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) takes one of 'mean', 'sum', got 'max'"):
         jl.strategies.PMap(loss_reduction="max")
 
-
-# A number that depends on how many rows there are ----------------------------------------------------
 
 BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "a floor": lambda x, n: x.sum() / max(n, 4),
@@ -249,8 +242,7 @@ def test_no_loss_that_branches_on_its_rows_is_silently_wrong(
     except ModuleError as error:
         assert "returns a sum over the rows" in str(error)
     else:
-        equal = np.allclose(modules[0].w[...], modules[1].w[...], rtol=1e-5)
-        assert equal or "the loss may differ" in caplog.text
+        assert np.allclose(modules[0].w[...], modules[1].w[...], rtol=1e-5) or "the loss may differ" in caplog.text
 
 
 @pytest.mark.parametrize("case", ["a floor", "a branch", "a slice"])
@@ -298,8 +290,7 @@ def test_outputs_whose_rows_depend_on_others_are_named(case: str, stage: str, ca
         predict_step = Line.training_step
 
     trainer = make_trainer(strategy="shard_map", devices=4)
-    run = trainer.predict if stage == "predict" else trainer.fit
-    run(Predicts(step), make_batches(8))
+    (trainer.predict if stage == "predict" else trainer.fit)(Predicts(step), make_batches(8))
     (message,) = warnings_of(caplog)
     assert f"Predicts.{stage}_step: the output 'coupled' may differ from one device" in message
 
@@ -334,9 +325,6 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
     assert warnings_of(caplog) == []
 
 
-# What is logged and returned -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
 def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
     of: dict[str, Callable[[Any], Any]] = {
@@ -349,8 +337,7 @@ def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
 
     def log(module: Line, batch: Any) -> None:
         for name, fx in names:
-            value = of[name](batch["x"])
-            module.log(f"{name} {fx}", value, reduce_fx=fx, batch_size=2, on_step=False, on_epoch=True)
+            module.log(f"{name} {fx}", of[name](batch["x"]), reduce_fx=fx, batch_size=2, on_step=False, on_epoch=True)
 
     trainer = fit(Line(also(log)), strategy)
     x = [batch["x"].astype(np.float64) for batch in make_batches(*SIZES)]
@@ -380,9 +367,6 @@ def test_returned_sums_are_those_of_the_batch(strategy: str) -> None:
     for outputs, batch in seen:
         assert int(outputs["count"]) == (batch["x"] > 0).sum()
         np.testing.assert_allclose(np.asarray(outputs["sums"]), batch["x"].sum(0), rtol=1e-5, atol=1e-6)
-
-
-# Random numbers --------------------------------------------------------------------------------------
 
 
 def noise(key: Any, batch: Any) -> jax.Array:

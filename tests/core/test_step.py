@@ -165,9 +165,6 @@ def test_optax_multi_steps_is_taken_as_a_transform() -> None:
     assert float(model.w[...][0]) == mean([[1, 2]])
 
 
-# What a step writes ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_variable_that_a_step_rounds_is_kept_rounded(precision: str) -> None:
     def init(self: Any) -> None:

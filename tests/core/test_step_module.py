@@ -68,16 +68,12 @@ def test_statistics_and_keys_are_those_of_a_loop_by_hand(strategy: str) -> None:
     assert_same(state_of(model), state_of(HandLoop(net, loss=loss)(*random()).module))
 
 
-# Modes -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("evaluating", [False, True])
 def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, seen = Dropping(), []
     if evaluating:
         model.eval()
-    trainer = fit(model, random(2, rows=64), random(1), outputs_of("ones", seen))
-    trainer.predict(model, random(1))
+    fit(model, random(2, rows=64), random(1), outputs_of("ones", seen)).predict(model, random(1))
     assert model.dropout.deterministic is evaluating
     assert [(ones == 1).all() == evaluating for ones in seen] == [True] * 2
     told = [message for message in warnings_of(caplog) if "evaluation mode" in message]
@@ -86,8 +82,6 @@ def test_a_module_trains_in_its_own_mode(evaluating: bool, caplog: pytest.LogCap
 
 
 class Probing(Linear):
-    """A backbone with statistics and dropout, and a head."""
-
     def __init__(self) -> None:
         rngs = nnx.Rngs(0)
         self.backbone = nnx.Sequential(nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
@@ -140,12 +134,7 @@ def test_the_modules_train_method_chooses_the_parts() -> None:
     assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
 
 
-# Random keys -----------------------------------------------------------------------------------------------
-
-
 class Drawing(Linear):
-    """Predicts random numbers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rngs = nnx.Rngs(3)

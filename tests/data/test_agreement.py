@@ -88,8 +88,6 @@ def test_other_rows_or_lengths_in_mid_epoch_are_refused(monkeypatch):
     assert type(error) is DataError and "4 rows in process 1, those before had 8" in str(error)
 
     class Unknown(list):
-        """Without a length."""
-
         __len__ = None
 
     for error in agreed(monkeypatch, lambda i: Unknown(cut(*[8] * (3 - i), first=i, step=2))):

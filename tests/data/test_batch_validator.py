@@ -31,8 +31,7 @@ def follow(**methods):
 
 
 def assert_followed(made, targets):
-    windows = [[np.mean(np.asarray(x, np.float64))] for x in targets]
-    np.testing.assert_allclose(made.w[0], mean(windows), rtol=1e-6)
+    np.testing.assert_allclose(made.w[0], mean([[np.mean(np.asarray(x, np.float64))] for x in targets]), rtol=1e-6)
 
 
 class Record(jl.Callback):

@@ -17,7 +17,6 @@ import jaxlit as jl
 
 ROWS, COLUMNS = 16, 4
 BYTES = ROWS * COLUMNS * 4
-COUNT = 20
 
 
 def aligned(rows=ROWS):
@@ -44,7 +43,7 @@ def content(k):
     return np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS) / 8 + k % 31
 
 
-def contents(count=COUNT):
+def contents(count=20):
     """Return the batches; the last is of fewer rows."""
     return [content(k)[: ROWS if k < count - 1 else ROWS - 3] for k in range(count)]
 

@@ -5,7 +5,7 @@ import optax
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.journal import Batches, Journal, hooks
+from kit.journal import Batches, Journal, hooks, raising
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer
@@ -49,8 +49,6 @@ class Data(jl.DataModule):
 
 
 class Own(Mean):
-    """Has its loaders itself."""
-
     def train_dataloader(self):
         assert self.trainer.max_epochs == 1
         return numbered(2, first=5)
@@ -123,10 +121,8 @@ def test_loaders_see_what_prepare_data_and_setup_made():
 
 @pytest.mark.parametrize("hook", ["prepare_data", "setup", "train_dataloader", "val_dataloader", "teardown"])
 def test_after_an_error_in_the_data_module_all_tear_down(hook):
-    def fail(*_):
-        raise error
-
-    error, called, data = RuntimeError("the first"), [], data_with(**{hook: fail})
+    error, called = RuntimeError("the first"), []
+    data = data_with(**{hook: raising(error)})
     watch = hooks(
         on_exception=lambda trainer, module, exception: called.append(exception),
         teardown=lambda trainer, module, stage: called.append(stage),

@@ -40,11 +40,10 @@ def of_library(name: str, rows: list[Any]) -> Any:
 NUMBERS = [{"x": 1.0, "y": 2}] * 8
 VECTORS = [{"x": np.ones(3, np.float32), "y": np.ones(3, np.float32)}] * 8
 LABELLED = [{"x": np.ones((4, 4), np.float32), "y": 3}] * 8
-TOKENS = [{"x": [1, 2, 3], "text": "a b c"}] * 8
 STACK = r"by jl\.ArrayLoader\(jax\.tree\.map\(lambda \*x: np\.stack\(x\), \*rows\), batch_size=32\)"
 ROWS = {
     "a list": (NUMBERS, "list", STACK),
-    "lists of numbers beside a text": (TOKENS, "list", STACK),
+    "lists of numbers beside a text": ([{"x": [1, 2, 3], "text": "a b c"}] * 8, "list", STACK),
     "numpy's numbers": ([{"x": np.float32(1)}] * 8, "list", STACK),
     "a sequence": (Sequence(NUMBERS), "Sequence", STACK),
     "grain": (grain.MapDataset.source(NUMBERS), "MapDataset", r"by \.batch\(32\)\."),
@@ -79,8 +78,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_batches_of_the_same_libraries_are_taken(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    made = module(lambda self, batch: jnp.mean(self.error(batch) ** 2))
-    assert fit(made, BATCHES[name]).global_step == 2
+    assert fit(module(lambda self, batch: jnp.mean(self.error(batch) ** 2)), BATCHES[name]).global_step == 2
     assert [x for x in warnings_of(caplog) if "rows" in x] == []
 
 

@@ -101,8 +101,7 @@ def test_an_endless_loader_needs_a_limit(kind):
 
 
 def test_an_endless_loader_ends_with_max_steps():
-    endless = ENDLESS["MapDataset"]()
-    assert rows_of(seen_in(endless, max_epochs=-1, max_steps=5).train[0]) == [*range(12), *range(8)]
+    assert rows_of(seen_in(ENDLESS["MapDataset"](), max_epochs=-1, max_steps=5).train[0]) == [*range(12), *range(8)]
     assert len(seen_in(itertools.repeat(counted(4)[0], 3), max_epochs=1).train[0]) == 3
 
 
@@ -128,8 +127,7 @@ def test_what_is_no_loader_is_refused_with_a_hint(loader, words):
 
 
 def test_fit_without_a_loader_or_with_two_is_refused_with_a_hint():
-    words = "no train_dataloaders.*jl.ArrayLoader.*datamodule"
-    fit_refuses(ArgumentError, words, loaders={"train_dataloaders": None})
+    fit_refuses(ArgumentError, "no train_dataloaders.*jl.ArrayLoader.*datamodule", loaders={"train_dataloaders": None})
     fit_refuses(ArgumentError, "train_dataloaders.*one loader, got 2", train=[array_loader(4), array_loader(4)])
 
 
@@ -137,8 +135,7 @@ def test_fit_without_a_loader_or_with_two_is_refused_with_a_hint():
 def test_a_limit_of_0_trains_or_validates_nothing(limit):
     traced = []
     made = module(lambda self, batch: traced.append("training") or jnp.mean(self.error(batch) ** 2))
-    trainer = fit(made, counted(2), limit_train_batches=limit, max_epochs=2)
-    assert (trainer.global_step, traced) == (0, [])
+    assert (fit(made, counted(2), limit_train_batches=limit, max_epochs=2).global_step, traced) == (0, [])
     assert seen_in(counted(2), counted(2), limit_val_batches=limit, num_sanity_val_steps=2).val == []
 
 

@@ -13,7 +13,7 @@ from kit.batches import Stream, counted, numbered, rows_of
 from kit.by_hand import mean
 from kit.compiles import compiles
 from kit.inside import Clock
-from kit.journal import Batches, hooks
+from kit.journal import Batches, hooks, raising
 from kit.modules import Mean, module
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
@@ -26,6 +26,7 @@ from jaxlit.strategies.single import SingleDevice
 
 PREFETCH = "jaxlit-prefetch"
 TRAIN, VAL = "Trainer.fit(train_dataloaders=...)", "Trainer.fit(val_dataloaders=...)"
+fails = raising(LookupError, "mine")
 
 
 class Loader:
@@ -126,10 +127,6 @@ def test_every_batch_is_used_once_and_in_order(count, prefetch, clock):
     seen = Batches()
     draw(Loader(count, clock, 0.001), seen, prefetch=prefetch, max_epochs=2)
     assert [[int(batch["x"][0, 0]) for batch in epoch] for epoch in seen.train] == [[*range(count)]] * 2
-
-
-def fails(*_):
-    raise LookupError("mine")
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])

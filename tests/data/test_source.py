@@ -106,12 +106,11 @@ def take(source, epoch, count=None, *, limit=None, prefetch=0):
 
 @pytest.mark.parametrize("keep", [None, 4])
 def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
-    loaders = [
+    for loader in [
         batches(),
         Stream(batches()),
         jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
-    ]
-    for loader in loaders:
+    ]:
         source = source_of(loader, "train", keep=keep)
         drawn = list(source.epoch(0))
         for k in range(len(drawn)):

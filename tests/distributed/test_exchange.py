@@ -7,6 +7,7 @@ import threading
 
 import jax
 import pytest
+from kit.journal import raising
 from kit.threads import as_processes
 
 from jaxlit.distributed import exchange
@@ -59,9 +60,7 @@ def test_work_is_done_once_a_computer_while_the_others_wait(names, boots, leader
 
 
 def test_a_failure_fails_the_others_with_its_text(monkeypatch):
-    def fail():
-        raise OSError("the disk is full")
-
+    fail = raising(OSError, "the disk is full")
     first, second = as_processes(monkeypatch, lambda index: once_per_node(fail, "prepare_data"))
     assert type(first) is OSError and type(second) is ProcessError
     assert str(second) == "prepare_data failed in process 0: OSError('the disk is full')"

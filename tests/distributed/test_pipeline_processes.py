@@ -33,10 +33,8 @@ def joined(batch: Any) -> Any:
 
 
 def weights(module: Any) -> dict[str, Any]:
-    """Return all arrays of a module."""
     plain = lambda x: fetch(jax.random.key_data(x) if is_key(x) else x)  # noqa: E731
-    state = jax.tree.map(plain, nnx.as_pure(nnx.state(module)))
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.map(plain, nnx.as_pure(nnx.state(module))))
     return {jax.tree_util.keystr(path): x.tolist() for path, x in leaves}
 
 
@@ -49,8 +47,7 @@ def work() -> None:
     say("losses", [float(x) for x in rows.of("loss")])
     say("weights", weights(module))
     say("validated", {key: float(x) for key, x in trainer.validate(module, own(BATCHES))[0].items()})
-    predicted = [np.asarray(fetch(x)).tolist() for x in trainer.predict(module, own(BATCHES[:1]))]
-    say("predicted", predicted)
+    say("predicted", [np.asarray(fetch(x)).tolist() for x in trainer.predict(module, own(BATCHES[:1]))])
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "data"))
     for strategy in (Pipeline(8), Pipeline(mesh=mesh)):
         try:
@@ -72,8 +69,7 @@ def work_on_language() -> None:
 @pytest.mark.full
 def test_two_processes_pipeline_and_continue(tmp_path: Path) -> None:
     expected = Layered(rngs=nnx.Rngs(0))
-    batches = [*BATCHES[:3], joined(BATCHES[3])]
-    losses = by_microbatches(expected, batches, 4)
+    losses = by_microbatches(expected, [*BATCHES[:3], joined(BATCHES[3])], 4)
     evaluated = nnx.clone(expected)
     evaluated.eval()
     validation = np.average([float(evaluated.loss(x)) for x in BATCHES], weights=[8, 8, 8, 6])

@@ -86,7 +86,6 @@ def train_stream(case):
 
 
 def train_on(loader, **options):
-    """Train, validate and predict with a loader."""
     trainer, module = make_trainer(num_sanity_val_steps=0, **({"strategy": "ddp"} | BARE | options)), Scale()
     trainer.fit(module, loader)
     return {
@@ -111,8 +110,7 @@ def shuffled():
 
 def save_at(batches, path):
     """Save where so many batches are done, in the middle of a window of the second epoch."""
-    at = lambda t, *_: position_of(t).total_batch_idx == batches and t.save_checkpoint(path)  # noqa: E731
-    return hooks(on_train_batch_end=at)
+    return hooks(on_train_batch_end=lambda t, *_: position_of(t).total_batch_idx == batches and t.save_checkpoint(path))
 
 
 def of_own_rows():
@@ -175,27 +173,15 @@ def meet():
     say("failed", error_of(lambda: make_trainer(strategy="ddp", **BARE).fit(Scale(), datamodule=failing)))
     Path("taken").write_text("a file in the folder's place")
     say("taken", error_of(lambda: train_window("ddp", jl.callbacks.ModelCheckpoint("taken"))))
-    say("bad", end_before_a_bad_step())
-    same = [rows(8), rows(8)]
-    make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
-
-
-def end_before_a_bad_step():
-    """Return what both say of a NaN in the second batch, and what they have written together."""
     data, folder = rows(48), Path("together").absolute()
-    data["x"][20] = np.nan
-    given = {"strategy": "ddp", "max_epochs": 1, "accumulate_grad_batches": 1, "default_root_dir": folder}
-    words = error_of(
-        lambda: make_trainer(**BARE | {"enable_checkpointing": True} | given).fit(Scale(), jl.ArrayLoader(data, 16))
-    )
+    data["x"][20] = np.nan  # in the second batch
+    given = BARE | {"strategy": "ddp", "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
+    words = error_of(lambda: make_trainer(**given).fit(Scale(), jl.ArrayLoader(data, 16)))
     team().agree("it is written", None)
     state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
-    return [words, state["not_finite"]]
-
-
-def work():
-    train_everything()
-    go_on()
+    say("bad", [words, state["not_finite"]])
+    same = [rows(8), rows(8)]
+    make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
 
 
 def train_streams_of_more():
@@ -227,21 +213,15 @@ def train_everything():
         say(f"{name} with ids", host_keys_of(loader))
 
 
-def go_on():
+def work():
+    train_everything()
     for strategy in RESUMED:
         folder = Path("..") / "of_two" / strategy
         saves = [jl.callbacks.ModelCheckpoint(folder / "auto")] if strategy == "fsdp" else []
-        whole = train_window(strategy, save_at(8, folder / "window"), *saves)
-        say(f"{strategy} whole", whole)
+        say(f"{strategy} whole", train_window(strategy, save_at(8, folder / "window"), *saves))
         resume = Path("..") / f"of_{RESUMED[strategy]}" / strategy / "window"
         say(f"{strategy} resumed", train_window(strategy, resume=resume))
-    meet_a_damaged_checkpoint()
-    words = error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows()))
-    say("refused", words)
-
-
-def meet_a_damaged_checkpoint():
-    """Only one process sees the damage; both pass over it."""
+    # Only one process sees the damage; both pass over it.
     root = Path("..") / "of_two" / "fsdp" / "auto"
     (newest,) = [path for path in root.iterdir() if path.name.startswith("step_")]
     team().agree("it is there", None)
@@ -253,6 +233,7 @@ def meet_a_damaged_checkpoint():
     trainer = make_trainer(strategy=splitting("fsdp"), max_epochs=2, accumulate_grad_batches=2, **BARE)
     trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), shuffled(), ckpt_path=root)
     say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
+    say("refused", error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows())))
 
 
 def be_taken():

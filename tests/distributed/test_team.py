@@ -68,9 +68,7 @@ def test_all_processes_find_the_time_over_at_one_step(
     assert result[0][0] == latest
 
 
-def test_exchanges_are_rare_and_follow_the_pace_of_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_exchanges_are_rare_and_follow_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # 20 000 steps of 10 ms, 200 s: an exchange each 10 s and at each halving of the last 20.
     (step, seconds, asks), other = decided(monkeypatch, 200.0, [lambda k: 0.01, lambda k: 0.01], 30_000)
     assert (step, asks) == (other[0], other[2]) and 200.0 <= seconds + 1e-6 < 200.1 and asks < 50
@@ -88,8 +86,7 @@ def train_in_a_process() -> None:
         now[0] += seconds
 
     watch = hooks(
-        on_train_batch_end=tick,
-        on_validation_start=lambda trainer, module: validated.append(trainer.global_step),
+        on_train_batch_end=tick, on_validation_start=lambda trainer, module: validated.append(trainer.global_step)
     )
     (rows,) = random(1, rows=32)
     loader = jl.ArrayLoader(rows, 8)

@@ -38,16 +38,10 @@ def train(**given: Any) -> np.ndarray:
     return np.asarray(model.w[...])
 
 
-def events() -> list[str]:
-    """Return a list to which the hits and misses of the cache are added."""
-    result: list[str] = []
-    jax.monitoring.register_event_listener(lambda event, **_: result.append(event.rpartition("/")[2]))
-    return result
-
-
 def train_in_a_process() -> None:
     jax.config.update("jax_compilation_cache_dir", None)
-    seen = events()
+    seen: list[str] = []  # hits and misses of the cache among them
+    jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
     say("w", train(compile_cache="programs").tolist())
     say("stored", seen.count("cache_misses"))
     say("loaded", seen.count("cache_hits"))

@@ -199,8 +199,7 @@ def test_a_strategy_trains_on_a_mesh_of_ones_own(kind, axes, batch_axes, replica
     part = 8 // axes.get("fsdp", replicas) if kind == "FSDP" else 8
     assert {x.data.shape for x in kernel.addressable_shards} == {(part, 1)}
     if kind != "ShardMapDDP":  # rows are split over the named axis and no other
-        rows = strategy.shard_batch(BATCHES[0])["x"]
-        assert {x.data.shape for x in rows.addressable_shards} == {(8 // replicas, 8)}
+        assert {x.data.shape for x in strategy.shard_batch(BATCHES[0])["x"].addressable_shards} == {(8 // replicas, 8)}
 
 
 def test_a_mesh_of_make_mesh_is_taken_whatever_its_axis_types() -> None:
@@ -217,9 +216,6 @@ def test_devices_beside_a_mesh_must_be_those_of_the_mesh() -> None:
     state, step = compiled(strategy=jl.strategies.DDP(mesh=mesh_of(data=2, model=2)))
     state, _ = step(state, BATCHES[0])
     assert len(state.params["kernel"].sharding.device_set) == 4
-
-
-# Trainer.apply
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "pmap"], "fsdp"))

@@ -26,9 +26,8 @@ def test_no_array_is_read_between_log_points(strategy, accumulate) -> None:
         count = hooks(on_train_batch_end=lambda *_: at.append(len(seen)))
         given = {"accumulate_grad_batches": accumulate, "log_every_n_steps": 10 // accumulate}
         fit(Net(rngs=nnx.Rngs(0)), random(30), None, count, strategy=strategy, **given)
-    new = [batch for batch in range(1, 30) if at[batch] != at[batch - 1]]
     # A row is due after batches 9, 19 and 29 and read one step late: before the end of 11 and 21 is noted.
-    assert new == [11, 21]
+    assert [batch for batch in range(1, 30) if at[batch] != at[batch - 1]] == [11, 21]
 
 
 @pytest.mark.parametrize("accumulate", thinned([1, 2], 2))
@@ -57,8 +56,7 @@ def test_3000_steps_on_8_devices_survive(strategy) -> None:
 def test_replicas_reduce_once_an_optimizer_step(strategy) -> None:
     def count(name: str, accumulate: int) -> int:
         trainer = fit(Linear(), random(4), strategy=strategy, accumulate_grad_batches=accumulate, **BARE)
-        text = lowered(trainer, name, random(1)[0]).compile().as_text()
-        return len(re.findall(r" all-reduce(?:-start)?\(", text))
+        return len(re.findall(r" all-reduce(?:-start)?\(", lowered(trainer, name, random(1)[0]).compile().as_text()))
 
     assert (count("micro_step", 4), count("train_step", 4), count("train_step", 1)) == (0, 1, 1)
 

@@ -48,8 +48,7 @@ def test_reduce_on_plateau_in_a_chain_gets_the_loss_of_the_step(strategy, accumu
     losses = [4, 2, 3, 3, 3, 3, 1, 2, 2, 2, 2, 2]
     make_tx = lambda: optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(factor=0.5, patience=2))  # noqa: E731
     model = sloping(make_tx())
-    batches = [numbered(1, x)[0] for x in losses]
-    fit(model, batches, strategy=strategy, accumulate_grad_batches=accumulate)
+    fit(model, [numbered(1, x)[0] for x in losses], strategy=strategy, accumulate_grad_batches=accumulate)
     tx, w = make_tx(), 0.0
     opt_state, windows = tx.init(w), np.mean(np.reshape(losses, (-1, accumulate)), axis=1)
     update = jax.jit(lambda opt_state, w, loss: tx.update(jnp.ones(()), opt_state, w, value=loss))

@@ -94,7 +94,6 @@ def test_nothing_is_compiled_or_copied_twice(strategy) -> None:
     assert buffers.found[0] == buffers.found[1]
     now = [module.kernel.get_value(), module.drop.rngs.key.get_value()]
     assert all(a is b for a, b in zip(held, now, strict=True)), "the module keeps its own arrays"
-
     with compiles() as in_fit:
         trainer.fit(module, DATA, DATA)
     assert steps(in_fit) == ["jit(train_step)", "jit(eval_step)"]
@@ -134,8 +133,7 @@ def test_what_is_written_between_two_calls_is_used(strategy) -> None:
             in_place += 4
             assert value(trainer, module) == by_formula(module)
         assert steps(result) == []
-    write = hooks(on_predict_start=lambda t, m: m.kernel.set_value(jnp.full((8, 1), 5.0)))
-    trainer.callbacks = [write]
+    trainer.callbacks = [hooks(on_predict_start=lambda t, m: m.kernel.set_value(jnp.full((8, 1), 5.0)))]
     trainer.predict(module, DATA)
     assert float(module.kernel[0, 0]) == 5.0 and value(trainer, module) == by_formula(module)
     now = [trainer.state.params["kernel"], *jax.tree.leaves(trainer.state.counters)]
@@ -167,8 +165,6 @@ def test_a_module_that_is_another_now_is_compiled_anew() -> None:
 
 
 class Base(nnx.Module):
-    """What a part of a module inherits."""
-
     def gain(self) -> float:
         return 1.0
 

@@ -22,7 +22,6 @@ from jaxlit.errors import ArgumentError, ModuleError
 
 
 def first_params(model: Any, **arguments: Any) -> dict[str, np.ndarray]:
-    """Return the weights with which a fit starts."""
     result: list[dict[str, np.ndarray]] = []
     keep = hooks(on_fit_start=lambda trainer, module: result.append(params_of(module)))
     fit(model, random(1), None, keep, limit_train_batches=0, **arguments)
@@ -115,7 +114,6 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
 
 
 def held() -> int:
-    """Return the bytes that the first device holds."""
     gc.collect()
     arrays = [x for x in jax.live_arrays() if jax.devices()[0] in x.sharding.device_set]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)

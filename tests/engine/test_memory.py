@@ -7,7 +7,7 @@ import jax
 import pytest
 from kit.batches import random
 from kit.inside import lowered
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.modules import Linear
 from kit.pages import DOCS
 from kit.trainers import BARE, fit, make_trainer
@@ -73,8 +73,7 @@ def test_a_call_without_memory_names_the_program_and_parts() -> None:
     (shown,) = re.findall(r"```text\n(The devices ran out.*?)```", (DOCS / "first_errors.md").read_text(), re.S)
     pieces = [" ".join(piece.split()) for piece in re.split(r"\.\.\.|[\d.]+ [MG]iB", shown)]
     assert len(pieces) > 5 and [piece for piece in pieces if piece not in told] == []
-    expected = f"{STATE}, batch {batch} B, temporaries of train_step {size(memory.temp_size_in_bytes)}."
-    assert expected in told
+    assert f"{STATE}, batch {batch} B, temporaries of train_step {size(memory.temp_size_in_bytes)}." in told
 
 
 def test_parts_are_those_of_one_device_where_they_are_split() -> None:
@@ -107,12 +106,9 @@ def test_any_other_place_is_named(strategy, place) -> None:
 
 
 def test_a_hook_without_memory_is_named() -> None:
-    def exhaust(*_: Any) -> None:
-        raise jax.errors.JaxRuntimeError(ALLOCATING)
-
     heard: list[BaseException] = []
     listens = hooks(on_exception=lambda trainer, module, error: heard.append(error))
-    error = error_of("single", hooks(on_train_batch_end=exhaust), listens)
+    error = error_of("single", hooks(on_train_batch_end=raising(jax.errors.JaxRuntimeError, ALLOCATING)), listens)
     assert "ran out of memory after step 1 of epoch 0: " in str(error) and heard == [error]
 
 

@@ -26,10 +26,8 @@ class HandLoop:
         self.optimizer = nnx.Optimizer(module, tx or module.configure_optimizers(), wrt=wrt)
 
     def __call__(self, *batches: Any) -> "HandLoop":
-        """Take a step on each batch."""
         for batch in batches:
-            graph = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))
-            loss, grads = graph(self.module, batch)
+            loss, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))(self.module, batch)
             self.optimizer.update(self.module, grads)
             self.losses.append(float(loss))
         return self
@@ -79,7 +77,6 @@ def train_net(
 
 
 def params_of(module: Any) -> dict[str, np.ndarray]:
-    """Return a module's parameters, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, nnx.Param)))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
@@ -92,7 +89,6 @@ def state_of(module: Any) -> dict[str, np.ndarray]:
 
 
 def assert_same(result: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Compare two modules' parameters, or two dicts of arrays."""
     result, expected = (x if isinstance(x, dict) else params_of(x) for x in (result, expected))
     assert result.keys() == expected.keys()
     for name, x in expected.items():

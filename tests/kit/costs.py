@@ -57,8 +57,7 @@ def calls_per_step(trainer: jl.Trainer, model: Any) -> float:
 
     On several devices without jax's own: to split one array over them jax alone makes more than a hundred.
     """
-    beside = "no file" if trainer.strategy.mesh.size == 1 else str(Path(jax.__file__).parent)
-    loader = Profiled(20, 60, beside)
+    loader = Profiled(20, 60, "no file" if trainer.strategy.mesh.size == 1 else str(Path(jax.__file__).parent))
     before = sys.getprofile()
     gc.collect()
     gc.disable()  # jax has a hook in the collector

@@ -121,8 +121,7 @@ def listeners() -> list[Any]:
 
 def prefetcher_of(prefetch: int) -> Prefetcher:
     """Return a prefetcher that places nothing."""
-    as_is = lambda batch: batch  # noqa: E731
-    return Prefetcher(as_is, splits=lambda batch: True, prefetch=prefetch, watchdog=Watchdog(None))
+    return Prefetcher(lambda batch: batch, splits=lambda batch: True, prefetch=prefetch, watchdog=Watchdog(None))
 
 
 def evaluated(trainer: jl.Trainer) -> Any:

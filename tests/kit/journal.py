@@ -14,6 +14,15 @@ def hooks(name: str = "Made", **functions: Callable[..., Any]) -> jl.Callback:
     return type(name, (jl.Callback,), {k: staticmethod(v) for k, v in functions.items()})()
 
 
+def raising(error: Any, *args: Any) -> Callable[..., Any]:
+    """Return a function that raises `error`, or an `error` of these arguments, another one each time."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error(*args) if args else error
+
+    return raises
+
+
 def at_batch(number: int, do: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
     """Return a callback that does something at the end of a training batch, given by its index."""
     return hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: do(t, m) if idx == number else None)
@@ -86,8 +95,7 @@ class Journal(jl.Callback):
             batch, index, *rest = args if hook.endswith("start") else args[1:]
             loader = rest[0] if rest else None
             if hook.endswith("start") and isinstance(batch, dict) and "x" in batch:
-                stage = "sanity" if trainer.sanity_checking else hook.split("_")[1]
-                self.batches[stage].append(number_of(batch))
+                self.batches["sanity" if trainer.sanity_checking else hook.split("_")[1]].append(number_of(batch))
         self.events.append((hook, index, loader, trainer.current_epoch, trainer.global_step))
 
     def named(self, hook: str) -> list[tuple[Any, ...]]:

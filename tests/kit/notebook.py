@@ -28,8 +28,7 @@ class LinenBlock(linen.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         y = linen.LayerNorm()(x)
         # The name is that of the notebook's layer, since Linen seeds parameters by their names.
-        attention = linen.MultiHeadDotProductAttention(HEADS, use_bias=False, name="SelfAttention_0")
-        x = x + attention(y, deterministic=True)
+        x = x + linen.MultiHeadDotProductAttention(HEADS, use_bias=False, name="SelfAttention_0")(y, deterministic=True)
         y = linen.LayerNorm()(x)
         y = linen.gelu(linen.Dense(HIDDEN)(y))
         return x + linen.Dense(WIDTH)(y)
@@ -77,8 +76,7 @@ class LM(jl.TrainModule):
         x = self.tok_emb(tokens) + self.pos_emb[None]
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.ln_f(x))[:, :-1]
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        loss = optax.softmax_cross_entropy_with_integer_labels(self.head(self.ln_f(x))[:, :-1], tokens[:, 1:]).mean()
         self.log("loss", loss)
         return loss
 

@@ -53,5 +53,4 @@ def fit_refuses(
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return jaxlit's warnings so far."""
     return [r.getMessage() for r in caplog.records if r.name == "jaxlit" and r.levelno >= logging.WARNING]

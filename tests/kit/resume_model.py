@@ -175,8 +175,6 @@ class Stopped(Exception):
 
 
 class RaisesAt(InEveryHook):
-    """Raises `Stopped` at the n-th call of a hook."""
-
     def __init__(self, hook: str, number: int) -> None:
         self.hook, self.left = hook, number
 
@@ -188,7 +186,6 @@ class RaisesAt(InEveryHook):
 
 
 def digest(batch: Any) -> str:
-    """Return a hash of a batch's bytes."""
     result = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         x = np.ascontiguousarray(leaf)
@@ -242,7 +239,6 @@ def loaders(batches: int = BATCHES) -> tuple[Any, list[Any]]:
 def make_trainer(
     strategy: str, root: Path, callbacks: Sequence[jl.Callback] = (), name: str = "journal", **arguments: Any
 ) -> jl.Trainer:
-    """Return a Trainer of this training, with a journal in its folder."""
     given: dict[str, Any] = {"max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATE, "val_check_interval": EVERY}
     given |= {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "strategy": strategy, "default_root_dir": root}
     given |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -256,7 +252,6 @@ def make_trainer(
 
 
 def journal(trainer: jl.Trainer) -> list[list[Any]]:
-    """Return what a Trainer's journal holds."""
     return next(c for c in trainer.callbacks if isinstance(c, Journal)).lines()
 
 

@@ -45,11 +45,6 @@ def cut_and_resume(
     return problems_of(folder / "cut", folder / "whole", len(stops) + 1)
 
 
-# Processes -------------------------------------------------------------------------------------------
-
-DEVICES = 8
-
-
 class KillsAt(InEveryHook):
     """Ends the process by SIGKILL in a hook, at its first call once so many optimizer steps were taken."""
 
@@ -127,7 +122,7 @@ def _training(path: Path, kind: str) -> list[list[Any]]:
 
 def run_child(root: str, number: int, strategy: str, epochs: int, every: int, kill: Sequence[Any] | None) -> None:
     """Train in this process, or continue."""
-    jl.testing.fake_devices(DEVICES)
+    jl.testing.fake_devices(8)
     saves = jl.callbacks.ModelCheckpoint(every_n_train_steps=every)
     callbacks = [saves] if kill is None else [saves, KillsAt(*kill)]
     trainer = make_trainer(

@@ -18,8 +18,6 @@ WIDTH, WORDS, LENGTH = 8, 20, 5
 
 
 class Layer(nnx.Module):
-    """A residual layer with dropout."""
-
     def __init__(self, width: int, *, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(width, width, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
@@ -84,8 +82,7 @@ class Language(jl.TrainModule):
             x, own = block((x + first) / 2 if 2 * i == len(self.blocks) else x, mask)
             extra = extra + own
             x = jl.pipeline_yield(x) if i + 1 < len(self.blocks) else x
-        logits = self.embed.attend(x + first)
-        entropy = optax.softmax_cross_entropy_with_integer_labels(logits, wanted).mean()
+        entropy = optax.softmax_cross_entropy_with_integer_labels(self.embed.attend(x + first), wanted).mean()
         weights = sum(jnp.sum(w**2) for w in jax.tree.leaves(nnx.state(self, nnx.Param)))
         self.seen[...] = 0.9 * self.seen[...] + entropy
         return entropy + 0.1 * extra + 1e-3 * weights
@@ -98,7 +95,6 @@ class Language(jl.TrainModule):
 
 
 def sentences(rows: int, batches: int) -> list[np.ndarray]:
-    """Return batches of a `Language`."""
     draw = np.random.default_rng(0)
     return [draw.integers(0, WORDS, size=(rows, LENGTH + 1)).astype(np.int32) for _ in range(batches)]
 

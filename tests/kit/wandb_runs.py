@@ -83,9 +83,6 @@ def by_hand(epochs: int) -> tuple[list[dict[str, float]], list[np.ndarray], list
     return rows, grads, params
 
 
-# Of a server, and of processes that log to it
-
-
 def start(work: Callable[[], None], folder: Path, count: int = 1, *, log_to: Backend | None, **env: str) -> list[Ended]:
     """Run processes that find no settings of W&B but a server, if there is one, and what is given."""
     own = {f"WANDB_{kind}_DIR": str(folder / kind.lower()) for kind in ("CACHE", "DATA", "CONFIG")}
@@ -114,9 +111,6 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-# Of an offline run, by W&B's own reader
 
 
 def run_files(folder: str | Path = "run") -> list[Path]:
@@ -151,9 +145,6 @@ def _inspect(folder: str | Path, *options: str) -> str:
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", *options]
     command += ["--run-file", str(file), str(file.parents[1])]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-# Made up
 
 
 class FakeRun:

@@ -15,7 +15,7 @@ from kit.batches import Stream, numbered, random
 from kit.by_hand import assert_same, mean
 from kit.checkpoints import bytes_of, names
 from kit.checkpoints import state_of as saved_state
-from kit.journal import at_batch, hooks
+from kit.journal import at_batch, hooks, raising
 from kit.modules import Linear, Mean, Net
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
@@ -65,14 +65,12 @@ def by_hand(windows: list[Any], bad: int, where: str) -> dict[str, np.ndarray]:
 
     Its kernel's own momentum takes the bad step if only the gradient of the bias is bad.
     """
-    start = Linear()
-    params = [np.asarray(start.kernel[...], np.float64), np.zeros(1)]
+    params = [np.asarray(Linear().kernel[...], np.float64), np.zeros(1)]
     momentum = [np.zeros_like(x) for x in params]
     for k, window in enumerate(windows):
         x, y = (np.concatenate([batch[name] for batch in window]) for name in "xy")
         error = x @ params[0] + params[1] - y
-        grads = [2 * x.T @ error / len(x), 2 * error.mean(0)]
-        for i, g in enumerate(grads):
+        for i, g in enumerate([2 * x.T @ error / len(x), 2 * error.mean(0)]):
             if k != bad or (where == "gradient" and i == 0):
                 momentum[i] = 0.9 * momentum[i] + g
             if k != bad:
@@ -160,8 +158,7 @@ def test_saved_state_is_bitwise_that_before_the_step(accumulate) -> None:
     reference = fit(Net(rate=0.5, rngs=nnx.Rngs(0)), batches[:good], **given, max_epochs=None)
     assert bytes_of(trainer) == bytes_of(reference)
     path = f"run/checkpoints/step_{trainer.global_step:08d}"
-    again = fit(Net(rate=0.5, rngs=nnx.Rngs(1)), batches, ckpt_path=path, **given)
-    assert bytes_of(again) == bytes_of(reference)
+    assert bytes_of(fit(Net(rate=0.5, rngs=nnx.Rngs(1)), batches, ckpt_path=path, **given)) == bytes_of(reference)
 
 
 @pytest.mark.parametrize("loader", thinned(["shuffled", "generator", "no length"], "shuffled", "generator"))
@@ -192,11 +189,9 @@ def test_a_batch_that_is_another_one_the_second_time_is_told() -> None:
 
 
 def test_another_error_finds_an_unchecked_bad_step() -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("mine")
-
+    fails = at_batch(6, raising(RuntimeError, "mine"))
     with pytest.raises(RuntimeError, match="^mine"):
-        fit(Mean(), spoilt(8, 3), None, at_batch(6, fail), default_root_dir="run", log_every_n_steps=0)
+        fit(Mean(), spoilt(8, 3), None, fails, default_root_dir="run", log_every_n_steps=0)
     assert names() == ["step_00000003"]
     note = saved_state("run/checkpoints/step_00000003")["not_finite"]
     assert note == {"step": 3, "epoch": 0, "batches": [3, 4], "optimizer": []}

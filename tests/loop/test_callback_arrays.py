@@ -114,13 +114,6 @@ def assert_close(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
-def assert_as_by_hand(trainer: jl.Trainer, keeper: Any, expected: tuple[Any, Any]) -> None:
-    params, arrays = expected
-    assert_close(trainer.callback_arrays(keeper), arrays)
-    assert_close(dict(trainer.state.params), params)
-    assert_close([trainer.module.bias[...], trainer.module.kernel[...]], [params["bias"], params["kernel"]])
-
-
 # Each strategy with each kind of window that its programs differ by.
 WINDOWS = [("single", 3, CLIP), ("fsdp", 3, CLIP), ("shard_map", 1, None), ("pmap", 1, CLIP)]
 MORE_WINDOWS = [("single", 1, None), ("ddp", 3, CLIP), ("fsdp", 1, None), ("zero1", 1, CLIP)]
@@ -135,7 +128,10 @@ def test_arrays_and_parameters_are_those_of_a_loop_by_hand(strategy, accumulate,
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
     trainer = fit(Wide(), batches, None, *keepers, strategy=splitting(strategy), **arguments)
     for keeper in keepers:
-        assert_as_by_hand(trainer, keeper, by_hand(batches, type(keeper)(), accumulate, clip))
+        params, arrays = by_hand(batches, type(keeper)(), accumulate, clip)
+        assert_close(trainer.callback_arrays(keeper), arrays)
+        assert_close(dict(trainer.state.params), params)
+        assert_close([trainer.module.bias[...], trainer.module.kernel[...]], [params["bias"], params["kernel"]])
 
 
 def test_arrays_like_parameters_are_sharded_like_them() -> None:
@@ -215,11 +211,6 @@ def zeros(self: Any, params: Any) -> Any:
     return {"total": jnp.zeros(3)}
 
 
-UPDATES: list[tuple[str, Any]] = [
-    (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
-    (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
-]
-INITS: list[tuple[str, Any]] = [("got {'name': 'ema'}", {"name": "ema"}), ("got None", None)]
 CALLED = r"Made\.update_arrays\(arrays, params\) is called with \(arrays, params, grads, global_step\)"
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Made defines one of init_arrays and update_arrays", {"init_arrays": zeros}),
@@ -243,11 +234,14 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         (f"must return a pytree of arrays, {words}", {"init_arrays": lambda self, p, x=x: x, "update_arrays": keep})
-        for words, x in INITS
+        for words, x in [("got {'name': 'ema'}", {"name": "ema"}), ("got None", None)]
     ),
     *(
         (words, {"init_arrays": zeros, "update_arrays": lambda self, a, p, grads, step, do=do: do(a, p)})
-        for words, do in UPDATES
+        for words, do in [
+            (r"changed arrays\.total float32\[3\]", lambda a, p: ({"total": a["total"][:2]}, p)),
+            (r"changed params\.bias float32\[16\]", lambda a, p: (a, {"kernel": p["kernel"]})),
+        ]
     ),
 ]
 

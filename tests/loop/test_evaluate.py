@@ -47,13 +47,12 @@ def test_one_name_for_two_loaders_is_refused() -> None:
 
 
 def test_batch_hooks_log_by_loader_other_hooks_for_all() -> None:
-    callback = hooks(
-        on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
-        on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
-    )
-    result = make_trainer(callback).validate(
-        module(validation=lambda self, batch: None), [numbered(3), numbered(2, 10)]
-    )
+    result = make_trainer(
+        hooks(
+            on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
+            on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
+        )
+    ).validate(module(validation=lambda self, batch: None), [numbered(3), numbered(2, 10)])
     assert result == [{"rows/dataloader_idx_0": 2.0, "all": 7.0}, {"rows/dataloader_idx_1": 10.5, "all": 7.0}]
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
-from kit.journal import HOOKS, hooks
+from kit.journal import HOOKS, hooks, raising
 from kit.modules import Mean
 from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
@@ -16,13 +16,10 @@ import jaxlit as jl
 from jaxlit.callbacks import CSVLogger, Logger
 from jaxlit.errors import LoggerError
 
-
-def raising(*_: Any) -> Any:
-    raise ConnectionError("the server is gone")
+gone = raising(ConnectionError, "the server is gone")
 
 
 def logger_with(**functions: Any) -> Any:
-    """Return a logger with these functions of (trainer, ...) as its hooks."""
     return type("Mine", (Logger,), {name: staticmethod(function) for name, function in functions.items()})()
 
 
@@ -32,9 +29,6 @@ def note_of(call: Any) -> str:
         call()
     (note,) = [note for note in raised.value.__notes__ if "JAX has removed" not in note]
     return note
-
-
-# Where an error was raised
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,7 @@ def test_the_note_names_callback_hook_epoch_batch_and_step(hook: str, place: str
     def third(*_: Any) -> None:
         calls.append(hook)
         if len(calls) == (4 if "validation" in hook else 7 if hook == "on_log" else 6):
-            raising()
+            gone()
 
     given = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0}
     # Rows of the first epoch: one of each of three steps, one of the validation; the epoch's own has nothing to show.
@@ -72,11 +66,9 @@ TRACED = ["init_arrays", "update_arrays", "trace_step"]
 
 @pytest.mark.parametrize("hook", TRACED)
 def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
-    note = note_of(lambda: fit(Mean(), numbered(3), None, hooks(**keeping(**{hook: raising})), **BARE))
+    note = note_of(lambda: fit(Mean(), numbered(3), None, hooks(**keeping(**{hook: gone})), **BARE))
     assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
 
-
-# Loggers that raise
 
 OFTEN = ("log_hyperparams", "on_log", "on_exception", "teardown")
 SELDOM = ("setup", "on_checkpoint_saved", "state_dict")
@@ -86,7 +78,7 @@ OF_LOGGER = [hook for hook in HOOKS if not any(word in hook for word in ("sanity
 @pytest.mark.parametrize("hook", thinned([*OF_LOGGER, "log_hyperparams", "state_dict"], *OFTEN, full=SELDOM))
 def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
     torn: list[str] = []
-    bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: raising})
+    bad = logger_with(**{"teardown": lambda *_: torn.append("down"), hook: gone})
     data = numbered(4), numbered(1)
     trainer = fit(Mean(), *data, max_epochs=2, log_every_n_steps=1, logger=[bad, CSVLogger()], default_root_dir="run")
     result = [text for text in warnings_of(caplog) if "Mine" in text]
@@ -103,7 +95,6 @@ def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
 
 
 def of_class(**members: Any) -> Any:
-    """Return a logger whose class has these members."""
     return type("Mine", (Logger,), members)()
 
 
@@ -115,7 +106,7 @@ def test_a_logger_stands_aside_also_for_what_is_no_hook(hook: str, caplog: Any) 
     resumes: Any = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
     state = {"state_dict": lambda self: {"a": 1}}
     fit(Mean(), numbered(4), logger=of_class(**state), **resumes)
-    bad = property(raising) if hook in ("state_key", "location") else staticmethod(raising)
+    bad = property(gone) if hook in ("state_key", "location") else staticmethod(gone)
     statics = {name: staticmethod(function) for name, function in keeping().items()} if hook in TRACED else {}
     logger = of_class(**state | statics | {hook: bad})
     trainer = fit(Mean(), numbered(4), None, Seen(), logger=logger, max_epochs=2, **resumes)
@@ -141,10 +132,7 @@ class Seen(jl.Callback):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])
 def test_on_error_raise_and_interrupts_end_training(error: Any) -> None:
-    def fail(*_: Any) -> None:
-        raise error("now")
-
-    bad = logger_with(on_train_batch_end=fail)
+    bad = logger_with(on_train_batch_end=raising(error, "now"))
     if error is ConnectionError:
         bad.on_error = "raise"
     with pytest.raises(error) as raised:
@@ -153,9 +141,7 @@ def test_on_error_raise_and_interrupts_end_training(error: Any) -> None:
 
 
 def test_errors_of_loggers_before_training_are_raised(caplog: Any) -> None:
-    def refuse(*_: Any) -> None:
-        raise LoggerError("give it a name")
-
+    refuse = raising(LoggerError, "give it a name")
     for hook in ("setup", "on_fit_start"):
         fit_refuses(LoggerError, "give it a name", logger=logger_with(**{hook: refuse}))
     fit(Mean(), numbered(1), logger=logger_with(on_train_end=refuse))

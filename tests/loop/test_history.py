@@ -86,5 +86,4 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     ],
 )
 def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
-    trainer = fit(Mean(), numbered(batches), **BARE, **arguments)
-    assert trainer.history["loss"][0].tolist() == steps
+    assert fit(Mean(), numbered(batches), **BARE, **arguments).history["loss"][0].tolist() == steps

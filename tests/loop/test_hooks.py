@@ -37,13 +37,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the indices among a hook's arguments."""
     return tuple(x for x in args if isinstance(x, int))
-
-
-def pseudocode() -> str:
-    (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
-    return block
 
 
 class Program:
@@ -85,7 +79,8 @@ class Program:
             "outputs": None,
             "checkpoint": None,
         }
-        exec(pseudocode(), scope)
+        (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
+        exec(block, scope)
         scope["fit"]()
 
     def hook(self, name: str, *args: Any) -> Any:

@@ -11,7 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from kit.batches import numbered
-from kit.journal import HOOKS, hooks
+from kit.journal import HOOKS, hooks, raising
 from kit.modules import module
 from kit.refusals import warnings_of
 from kit.trainers import FOUR, SEVERAL, make_trainer, thinned
@@ -45,15 +45,6 @@ class Lines(jl.Callback):
 for _hook in HOOKS:
     if _hook not in ("on_log", "on_safe_point") and "checkpoint" not in _hook:  # Lightning has none, or others
         setattr(Lines, _hook, lambda self, trainer, *args, hook=_hook: self.note(hook, trainer, *args))
-
-
-def raises(error: Exception) -> Callable[..., None]:
-    """Return a function that raises."""
-
-    def function(*_: Any) -> None:
-        raise error
-
-    return function
 
 
 def log_epoch_loss(self: Any, batch: Any) -> Any:
@@ -108,7 +99,6 @@ def stop_in(hook: str) -> Callable[[], jl.Callback]:
 
 
 def early_stopping(**arguments: Any) -> Callable[[], jl.Callback]:
-    """Return a factory of an EarlyStopping."""
     return lambda: jl.callbacks.EarlyStopping(**({"monitor": "val_loss", "patience": 1} | arguments))
 
 
@@ -125,28 +115,26 @@ class Script:
 
 
 RISES = {"validation": lambda m, batch: m.log("val_loss", jnp.asarray([1.0, 0.9, 0.95, 0.96, 0.97])[m.current_epoch])}
-RAISES = {"training": raises(ValueError("boom"))}
-SKIPS = {"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}
-PLATEAU = optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))
+RAISES = {"training": raising(ValueError, "boom")}
 SCRIPTS = {
     "": Script({}),
     "stop in on_train_start": Script({}, after=stop_in("on_train_start")),
     "stop in on_train_batch_end": Script({}, after=stop_in("on_train_batch_end")),
     "stop in on_train_epoch_end": Script({}, after=stop_in("on_train_epoch_end")),
-    "module skips": Script(SKIPS),
+    "module skips": Script({"on_train_batch_start": lambda self, batch, batch_idx: -1 if batch_idx == 1 else None}),
     "step returns None": Script({"training": lambda self, batch: None}),
     "early stopping on val": Script(RISES, before=early_stopping(patience=2)),
     "early stopping on train": Script({"training": log_epoch_loss}, before=early_stopping(monitor="loss")),
     "early stopping at once": Script({}, before=early_stopping()),
     "early stopping after validation": Script({}, before=early_stopping(check_on_train_epoch_end=False)),
-    "callback raises": Script({}, after=lambda: hooks(on_train_batch_end=raises(ValueError("boom in callback")))),
-    "setup raises": Script({"setup": raises(ValueError("boom in setup"))}),
-    "on_exception raises": Script(RAISES, before=lambda: hooks(on_exception=raises(ValueError("second boom")))),
+    "callback raises": Script({}, after=lambda: hooks(on_train_batch_end=raising(ValueError, "boom in callback"))),
+    "setup raises": Script({"setup": raising(ValueError, "boom in setup")}),
+    "on_exception raises": Script(RAISES, before=lambda: hooks(on_exception=raising(ValueError, "second boom"))),
     "fit, validate, test, predict": Script({}, then=("validate", "test", "predict")),
     "datamodule": Script({}, datamodule=True, then=("test",)),
     "datamodule, step raises": Script(RAISES, datamodule=True),
     "schedule": Script({"configure_optimizers": staircase}),
-    "plateau": Script({"tx": PLATEAU}),
+    "plateau": Script({"tx": optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))}),
     "no length": Script({}, loader=lambda batches: Loader(batches, None)),
     "short loader": Script({}, loader=lambda batches: Loader(batches, len(batches) + 1)),
     "long loader": Script({}, loader=lambda batches: Loader(batches, len(batches) // 2)),

@@ -1,5 +1,6 @@
 """A checkpoint on other devices, under other strategies, and what does not fit it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,15 +129,6 @@ def test_a_half_full_window_goes_on_under_another_strategy(was: str, now: str) -
         np.testing.assert_allclose(params_of(taken.module)[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
-    """Return the table of a refusal, by the first column."""
-    with pytest.raises(CheckpointError, match=match) as error:
-        look(path, **arguments)
-    lines = [line for line in str(error.value).splitlines() if line.startswith("  ")][1:]
-    cells = [[cell.strip() for cell in line.strip().split("  ") if cell] for line in lines]
-    return {row[0]: row[1:] for row in cells}
-
-
 @pytest.mark.parametrize(
     ("tx", "now"),
     [
@@ -146,8 +138,9 @@ def refused(path: Any, match: str, **arguments: Any) -> dict[str, list[str]]:
     ],
 )
 def test_another_optimizer_is_refused_even_if_its_arrays_fit(tx: Any, now: str, folder: Path) -> None:
-    row = refused(saved(folder)[0], "reset_optimizer=True", module=net(tx=tx))["the optimizer"]
-    assert "ScaleByAdamState" in row[0] and now in row[1]
+    with pytest.raises(CheckpointError, match="reset_optimizer=True") as error:
+        look(saved(folder)[0], net(tx=tx))
+    assert re.search(rf"\n  the optimizer  .*ScaleByAdamState.*  .*{now}", str(error.value))
 
 
 def test_a_reset_optimizer_keeps_the_weights_and_begins_anew(folder: Path) -> None:

@@ -12,12 +12,10 @@ from kit.trainers import fit
 
 from jaxlit.errors import LogError
 
-MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
-
 
 def test_metrics_are_cleared_by_the_next_fit_and_read_only() -> None:
     trainer = fit(logging(lambda m, batch, i: m.log("train/loss", 1.0, prog_bar=True)), numbered(1))
-    for name in MAPPINGS:
+    for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
         with pytest.raises(TypeError):
             getattr(trainer, name)["train/loss"] = 1.0
         assert repr(getattr(trainer, name)) == "{'train/loss': 1.0}" and len(getattr(trainer, name)) == 1

@@ -114,6 +114,5 @@ def test_resuming_twice_from_one_checkpoint_gives_the_same(trained: Any, tmp_pat
     _, end, saver = trained("fsdp")
     files = {path: path.read_bytes() for path in saver.path(WINDOW).rglob("*") if path.is_file()}
     for name in ("first", "second"):
-        resumed = fit(make_trainer("fsdp", tmp_path / name, logger=False), ckpt_path=saver.path(WINDOW))
-        assert final(resumed) == end
+        assert final(fit(make_trainer("fsdp", tmp_path / name, logger=False), ckpt_path=saver.path(WINDOW))) == end
     assert files == {path: path.read_bytes() for path in saver.path(WINDOW).rglob("*") if path.is_file()}

@@ -49,8 +49,6 @@ def test_loader_goes_on_behind_the_last_batch_that_was_used(kind: str, prefetch:
     assert result == expected
 
 
-# Killed by SIGKILL, and started again
-
 EPOCHS = 4  # of 8 optimizer steps
 # The hook that kills changes from step to step. In `on_train_batch_start` a checkpoint may just be being written.
 KILLS = ("on_train_batch_end", "on_safe_point", "on_validation_batch_end", "on_log", "on_train_batch_start")

@@ -40,8 +40,7 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
     """Check that a resume is what an uninterrupted training did after so many batches."""
     resumed, whole = training(resumed), training(whole)
     assert resumed
-    first = next(line for line in resumed if line[0] == "on_train_batch_end")
-    assert first[4] == batches + 1
+    assert next(line for line in resumed if line[0] == "on_train_batch_end")[4] == batches + 1
     assert_same(resumed, whole[-len(resumed) :])
 
 
@@ -125,8 +124,7 @@ def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl
     done, callbacks, arguments = CUTS[cut]
     with contextlib.suppress(Stopped):
         fit(make_trainer("single", tmp_path / "run", callbacks(), enable_checkpointing=True, **arguments))
-    resumes = make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto")
-    last = fit(resumes, seed=int(done > 0))
+    last = fit(make_trainer("single", tmp_path / "run", name="last", max_epochs=2, resume="auto"), seed=int(done > 0))
     assert_is_the_end_of(journal(last), journal(whole), done)
     assert final(last) == final(whole) and csv(last) == csv(whole)
 
@@ -141,9 +139,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[jl.Trainer, dict
     assert trainer.checkpoint_callback is not None
     result = {"its own": Path(trainer.checkpoint_callback.last_model_path), "after fit": saver.folder / "after"}
     return trainer, result | {place[0]: saver.path(place) for place in saver.places}
-
-
-ENDS = ("its own", "on_train_end", "on_fit_end", "after fit")
 
 
 def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
@@ -162,7 +157,7 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     assert final(again) == final(trainer)
 
 
-@pytest.mark.parametrize("name", thinned(ENDS, "its own", full=()))
+@pytest.mark.parametrize("name", thinned(("its own", "on_train_end", "on_fit_end", "after fit"), "its own", full=()))
 def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Trainer, tmp_path: Path) -> None:
     more = make_trainer("single", tmp_path / "more", max_epochs=2)
     fit(more, ckpt_path=finished[1][name])
@@ -173,8 +168,7 @@ def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Traine
 def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, list[int]]:
     """Train `Mean`; returns the Trainer, and the numbers of its batches."""
     watch = kit_journal.Journal()
-    trainer = kit_fit(Mean(), train, None, watch, *callbacks, **({"max_epochs": 2} | arguments))
-    return trainer, watch.batches["train"]
+    return kit_fit(Mean(), train, None, watch, *callbacks, **({"max_epochs": 2} | arguments)), watch.batches["train"]
 
 
 SAVE = kit_journal.at_batch(4, lambda t, m: t.save_checkpoint("at") if t.current_epoch == 0 else None)

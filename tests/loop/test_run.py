@@ -22,11 +22,6 @@ def weight(model: Any) -> float:
     return float(model.w[...][0])
 
 
-def validations(journal: Journal) -> list[int]:
-    """Return the steps at which validations began."""
-    return [step for *_, step in journal.named("on_validation_start")]
-
-
 @pytest.mark.parametrize(("limit", "of_5", "of_3"), [(1, 1, 1), (4, 4, 3), (0.4, 2, 1), (1.0, 5, 3)])
 def test_a_limit_is_a_count_or_a_floored_fraction(limit: float, of_5: int, of_3: int) -> None:
     journal, model = Journal(), Mean()
@@ -94,7 +89,6 @@ def test_fast_dev_run_has_no_loggers_stopping_or_files(tmp_path: Any) -> None:
 
 
 def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
-    """Return a hook that lets time pass."""
     return lambda *_: setattr(clock, "now", clock.now + seconds)
 
 
@@ -122,7 +116,7 @@ def test_a_validation_interval_may_be_a_duration(
     tick = hooks(on_train_batch_end=ticking(clock, batch), on_validation_batch_end=ticking(clock, validation))
     arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "val_check_interval": interval} | arguments
     fit(Mean(), numbered(count), numbered(1), tick, journal, **BARE, **arguments)
-    assert validations(journal) == at
+    assert [step for *_, step in journal.named("on_validation_start")] == at
 
 
 @pytest.mark.parametrize(

@@ -24,24 +24,15 @@ BATCHES = [*sized(16, 16, 16, 5)]  # the last one does not divide among 8 device
 
 
 class Wide(Linear):
-    """Linear regression of sixteen values with Adam."""
-
     def __init__(self) -> None:
-        rng = np.random.default_rng(1)
-        self.kernel = nnx.Param(jnp.asarray(3 * rng.normal(size=(3, 16)), jnp.float32))
+        self.kernel = nnx.Param(jnp.asarray(3 * np.random.default_rng(1).normal(size=(3, 16)), jnp.float32))
         self.bias = nnx.Param(jnp.zeros(16))
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.adam(0.05, eps=1e-3)
 
 
-def loss_of(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean((batch["x"] @ params["kernel"] + params["bias"] - batch["y"]) ** 2)
-
-
 class Looks(jl.Callback):
-    """Keeps all that a step shows."""
-
     def __init__(self, every: int | None = None) -> None:
         self.trace_every_n_steps = every
         self.seen: dict[int, dict[str, np.ndarray]] = {}
@@ -55,8 +46,6 @@ class Looks(jl.Callback):
 
 
 class Norm(jl.Callback):
-    """Shows a scalar."""
-
     def __init__(self, every: int | None = None, name: str = "norm") -> None:
         self.trace_every_n_steps, self.name = every, name
 
@@ -87,7 +76,9 @@ def by_hand(windows: list[Any], clip: bool = False, low: Any = jnp.float32, scal
     opt_state, result = tx.init(params), []
 
     def low_loss(params: Any, batch: Any) -> jax.Array:
-        return loss_of(*jax.tree.map(lambda x: x.astype(low), (params, batch))).astype(jnp.float32) * scale
+        w, b = jax.tree.map(lambda x: x.astype(low), (params, batch))
+        loss = jnp.mean((b["x"] @ w["kernel"] + w["bias"] - b["y"]) ** 2)
+        return loss.astype(jnp.float32) * scale
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -114,14 +105,10 @@ def assert_seen(seen: dict[int, Any], expected: list[dict[str, Any]], steps: lis
             np.testing.assert_allclose(seen[step][name], x, rtol=rtol, atol=rtol * np.abs(x).max(), err_msg=name)
 
 
-def windows_of(batches: list[Any], accumulate: int) -> list[Any]:
-    windows = [batches[i : i + accumulate] for i in range(0, len(batches), accumulate)]
-    return [jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows]
-
-
 @functools.cache
 def clipped_by_hand(accumulate: int) -> list[dict[str, Any]]:
-    return by_hand(windows_of(BATCHES, accumulate) * 2, clip=True)
+    windows = [BATCHES[i : i + accumulate] for i in range(0, len(BATCHES), accumulate)]
+    return by_hand([jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows] * 2, clip=True)
 
 
 CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2), ("pmap", 1), ("simulate:8", 2)]
@@ -133,8 +120,7 @@ CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2),
 def test_traced_values_match_a_loop_by_hand(strategy: str, accumulate: int) -> None:
     looks, expected = Looks(2), clipped_by_hand(accumulate)
     arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": CLIP, "max_epochs": 2}
-    callbacks = [looks, Norm(3), jl.callbacks.GradientNorm(every_n_steps=1)]
-    _, looked = train(callbacks, BATCHES, strategy, **arguments)
+    _, looked = train([looks, Norm(3), jl.callbacks.GradientNorm(every_n_steps=1)], BATCHES, strategy, **arguments)
     assert min(np.linalg.norm(result["grads/kernel"]) for result in expected) > 2 * CLIP  # so that clipping matters
     assert_seen(looks.seen, expected, list(range(1, len(expected), 2)))
     _, plain = train([], BATCHES, strategy, **arguments)

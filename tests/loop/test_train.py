@@ -48,8 +48,7 @@ def test_stop_in_a_hook_ends_at_the_next_safe_place(hook: str) -> None:
     # An epoch that a stop has left without a batch does not count.
     assert (trainer.current_epoch or epochs, trainer.global_step) == (epochs, steps)
     assert (trainer.should_stop, trainer.stop_reason) == (True, hook)
-    started = hook not in EARLY[:-1]
-    assert ("on_train_start" in journal.names) == ("on_train_end" in journal.names) == started
+    assert ("on_train_start" in journal.names) == ("on_train_end" in journal.names) == (hook not in EARLY[:-1])
     assert journal.names[-2:] == ["on_fit_end", "teardown"]
     # Nothing is cut off: what has started ends, and is validated once an epoch at most.
     for what in ("train_epoch", "train_batch", "validation", "validation_batch", "sanity_check"):
@@ -151,8 +150,7 @@ def test_a_second_fit_keeps_weights_and_resets_the_optimizer() -> None:
     for _ in range(2):
         trainer.fit(model, loader)
         assert (trainer.current_epoch, trainer.global_step) == (1, 2)
-    by_hand = HandLoop(Linear())(*batches[:2])
-    assert_same(model, HandLoop(by_hand.module)(*batches[:2]).module)
+    assert_same(model, HandLoop(HandLoop(Linear())(*batches[:2]).module)(*batches[:2]).module)
 
 
 def test_a_trainer_may_fit_again_after_an_error() -> None:
@@ -183,10 +181,9 @@ def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
     return len(result)
 
 
-IN_FLIGHT = [("fit", 1, 24), ("fit", 2, 23), ("fit", 8, 5), ("validate", 2, 24), ("validate", 8, 6)]
-
-
-@pytest.mark.parametrize(("verb", "limit", "times"), IN_FLIGHT)
+@pytest.mark.parametrize(
+    ("verb", "limit", "times"), [("fit", 1, 24), ("fit", 2, 23), ("fit", 8, 5), ("validate", 2, 24), ("validate", 8, 6)]
+)
 def test_a_run_waits_for_steps_in_flight(verb: str, limit: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     free = waits(monkeypatch, verb, max_in_flight=100)
     assert waits(monkeypatch, verb, max_in_flight=limit) == free + times
@@ -199,8 +196,7 @@ def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
             self.log(f"metric_{i}", loss, on_step=True, on_epoch=True)
         return loss
 
-    trainer = make_trainer(strategy=strategy, log_every_n_steps=log_every, **BARE)
-    return calls_per_step_of(trainer, module(step))
+    return calls_per_step_of(make_trainer(strategy=strategy, log_every_n_steps=log_every, **BARE), module(step))
 
 
 @pytest.mark.parametrize(

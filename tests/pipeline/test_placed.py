@@ -61,8 +61,7 @@ def test_large_arrays_of_two_ranks_are_refused(places: Places) -> None:
     first, second = (jax.device_put(np.ones(SIZES[2], np.float32), on(places, rank)) for rank in (0, 1))
     with pytest.raises(StateError, match=r"update: the operation add combines .*f(loat)?32\[2000\] of rank 0.*rank 1"):
         Placed(lambda a, b: a + b, places, "update")(first, second)
-    followed = Placed(lambda a, b: a + b, places, "on_state", follows=True)(first, second)
-    np.testing.assert_array_equal(followed, 2.0)
+    np.testing.assert_array_equal(Placed(lambda a, b: a + b, places, "on_state", follows=True)(first, second), 2.0)
 
 
 def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
@@ -73,8 +72,7 @@ def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
 
     placed = Placed(choose, places, "choose")
     for ok in (True, False):
-        result = placed(np.asarray(ok), old, new)
-        for mine, theirs in zip(result, new if ok else old, strict=True):
+        for mine, theirs in zip(placed(np.asarray(ok), old, new), new if ok else old, strict=True):
             np.testing.assert_array_equal(mine, theirs)
             assert mine.sharding.device_set == theirs.sharding.device_set
 

@@ -58,8 +58,7 @@ def test_a_table_has_a_row_for_each_stage() -> None:
 
 
 def test_describe_tells_after_a_fit_what_stages_are_made_of() -> None:
-    strategy = jl.strategies.Pipeline(2, microbatches=3)
-    lines = fitted(strategy).splitlines()
+    lines = fitted(jl.strategies.Pipeline(2, microbatches=3)).splitlines()
     assert lines[0] == "Pipeline on mesh stage=2 x data=1, Std1F1B(2) with 3 microbatches"
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines[2:4]]
     assert [row[:4] for row in rows] == [

@@ -85,8 +85,7 @@ def test_sending_costs_time_between_ranks_alone() -> None:
     assert simulate(S.GPipe(1), 4, comm=5.0) == simulate(S.GPipe(1), 4)
     # Two hops forward and two back, of which none is hidden.
     assert simulate(S.GPipe(3), 4, comm=0.5).makespan == simulate(S.GPipe(3), 4).makespan + 4 * 0.5
-    slow = {Kind.FWD: 2.0, Kind.BWD: 2.0}
-    assert simulate(S.GPipe(2), 2, latency=slow).makespan == 3 * 4.0
+    assert simulate(S.GPipe(2), 2, latency={Kind.FWD: 2.0, Kind.BWD: 2.0}).makespan == 3 * 4.0
 
 
 class Given(S.Schedule):

@@ -48,16 +48,14 @@ def test_collectives_in_loops_count_by_the_turns() -> None:
     def body(x: Any) -> Any:
         return jax.lax.psum(jax.lax.scan(turn, x, None, length=5)[0].sum(), "data")[None]
 
-    result = of_replicas(body, ROWS)
-    assert result == (
+    assert of_replicas(body, ROWS) == (
         Collective("all-reduce", 5 * 3 + 1, 15 * 16 * 6 * 4 + 4),
         Collective("collective-permute", 5, 5 * 16 * 6 * 4),
     )
 
 
 def test_a_loop_of_unknown_length_counts_as_one_turn_at_least() -> None:
-    step = lambda h: jnp.tanh(jax.lax.psum(h, "data"))  # noqa: E731
-    until = lambda x: jax.lax.while_loop(lambda h: h[0, 0] < 0.5, step, x)  # noqa: E731
+    until = lambda x: jax.lax.while_loop(lambda h: h[0, 0] < 0.5, lambda h: jnp.tanh(jax.lax.psum(h, "data")), x)  # noqa: E731
     assert of_replicas(until, ROWS) == (Collective("all-reduce", 1, 16 * 6 * 4, exact=False),)
     both = lambda x: jax.lax.psum(until(x)[0], "data")[None]  # noqa: E731
     assert of_replicas(both, ROWS) == (Collective("all-reduce", 2, 17 * 6 * 4, exact=False),)
@@ -65,8 +63,7 @@ def test_a_loop_of_unknown_length_counts_as_one_turn_at_least() -> None:
 
 def test_of_branches_the_one_that_sends_most_counts() -> None:
     def body(x: Any, flag: Any) -> Any:
-        few = lambda: x + jax.lax.psum(x[0], "data")  # noqa: E731
-        return jax.lax.cond(flag[0], lambda: jax.lax.psum(x, "data"), few)
+        return jax.lax.cond(flag[0], lambda: jax.lax.psum(x, "data"), lambda: x + jax.lax.psum(x[0], "data"))
 
     assert of_replicas(body, ROWS, jnp.ones(N, bool)) == (Collective("all-reduce", 1, 16 * 6 * 4),)
 

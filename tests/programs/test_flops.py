@@ -35,8 +35,7 @@ def test_flops_of_a_matrix_product_and_its_gradients() -> None:
 
 def triples(size: int, window: int, stride: int, low: int, high: int, spread: int = 1) -> int:
     """Count by hand the (output, weight) pairs of one dim that meet an entry of the image."""
-    reach = (window - 1) * spread + 1
-    starts = range(-low, size + high - reach + 1, stride)
+    starts = range(-low, size + high - ((window - 1) * spread + 1) + 1, stride)
     return sum(0 <= start + k * spread < size for start in starts for k in range(window))
 
 
@@ -44,8 +43,7 @@ def triples(size: int, window: int, stride: int, low: int, high: int, spread: in
 def test_flops_of_a_convolution_and_its_gradients(stride, pads, spread) -> None:
     def convolve(image: Any, kernel: Any) -> Any:
         settings = {"window_strides": (stride, 1), "padding": (pads, (0, 0)), "rhs_dilation": (spread, 1)}
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(image, kernel, **settings, dimension_numbers=numbers)
+        return jax.lax.conv_general_dilated(image, kernel, **settings, dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     rows, inside, out = 2, 3, 4
     one = 2 * rows * inside * out * triples(11, 3, stride, *pads, spread) * triples(6, 2, 1, 0, 0)
@@ -129,8 +127,7 @@ def test_flops_of_a_kernel_and_of_solving() -> None:
 
     blocks = [pl.BlockSpec((2, K), lambda i: (i, 0)), pl.BlockSpec((K, N), lambda i: (0, 0))]
     out = {"out_specs": pl.BlockSpec((2, N), lambda i: (i, 0)), "out_shape": jax.ShapeDtypeStruct((8, N), jnp.float32)}
-    call = pl.pallas_call(kernel, grid=(4,), in_specs=blocks, **out)
-    assert flops(call, (8, K), (K, N)) == Flops(2 * 8 * K * N)
+    assert flops(pl.pallas_call(kernel, grid=(4,), in_specs=blocks, **out), (8, K), (K, N)) == Flops(2 * 8 * K * N)
     assert flops(jnp.linalg.solve, (K, K), (K,)) == Flops(0)
 
 
@@ -141,5 +138,4 @@ def test_a_kernel_without_products_may_have_a_traced_grid() -> None:
 
         return pl.pallas_call(kernel, out_shape=x, grid=(n,), interpret=True)(x)
 
-    program = jax.make_jaxpr(copied)(jnp.ones((8, 8)), jnp.int32(2))
-    assert count_flops(program.jaxpr) == Flops(0)
+    assert count_flops(jax.make_jaxpr(copied)(jnp.ones((8, 8)), jnp.int32(2)).jaxpr) == Flops(0)

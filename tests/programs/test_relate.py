@@ -67,8 +67,7 @@ def rows_loss(w: Any, b: Any) -> Any:
 
 def scanned(w: Any, b: Any) -> Any:
     """A recurrent net over the columns, with a carry that begins as zeros."""
-    step = lambda h, column: (jnp.tanh(h + column), h)  # noqa: E731
-    return jax.lax.scan(step, jnp.zeros(b["x"].shape[0]), b["x"].T)
+    return jax.lax.scan(lambda h, column: (jnp.tanh(h + column), h), jnp.zeros(b["x"].shape[0]), b["x"].T)
 
 
 def branched(w: Any, b: Any) -> Any:
@@ -218,11 +217,9 @@ def test_draws_for_all_rows_at_once_are_alike_only_if_asked() -> None:
 def test_rows_drawn_from_one_key_are_noticed() -> None:
     draw = lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), b["x"].shape)  # noqa: E731
     assert relate(trace(draw, 3), trace(draw, 6), [SAME, ROWS, ROWS, ROWS], "data", REPLICAS)[1]
-    keyed = lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i))  # noqa: E731
-    by_place = lambda w, b: jax.vmap(keyed)(rows_of(b))  # noqa: E731
+    by_place = lambda w, b: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i)))(rows_of(b))  # noqa: E731
     assert relate(trace(by_place, 3), trace(by_place, 6), [SAME, ROWS, ROWS, ROWS], "data", REPLICAS)[1]
-    shared = lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), (3,))  # noqa: E731
-    assert relation_of(shared) == ROWS
+    assert relation_of(lambda w, b: b["x"] + jax.random.normal(jax.random.key(0), (3,))) == ROWS
     own = lambda w, b: jax.random.normal(  # noqa: E731
         jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("data")), b["x"].shape
     )

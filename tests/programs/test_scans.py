@@ -27,13 +27,11 @@ def plain(w: Any, x: jax.Array) -> jax.Array:
 
 
 def along_another_dim(w: Any, x: jax.Array) -> jax.Array:
-    scan = nnx.scan(lambda x, w: layer(x, w), in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)
-    return scan(x, w.swapaxes(0, 1)).sum()
+    return nnx.scan(lambda x, w: layer(x, w), in_axes=(nnx.Carry, 1), out_axes=nnx.Carry)(x, w.swapaxes(0, 1)).sum()
 
 
 def computed_again(w: Any, x: jax.Array) -> jax.Array:
-    turn = jax.checkpoint(lambda x, w: (layer(x, w), None))
-    return jax.lax.scan(turn, x, w)[0].sum()
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, w)[0].sum()
 
 
 def inside_of_calls(w: Any, x: jax.Array) -> jax.Array:
@@ -71,22 +69,15 @@ def arguments() -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("fn", [*SCANS, *OTHERS])
 def test_a_scanned_dim_is_found_wherever_the_scan_is(fn: Callable[..., Any]) -> None:
-    result = scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1])
-    assert result == ({0: {0}} if fn in SCANS else {})
+    assert scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1]) == ({0: {0}} if fn in SCANS else {})
 
 
 def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
     def nested(w: Any, x: jax.Array) -> jax.Array:
-        inner = lambda x, w: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0], None)  # noqa: E731
-        return jax.lax.scan(inner, x, w)[0].sum()
+        return jax.lax.scan(lambda x, w: (jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0], None), x, w)[0].sum()
 
     w, x = arguments()
     assert scanned_dims(jax.make_jaxpr(nested)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
-
-
-def gradient(fn: Callable[..., Any], lies: Any, policy: Any = None) -> Any:
-    wrapped = by_layer(fn, [lies, None], policy)
-    return jax.jit(jax.value_and_grad(wrapped), out_shardings=(None, lies[0]))
 
 
 @pytest.mark.parametrize("fn", thinned([*SCANS, *OTHERS], *SCANS[:1], *OTHERS[:2]))
@@ -94,15 +85,14 @@ def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[...,
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
     lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
     placed = jax.device_put(w, lies[0]), jax.device_put(x, NamedSharding(mesh, P("data")))
-    step = gradient(fn, lies)
+    step = jax.jit(jax.value_and_grad(by_layer(fn, [lies, None], None)), out_shardings=(None, lies[0]))
     loss, grads = step(*placed)
     wanted = jax.value_and_grad(fn)(w, x)
     np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
     np.testing.assert_allclose(grads, wanted[1], rtol=1e-5, atol=2e-2 if fn is inside_of_calls else 1e-5)
     if fn in SCANS:
         # Of the whole array no gather is in the program, only of a layer: once forward and once backward.
-        text = step.lower(*placed).compile().as_text()
-        gathers = [line for line in text.splitlines() if " all-gather(" in line]
+        gathers = [line for line in step.lower(*placed).compile().as_text().splitlines() if " all-gather(" in line]
         assert gathers and not [line for line in gathers if f"[{LAYERS},{WIDTH},{WIDTH}]" in line]
 
 

@@ -44,23 +44,18 @@ def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
 
 
 class Secretive(Mean):
-    """Is given secrets."""
-
     def __init__(self, width: int, api_key: str = "", **more: Any) -> None:
         super().__init__()
         self.hparams["later"] = {"hf_token": "planted"}
-
-
-def tell(trainer: Any, module: Any) -> None:
-    for logger in trainer.loggers:
-        logger.log_hyperparams({"more": {"token": "planted"}, "lr": 0.1})
 
 
 def test_no_secret_is_written_and_one_line_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     model = Secretive(7, api_key="planted", nested={"deep": [{"db_password": "planted"}]})
     wandb = WandbLogger(offline=True, config={"extra": {"password": "planted"}})
     given = {"logger": [wandb, CSVLogger(), JSONLLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
-    fit(model, numbered(2), None, hooks(on_train_start=tell), **given)
+    more = {"more": {"token": "planted"}, "lr": 0.1}
+    tell = hooks(on_train_start=lambda t, m: [logger.log_hyperparams(more) for logger in t.loggers])
+    fit(model, numbered(2), None, tell, **given)
     records()  # when W&B has written the last of them
     told = " ".join(line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out"))
     for name in ("api_key", "nested.deep[0].db_password", "later.hf_token", "extra.password", "more.token"):

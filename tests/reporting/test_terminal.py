@@ -115,13 +115,11 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
         more["XLA_FLAGS"] = CHEAP["XLA_FLAGS"] + " --xla_force_host_platform_device_count=8"
     screen = in_terminal(command, columns, tmp_path, **more)
     assert screen.too_wide == [] and kinds(screen.text) == [*LINES]
-    rows = [line for line in screen.text if re.match(r"net\.layers\[\d\]\.(bias|kernel|scale) ", line)]
-    assert len(rows) == 6
+    assert len([line for line in screen.text if re.match(r"net\.layers\[\d\]\.(bias|kernel|scale) ", line)]) == 6
     assert any(re.match(r"epoch 1/3  ─+  compiling", line) for line in screen.live), "no line was live meanwhile"
     assert not any("compiling ..." in line for line in screen.text) and not screen.cursor.hidden
     # Two metrics and the mark leave no room for a bar in 80 columns, in no epoch.
-    bars = [len(re.findall("━{6}", line)) > 0 for line in screen.text if line.startswith("epoch")]
-    assert bars == [columns > 80] * 3
+    assert [len(re.findall("━{6}", line)) > 0 for line in screen.text if line.startswith("epoch")] == [columns > 80] * 3
 
 
 @pytest.mark.full

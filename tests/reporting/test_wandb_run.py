@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import wandb
+from kit.journal import raising
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
 from kit.wandb_runs import STEP, FakeRun
@@ -19,16 +20,13 @@ from jaxlit.reporting import wandb_run
 from jaxlit.reporting.wandb_run import WandbError, WandbRun
 
 SYNC = "later: wandb sync /there"
+fail = raising(RuntimeError, "the service is gone\nand more")
 
 
 @pytest.fixture(autouse=True)
 def no_service(monkeypatch):
     monkeypatch.setattr(wandb_run, "MARGIN", 0.0)
     monkeypatch.setattr(wandb, "teardown", lambda: None)
-
-
-def fail(*args):
-    raise RuntimeError("the service is gone\nand more")
 
 
 def log(run, row, what=None):
@@ -43,9 +41,6 @@ def send(run, rows=1, timeout=30.0, **given):
         log(result, {"loss": 1.0, STEP: step})
     result.finish(failed=False)
     return result
-
-
-# Rows
 
 
 def test_rows_are_sent_in_order_by_another_thread(capsys):
@@ -130,19 +125,12 @@ def test_ctrl_c_leaves_a_run_that_finishes(capsys):
     assert capsys.readouterr().out == f"W&B: the upload was interrupted; {SYNC}\n"
 
 
-# Checkpoints
-
-
-def checkpoint(step):
+def upload(run, step, *, lasts=False):
     folder = Path(f"checkpoints/step_{step:08}")
     (folder / "arrays").mkdir(parents=True)
     (folder / "arrays/0").write_bytes(bytes([step]))
     (folder / "state.json").write_text(json.dumps({"global_step": step, "epoch": 1}))
-    return folder
-
-
-def upload(run, step, *, lasts=False):
-    run.log_checkpoint(checkpoint(step), name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
+    run.log_checkpoint(folder, name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
 
 
 def test_a_checkpoint_may_be_deleted_once_it_is_taken():
@@ -158,12 +146,10 @@ def test_a_checkpoint_may_be_deleted_once_it_is_taken():
 
 
 def test_a_refused_upload_is_printed_or_raised_if_asked(capsys):
-    def refused(timeout):
-        raise ValueError("the server is full")
-
     def late(timeout):
         raise RuntimeError("not yet") from TimeoutError()
 
+    refused = raising(ValueError, "the server is full")
     for arrives, line in ((refused, "W&B: step_00000004 was not sent (the server is full)\n"), (late, "")):
         upload(run := WandbRun(FakeRun(arrives=arrives), 30.0, raises=False), 4)
         run.finish(failed=False)

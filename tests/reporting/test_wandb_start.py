@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 import wandb
-from kit.journal import hooks
+from kit.journal import hooks, raising
 from kit.processes import say
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
@@ -25,11 +25,11 @@ from jaxlit.reporting import wandb_run, wandb_start
 from jaxlit.reporting.wandb_start import open_run
 
 SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
+FAIL = raising(RuntimeError, "the service is gone\nand more")
 
 
 def opened(**given):
-    arguments = {"id": "wanted", "dir": str(Path.cwd())}
-    return open_run(arguments, SETTINGS, **({"offline": False, "raises": False} | given))
+    return open_run({"id": "wanted", "dir": str(Path.cwd())}, SETTINGS, **({"offline": False, "raises": False} | given))
 
 
 @pytest.fixture
@@ -44,13 +44,6 @@ def asked(monkeypatch):
     monkeypatch.setattr(wandb, "init", lambda **given: calls.append((given, sys.stdin.isatty())) or answers.pop(0)())
     closed = []
     return calls, answers, closed
-
-
-def fail():
-    raise RuntimeError("the service is gone\nand more")
-
-
-# With an SDK that a test makes up
 
 
 def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, capsys):
@@ -79,7 +72,7 @@ def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
 
 
 def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
-    asked[1].extend([FakeRun, *[fail] * 2])
+    asked[1].extend([FakeRun, *[FAIL] * 2])
     assert opened().url == FakeRun.url
     assert capsys.readouterr().out == f"W&B {FakeRun.url}\n"
     assert opened() is None
@@ -88,7 +81,7 @@ def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_failure_to_open_a_run_is_raised_if_asked(asked, offline):
-    asked[1].append(fail)
+    asked[1].append(FAIL)
     with pytest.raises(RuntimeError, match="the service is gone"):
         opened(raises=True, offline=offline)
 
@@ -100,15 +93,12 @@ def test_the_service_of_another_open_run_is_not_closed(asked, monkeypatch, whose
     else:
         asked[1].append(FakeRun)
         other = opened()
-    asked[1].extend([fail] * 2)
+    asked[1].extend([FAIL] * 2)
     assert opened() is None
     assert asked[2] == []
     if whose != "the user's":  # the last one closes it
         wandb_start.end_run(other, failed=True)
         assert len(asked[2]) == 1
-
-
-# With the real one
 
 
 def test_without_a_key_a_run_is_offline_which_one_line_says(capfd):
@@ -140,9 +130,6 @@ def test_a_mode_that_is_set_later_counts(monkeypatch, capsys):
 def test_without_the_package_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     refuses(JaxlitError, opened, "pip install wandb")
-
-
-# Processes
 
 
 def fit_test_and_hang():

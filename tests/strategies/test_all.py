@@ -253,11 +253,6 @@ class Noting(jl.TrainModule):
         return jl.Optimizer(optax.adam(1e-3), wrt=nnx.PathContains("kernel"))
 
 
-def mixed_batch() -> dict[str, np.ndarray]:
-    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
-    return {"x": x, "label": np.arange(8, dtype=np.int32), "mask": np.ones(8, bool)}
-
-
 PRECISE = [*((name, "bf16-mixed") for name in STRATEGIES), ("single", "16-mixed"), ("pmap", "16-mixed")]
 
 
@@ -269,7 +264,9 @@ def test_a_mixed_step_keeps_float32_state(strategy: str, precision: str) -> None
     Noting.seen = []
     watch = hooks(on_train_batch_end=lambda t, m, out, *_: outputs.append((out["loss"].dtype, out["out"].dtype)))
     arguments = {"strategy": splitting(strategy), "precision": precision, "log_every_n_steps": 1}
-    trainer = fit(module, [mixed_batch()] * 3, None, rows, watch, **arguments)
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    batch = {"x": x, "label": np.arange(8, dtype=np.int32), "mask": np.ones(8, bool)}
+    trainer = fit(module, [batch] * 3, None, rows, watch, **arguments)
     low = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16}[precision]
     computed = dict.fromkeys(("x", "kernel", "frozen", "loss"), low)
     assert module.seen

@@ -11,8 +11,6 @@ from sweeps.mixed.case import Case, is_sound
 from sweeps.mixed.generate import cases
 from sweeps.mixed.record import assert_same
 
-TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
-
 
 def check(case: Case) -> None:
     """Train a case both ways and compare.
@@ -34,7 +32,7 @@ def check(case: Case) -> None:
         assert not a_sum, "a sum over rows was not refused"
         assert_same(by_hand.drawn(), record.drawn(), 0.0)
         by_hand = trainer_run.train(replace(case, strategy="shard_map" if case.strategy == "simulate" else "simulate"))
-    assert_same(by_hand, record, TOLERANCE[case.precision])
+    assert_same(by_hand, record, {"32-true": 1e-5, "bf16-mixed": 2e-2}[case.precision])
 
 
 # Together they touch each option, each strategy, and each way in which a part holds or writes state.

@@ -52,12 +52,10 @@ class Transformer(jl.TrainModule):
 
 @functools.cache
 def transformer() -> Transformer:
-    """Return a transformer whose weights are shapes only."""
     return nnx.eval_shape(lambda: Transformer(rngs=nnx.Rngs(0)))
 
 
 def share(state: Any, shardings: Any) -> float:
-    """Return the part of all bytes that a device holds."""
     pairs = [*zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)]
     held = sum(np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
     return float(held / sum(x.size * x.dtype.itemsize for x, _ in pairs))

@@ -94,8 +94,7 @@ def test_a_window_of_microbatches_is_one_step() -> None:
     batches = sized(8, 8, 8, 8, 3)
     expected, module = layered(), layered()
     windows = [jax.tree.map(lambda *x: np.concatenate(x), *batches[i : i + 3]) for i in (0, 3)]
-    parts = [[2] * 12, [2] * 4 + [1] * 3]
-    losses = by_microbatches(expected, windows, parts)
+    losses = by_microbatches(expected, windows, [[2] * 12, [2] * 4 + [1] * 3])
     strategy = Pipeline(4, "1f1b", 4, layers="layers")
     rows = Rows()
     fit(module, batches, None, rows, strategy=strategy, devices=4, accumulate_grad_batches=3, log_every_n_steps=1)
@@ -151,12 +150,10 @@ def test_the_trainers_arguments_do_what_they_do_under_fsdp(name: str) -> None:
         arguments = {"strategy": strategy, "devices": devices, "log_every_n_steps": 1} | ARGUMENTS[name]
         trainer = fit(module, batches, batches[:2], rows, norm, saves, **arguments)
         predicted = trainer.predict(module, batches[:2])
-        applied = trainer.apply(lambda module, x: module(x), batches[0]["x"])
-        result[strategy] = module, rows.rows, [*predicted, applied]
+        result[strategy] = module, rows.rows, [*predicted, trainer.apply(lambda module, x: module(x), batches[0]["x"])]
     (theirs, expected, outputs), (mine, rows, made) = result.values()
     # Of 16 bits, of which bfloat16 has 8 for the digits of what is predicted, only the parameters are held in 32.
-    low = name in ("bf16-mixed", "16-mixed")
-    tolerance, made, outputs = (2e-2, [], []) if low else (1e-5, made, outputs)
+    tolerance, made, outputs = (2e-2, [], []) if name in ("bf16-mixed", "16-mixed") else (1e-5, made, outputs)
     for one, other in zip([*numbers(mine).values(), *made], [*numbers(theirs).values(), *outputs], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
     assert len(rows) == len(expected) and any("grad_norm" in values for _, values in rows)
@@ -229,8 +226,7 @@ def test_checkpoints_go_from_a_pipeline_to_any_other_strategy(tmp_path: Path) ->
         for mine, theirs in zip(held(following), held(trainer), strict=True):
             np.testing.assert_array_equal(mine, theirs)
         following.save_checkpoint(tmp_path / f"of-{i}")
-        on = train(f"{i}-on", strategy, devices, ckpt_path=tmp_path / f"of-{i}", max_epochs=2)
-        assert on.global_step == 6
+        assert train(f"{i}-on", strategy, devices, ckpt_path=tmp_path / f"of-{i}", max_epochs=2).global_step == 6
 
 
 @pytest.mark.full

@@ -80,8 +80,7 @@ def test_a_strategy_object_may_serve_two_trainers(kind: str) -> None:
     np.testing.assert_array_equal(weights[0], weights[2])
     np.testing.assert_allclose(np.asarray(weights[0]), np.asarray(weights[1]), rtol=1e-4)
     # A Trainer keeps its devices when another takes its strategy object.
-    result = trainers[2].apply(Net.predict_step, batches[0])
-    assert result.sharding.device_set == set(jax.devices()[:2])
+    assert trainers[2].apply(Net.predict_step, batches[0]).sharding.device_set == set(jax.devices()[:2])
 
 
 def test_absent_devices_are_an_error_of_fit() -> None:

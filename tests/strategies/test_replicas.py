@@ -133,8 +133,7 @@ def test_a_tail_counts_once_in_metric_weights() -> None:
 
     data = arrays(33)
     data["x"][32] = 1000
-    model = Mean(rngs=nnx.Rngs(0))
-    trainer = fit(model, jl.ArrayLoader(data, 32), strategy="shard_map", accumulate_grad_batches=2)
+    trainer = fit(Mean(rngs=nnx.Rngs(0)), jl.ArrayLoader(data, 32), strategy="shard_map", accumulate_grad_batches=2)
     assert trainer.callback_metrics["x"] == pytest.approx(data["x"].mean(), rel=1e-5)
 
 
@@ -146,8 +145,7 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
             return self.linear(batch["x"]).mean() ** 2
 
     batch = arrays(16)
-    module = Coupled(rngs=nnx.Rngs(0))
-    outputs = np.asarray(module.linear(batch["x"])).reshape(devices, -1)
+    outputs = np.asarray(Coupled(rngs=nnx.Rngs(0)).linear(batch["x"])).reshape(devices, -1)
     name = strategy.partition(":")[0]
     training = jl.testing.train(lambda: Coupled(rngs=nnx.Rngs(0)), [batch], strategy=name, devices=devices, steps=1)
     assert training.loss[0] == pytest.approx((outputs.mean(1) ** 2).mean(), rel=1e-5)

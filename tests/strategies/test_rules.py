@@ -73,8 +73,6 @@ PATHS = {r"(qkv|up)\.kernel$": COLUMNS, r"(out|down)\.kernel$": WHOLE_ROWS}
 
 
 def spec_of(strategy: Any, shape: tuple[int, ...], names: Any = None, path: str = "kernel") -> P:
-    """Return how a strategy splits one parameter."""
-
     class One(jl.TrainModule):
         def __init__(self) -> None:
             with nnx.use_eager_sharding(False):
@@ -168,8 +166,6 @@ def test_the_layers_of_a_scan_are_not_divided_among_devices(shape: tuple[int, ..
     if layers == 0:
         assert laid_out(FSDP(min_size=0), Deep())[1].params["scale"].spec == P("data")  # what it is without the step
 
-
-# Strategies that are made of rules
 
 SPLIT = {
     "rules": (lambda: TensorParallel(PATHS, tp=2, fsdp=2, data=2), {}),
@@ -272,9 +268,6 @@ def test_a_sequence_lies_in_parts_on_the_devices() -> None:
     assert parts == {"x": (2, 2, 3), "odd": (2, 9), "y": (2,), "n": ()}
 
 
-# A mesh of the user's own, at the Trainer
-
-
 @pytest.mark.parametrize(
     ("strategy", "mesh", "described"),
     [
@@ -287,8 +280,7 @@ def test_a_sequence_lies_in_parts_on_the_devices() -> None:
     ],
 )
 def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, described: str) -> None:
-    trainer = make_trainer(strategy=strategy, mesh=mesh)
-    assert trainer.strategy.describe() == described
+    assert make_trainer(strategy=strategy, mesh=mesh).strategy.describe() == described
     assert not isinstance(strategy, FSDP) or strategy._given_mesh is None  # the user's own object stays as it was
 
 

@@ -31,8 +31,6 @@ class Block(nnx.Module):
 
 
 class Scanned(jl.TrainModule):
-    """A language model that scans over its layers."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block))(rngs)
@@ -54,9 +52,7 @@ def cost_of(strategy: Any, module: Any, tokens: np.ndarray, **arguments: Any) ->
 
 
 def parameter_bytes(trainer: jl.Trainer) -> int:
-    """Return the bytes of the parameters that are split."""
-    leaves = jax.tree.leaves(trainer.state.params)
-    return sum(x.nbytes for x in leaves if not x.sharding.is_fully_replicated)
+    return sum(x.nbytes for x in jax.tree.leaves(trainer.state.params) if not x.sharding.is_fully_replicated)
 
 
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (16, 33)).astype(np.int32)
@@ -74,8 +70,7 @@ def test_scanned_layers_are_gathered_one_at_a_time() -> None:
 @pytest.mark.full
 def test_each_array_of_a_transformer_is_gathered_once() -> None:
     module = LM(rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32)
-    _, sent, trainer = cost_of("fsdp", module, tokens)
+    _, sent, trainer = cost_of("fsdp", module, np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32))
     assert sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.state.params)) == 27
     assert sent["all-gather"].calls <= 27 and sent["all-gather"].bytes <= 1.1 * parameter_bytes(trainer)
 
@@ -117,5 +112,4 @@ class Stateful(jl.TrainModule):
 def test_layers_of_many_split_arrays_train() -> None:
     """More collectives of one layer than there are threads: run at once they would wait for each other."""
     batches = list(np.random.default_rng(0).normal(size=(3, 16, 16)).astype(np.float32))
-    strategies = [FSDP(min_size=0)]
-    jl.testing.assert_same_training(Stateful, batches, strategies=strategies, devices=(8,), steps=3)
+    jl.testing.assert_same_training(Stateful, batches, strategies=[FSDP(min_size=0)], devices=(8,), steps=3)

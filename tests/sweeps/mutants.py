@@ -21,7 +21,6 @@ from queue import Queue
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 300.0  # a defect that makes a test hang is noticed
-PARTS = ("jaxlit", "strategies", "callbacks", "tests", "examples", "docs", "README.md", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def _exists(test: str) -> bool:
 
 def _copy(folder: Path) -> Path:
     folder.mkdir()
-    for part in PARTS:
+    for part in ("jaxlit", "strategies", "callbacks", "tests", "examples", "docs", "README.md", "pyproject.toml"):
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, folder / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:

@@ -62,8 +62,6 @@ class Named:
 
 @dataclass(frozen=True)
 class Scaling(Replica):
-    """Multiplies the gradients that it reduces."""
-
     factor: int = 1
 
     def reduce_grads(self, grads, how, shardings):
@@ -79,8 +77,7 @@ class Doubled(Named, jl.strategies.DDP):
 class Miscounting(Named, jl.strategies.DDP):
     def create_state(self, init, shardings, *inputs, donate=False):
         leaves = super().create_state(init, shardings, *inputs, donate=donate)
-        one_more = lambda x: x + (x.shape == (3,) and x.dtype == jnp.int32)  # noqa: E731
-        return jax.tree.map(one_more, leaves)
+        return jax.tree.map(lambda x: x + (x.shape == (3,) and x.dtype == jnp.int32), leaves)
 
 
 class Forgetful(Replica):
@@ -91,15 +88,13 @@ class Forgetful(Replica):
 
 
 def forgetful(base):
-    """Return a strategy whose replicas forget their mean."""
     replica = property(lambda self: Forgetful(**vars(base.replica.fget(self))))
     return type("Forgets", (Named, base), {"replica": replica})()
 
 
 def compare(*strategies, module=Rows, devices=(2,), rows=2 * ROWS, **arguments):
     rng = np.random.default_rng(0)
-    data = {key: rng.normal(size=(rows, 12)).astype(np.float32) for key in ("x", "y")}
-    loader = jl.ArrayLoader(data, ROWS)
+    loader = jl.ArrayLoader({key: rng.normal(size=(rows, 12)).astype(np.float32) for key in ("x", "y")}, ROWS)
     make = lambda: module(rngs=nnx.Rngs(0))  # noqa: E731
     return jl.testing.assert_same_training(make, loader, strategies=[*strategies], devices=devices, **arguments)
 

@@ -89,7 +89,6 @@ def test_wrong_and_unknown_attributes_are_refused_when_set(name, value, words) -
 
 
 def windows(*counts: int) -> jl.Callback:
-    """Return a callback that sets the batches of a step at the start of each epoch."""
     return hooks(on_train_epoch_start=lambda t, m: setattr(t, "accumulate_grad_batches", counts[t.current_epoch]))
 
 

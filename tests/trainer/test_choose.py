@@ -130,8 +130,7 @@ def test_best_is_of_the_callback_that_a_new_trainer_has() -> None:
     saver = lambda mode: ModelCheckpoint(mode, monitor="score", mode=mode, save_top_k=-1)  # noqa: E731
     fit(Line(), numbered(1), None, scores, saver("min"), saver("max"), max_epochs=3)
     for mode, step in (("min", 2), ("max", 1)):
-        validated = make_trainer(saver(mode)).validate(Line(), numbered(1), ckpt_path="best")
-        assert validated == [{"val": weight(step)}]
+        assert make_trainer(saver(mode)).validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(step)}]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +253,7 @@ def test_what_a_new_training_does_not_take_is_named(pretrained, caplog) -> None:
     kernel = []
     look = hooks(on_fit_start=lambda t, m: kernel.append((m.head[...].tolist(), np.asarray(m.kernel[...]).tolist())))
     fit(model, random(1), None, look, default_root_dir="new", init_from=pretrained)
-    old = Rich.load_from_checkpoint(pretrained)
-    assert kernel == [(head, old.kernel[...].tolist())]
+    assert kernel == [(head, Rich.load_from_checkpoint(pretrained).kernel[...].tolist())]
     assert (jax.random.key_data(model.drop.rngs.key[...]) == keys).all()
     assert "was loaded in part. Not taken from it:" in caplog.text
     (row,) = [line.split() for line in caplog.text.splitlines() if line.startswith("  module")]

@@ -24,7 +24,6 @@ def slope_by_hand(lr: float, epochs: int) -> float:
 
 
 def told(path: Path, code: str, *arguments: str) -> None:
-    """Run a script, and see it train as it was told to."""
     model = block_with(PAGE, "class Line").replace("batch_size=10", "batch_size=60")
     *_, last = run_script(path, f"{model}\n{code}", *arguments).strip().splitlines()
     hparams, slope, epochs, strategy = json.loads(last)

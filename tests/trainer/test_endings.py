@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 from kit.batches import numbered, random
 from kit.checkpoints import bytes_of, names
-from kit.journal import HOOKS, Rows, hooks
+from kit.journal import HOOKS, Rows, hooks, raising
 from kit.modules import Mean
 from kit.trainers import fit, make_trainer, thinned
 
@@ -57,10 +57,6 @@ def meddler(hook: str, at: int, act: Callable[[], Any]) -> jl.Callback:
             act()
 
     return hooks(**{hook: called})
-
-
-def fail() -> None:
-    raise RuntimeError("mine")
 
 
 def interrupt() -> None:
@@ -150,7 +146,7 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
 )
 def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
     callback = ModelCheckpoint()
-    act = meddler(hook, at, fail if number is None else lambda: signal.raise_signal(number))
+    act = meddler(hook, at, raising(RuntimeError, "mine") if number is None else lambda: signal.raise_signal(number))
     if number == signal.SIGINT:
         trainer = train("parts", act, callback)
         assert trainer.interrupted and trainer.global_step < 6
@@ -189,13 +185,6 @@ class Listener(Rows):
         self.finished += 1
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    def raises(*_: Any) -> Any:
-        raise error
-
-    return raises
-
-
 OF_FIT = [h for h in HOOKS if not any(w in h for w in ("test", "predict", "exception", "checkpoint", "trace"))]
 STEPS = ["prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers", "training_step"]
 STEPS += ["validation_step", "on_before_batch_transfer"]
@@ -221,9 +210,8 @@ EVALUATIONS += [("test", "on_test_batch_start"), ("predict", "on_predict_end")]
 def test_any_error_finalizes_every_logger_once(kind, hook, of_module, verb) -> None:
     error, before, after = kind("the first"), Listener(), Listener()
     model = type("Fails", (Mean,), {hook: raising(error)})() if of_module else Mean()
-    fails = [] if of_module else [hooks(**{hook: raising(error)})]
     trainer = make_trainer(
-        *(before, *fails, after),
+        *(before, *([] if of_module else [hooks(**{hook: raising(error)})]), after),
         num_sanity_val_steps=int("sanity" in hook),
         log_every_n_steps=1,
         default_root_dir="run",

@@ -62,8 +62,7 @@ def test_each_hook_has_calls_time_and_longest_call(clock) -> None:
     arguments = BARE | {"max_epochs": 2, "log_every_n_steps": 2, "num_sanity_val_steps": 0, "datamodule": data}
     model, twice = module(name="Timed", on_train_epoch_end=spend(3)), [slow(clock), slow(clock, 3.0)]
     type(twice[1]).__name__ = "Slower"
-    quick = hooks("Quick", on_train_batch_end=lambda *_: None)
-    trainer = trainers.fit(model, None, None, quick, *twice, **arguments)
+    trainer = trainers.fit(model, None, None, hooks("Quick", on_train_batch_end=lambda *_: None), *twice, **arguments)
     of_slow = {
         "on_train_batch_end": (8, 2 * (1 + 2 + 3 + 4), 4),
         "on_validation_end": (2, 64, 32),

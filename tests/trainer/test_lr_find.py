@@ -99,24 +99,19 @@ class Noisy(jl.TrainModule):
         return optax.inject_hyperparams(self.make)(learning_rate=self.lr)
 
 
-def noisy(seed: int) -> dict[str, np.ndarray]:
-    """Return rows of a line with noise of variance 1, below which no mean loss comes."""
-    rng = np.random.default_rng(seed)
-    x, slope = rng.normal(size=(4096, 8)), rng.normal(size=(8, 1))
-    return {"x": x.astype(np.float32), "y": (x @ slope + rng.normal(size=(4096, 1))).astype(np.float32)}
-
-
 CASES = [(optimizer, size, seed) for optimizer in ("adam", "sgd") for size in (8, 64, 256) for seed in range(3)]
 
 
 @pytest.mark.parametrize(("optimizer", "size", "seed"), thinned(CASES, ("adam", 64, 1), full=CASES[::5]))
 def test_a_fit_at_the_suggestion_of_the_defaults_learns(optimizer: str, size: int, seed: int) -> None:
-    data, model = noisy(seed), Noisy(getattr(optax, optimizer))
+    rng, model = np.random.default_rng(seed), Noisy(getattr(optax, optimizer))
+    x, slope = rng.normal(size=(4096, 8)), rng.normal(size=(8, 1))
+    # A line with noise of variance 1, below which no mean loss comes.
+    data = {"x": x.astype(np.float32), "y": (x @ slope + rng.normal(size=(4096, 1))).astype(np.float32)}
     trainer, loader = make_trainer(max_epochs=2, **BARE), jl.ArrayLoader(data, size, shuffle=True, seed=seed)
     jl.lr_find(trainer, model, loader, update_attr=True)
     trainer.fit(model, loader)
-    error = data["x"] @ np.asarray(model.slope[...]) - data["y"]
-    assert np.mean(error**2) < 1.6 and np.mean(data["y"] ** 2) > 6
+    assert np.mean((data["x"] @ np.asarray(model.slope[...]) - data["y"]) ** 2) < 1.6 and np.mean(data["y"] ** 2) > 6
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "fsdp", full=["single", "pmap"]))

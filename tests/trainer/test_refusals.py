@@ -107,8 +107,6 @@ def test_a_wrong_argument_is_refused_in_three_parts(kind, given, words) -> None:
 
 
 class Bare(jl.TrainModule):
-    """A module without a step."""
-
     __init__ = Mean.__init__
 
 
@@ -172,11 +170,6 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
 ONE = r"one transform for each group of parameters, jl\.Optimizer\(by=\{'"
-SET_UP = r"Made\.configure_optimizers.*cannot be set up.*lambda params"
-
-
-def scheduled(entry: Any) -> Any:
-    return {"optimizer": SGD, "lr_scheduler": entry}
 
 
 OPTIMIZERS: list[tuple[Any, ...]] = [
@@ -185,14 +178,19 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
     ("", nnx.Optimizer(Mean(), SGD, wrt=nnx.Param), rf"^{RETURN} Optimizer.*\. Return its tx: [^\n]{{,80}}$"),
     ("configure_optimizers returns {} w/o optimizer", {}, rf"{RETURN} {{}}", "adamw"),
     ("", {"a": SGD, "b": SGD}, ONE),
-    ("lr_scheduler dict without 'scheduler'", scheduled({"interval": "step"}), RETURN, "schedule inside"),
+    (
+        "lr_scheduler dict without 'scheduler'",
+        {"optimizer": SGD, "lr_scheduler": {"interval": "step"}},
+        RETURN,
+        "schedule inside",
+    ),
     ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", "Return one"),
     ("", [SGD, SGD], ONE),
     ("", optax.lbfgs(), r"Made\.configure_optimizers", "value_fn", "loop of your own"),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
     ("sam next to a part that needs the loss", optax.chain(optax.contrib.sam(SGD, SGD), optax.polyak_sgd()), "'value'"),
     ("", jl.Optimizer(SGD, wrt=nnx.BatchStat), "Made has no variable to train", "wrt="),
-    ("", optax.multi_transform({"a": SGD}, {"w": "a"}), SET_UP),
+    ("", optax.multi_transform({"a": SGD}, {"w": "a"}), r"Made\.configure_optimizers.*cannot be set up.*lambda params"),
 ]
 
 
@@ -216,17 +214,13 @@ def test_what_cannot_be_trained_is_refused_by_name() -> None:
     fit_refuses(Arg, r"two loggers that write to metrics\.csv", model=added)
 
 
-# The other verbs and classes, and what only training can show
-
-
 NAN_LOSS = module(lambda self, batch: jnp.mean(self.error(batch)) * jnp.nan)
-BEST = {"ckpt_path": "best"}
 CALLS: list[tuple[Any, ...]] = [
     ("test() without model", Arg, lambda: make_trainer().test(), r"Trainer\.test\(model", "no model", "Pass one"),
     ("test() without test_dataloader", Arg, lambda: make_trainer().test(Mean()), r"Trainer\.test", "loader", "Pass"),
     (
         *("test(ckpt_path='best') with no checkpointing", CheckpointError),
-        lambda: make_trainer(enable_checkpointing=False).test(Mean(), numbered(1), **BEST),
+        lambda: make_trainer(enable_checkpointing=False).test(Mean(), numbered(1), ckpt_path="best"),
         *(r"test\(ckpt_path=\.\.\.\): 'best' was asked for", "no checkpoint in"),
     ),
     (

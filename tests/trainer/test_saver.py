@@ -118,27 +118,18 @@ def test_a_checkpoint_has_what_its_hook_wrote_to_the_module() -> None:
     assert weight_in("mine") == 7.0
 
 
-# A writer of one's own
-
-
-def of_the_docstring() -> Any:
-    """Return the writer that the docstring of `Saver` shows, saving at every second step."""
-    lines = [line.strip() for line in (Saver.__doc__ or "").splitlines()]
-    code = "\n".join(line[4:] for line in lines if line.startswith((">>>", "...")))
-    result: dict[str, Any] = {}
-    exec(code.replace("% 100", "% 2"), result)
-    return result["EveryHundred"]()
-
-
 @pytest.mark.parametrize("at", thinned([0, 1, 10, 30], 0, 10))
 def test_the_writer_of_the_docstring_announces_what_it_saved(at) -> None:
+    lines = [line.strip() for line in (Saver.__doc__ or "").splitlines()]
+    code = "\n".join(line[4:] for line in lines if line.startswith((">>>", "...")))
+    exec(code.replace("% 100", "% 2"), scope := dict[str, Any]())
     heard: dict[str, bool] = {}
     hears = hooks(on_checkpoint_saved=lambda t, m, c, path: heard.update({path.name: path.name in written()}))
     with contextlib.ExitStack() as stack:
         if at:
             stack.enter_context(pytest.raises(CheckpointError, match="could not be written"))
             stack.enter_context(faults("kept", at=at, kind="full"))
-        fit(Mean(), numbered(6), None, of_the_docstring(), hears, enable_checkpointing=False)
+        fit(Mean(), numbered(6), None, scope["EveryHundred"](), hears, enable_checkpointing=False)
     assert all(heard.values()) and heard.keys() == written()
     assert at or heard.keys() == {"at_2", "at_4", "at_6"}
 
@@ -156,21 +147,17 @@ def test_the_end_of_a_run_waits_for_open_checkpoints(monkeypatch) -> None:
     assert written() == {"end"}
 
 
-def full_in_background(trainer: jl.Trainer) -> Any:
-    """Return a disk that is full from where only the background writes."""
-    with faults("counted") as seen:
-        trainer.saver.begin("counted/a").wait()
-    at = next(i for i, (_, name) in enumerate(seen.operations, 1) if name.endswith("state.json"))
-    return faults("kept", at=at, kind="full")
-
-
 @pytest.mark.parametrize("other", [None, RuntimeError("the first")])
 def test_a_failed_save_is_raised_or_noted_after_teardown(other) -> None:
     torn: list[str] = []
     stack = contextlib.ExitStack()
 
     def leave(trainer: jl.Trainer, module: Any) -> None:
-        stack.enter_context(full_in_background(trainer))
+        with faults("counted") as seen:
+            trainer.saver.begin("counted/a").wait()
+        # The disk is full from where only the background writes.
+        at = next(i for i, (_, name) in enumerate(seen.operations, 1) if name.endswith("state.json"))
+        stack.enter_context(faults("kept", at=at, kind="full"))
         trainer.saver.begin("kept/a")
         if other is not None:
             raise other

@@ -31,8 +31,7 @@ class Net(nnx.Module):
         error = (self.head(x) - batch["y"]).astype(jnp.float32)
         rows, mask = jnp.mean(error**2, axis=-1), batch["m"].astype(jnp.float32)
         masked = (rows * mask).sum() / jnp.maximum(mask.sum(), 1)
-        loss = {"mean": rows.mean(), "sum": rows.sum(), "masked_mean": masked}[self.kind]
-        logs = {
+        return {"mean": rows.mean(), "sum": rows.sum(), "masked_mean": masked}[self.kind], {
             "loss": (rows.mean(), None),
             "error": (jnp.abs(error).mean(), None),
             "masked": (masked, mask.sum()),
@@ -40,7 +39,6 @@ class Net(nnx.Module):
             "peak": (rows.max(), None),
             "low": (rows.min(), None),
         }
-        return loss, logs
 
 
 def make_net(case: Case) -> Net:
@@ -95,7 +93,7 @@ def make_tx(case: Case, steps_per_epoch: int) -> Any:
         "by_step": optax.exponential_decay(0.08, 1, 0.7),
         "by_epoch": optax.piecewise_constant_schedule(0.08, {steps_per_epoch: 0.25}),
     }[case.schedule]
-    kinds = {
+    return {
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9, nesterov=True),
         "adamw": lambda: optax.adamw(rate, eps=1e-2, weight_decay=0.1),
@@ -110,8 +108,7 @@ def make_tx(case: Case, steps_per_epoch: int) -> Any:
         "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
         "adafactor": lambda: optax.adafactor(0.01, min_dim_size_to_factor=4, eps=1e-3),
         "schedule_free": lambda: optax.contrib.schedule_free_sgd(0.1),
-    }
-    return kinds[case.optimizer]()
+    }[case.optimizer]()
 
 
 def _by_name(params: Any, other: Any) -> Any:
