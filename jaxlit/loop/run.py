@@ -42,7 +42,7 @@ class Window:
     """How many batches an optimizer step takes."""
 
     given: int  # the Trainer's argument, before any hook
-    batches: int = 1  # in this epoch
+    batches: int  # in this epoch
     left: int | None = None  # the argument when the loops ended, which a teardown may set back
 
 

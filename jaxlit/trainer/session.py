@@ -341,6 +341,7 @@ class Session:
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
         for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
+        accumulate = self.settings.accumulate_grad_batches
         return Setup(
             settings=self.settings,
             control=self.control,
@@ -348,7 +349,7 @@ class Session:
             results=self.results,
             position=position,
             data=RunData(loaders),
-            window=Window(self.settings.accumulate_grad_batches),
+            window=Window(accumulate, accumulate),
             checkpoints=Checkpoints(resume),
         )
 
