@@ -74,8 +74,8 @@ def train_epoch(run: Run) -> None:
         due.move(step - 1)
         after_step(run, due.at(step)[2])
     due.forget()
-    run.checkpoints.resumed, shows_steps = False, False
-    for batch in batches_left(run):
+    batches, shows_steps, run.checkpoints.resumed = batches_left(run), False, False
+    for batch in batches:
         if position.global_step >= due.next:
             due.move(position.global_step)
         # None for a hook that no callback has in this step, so that it pays no call.
@@ -110,6 +110,9 @@ def batches_left(run: Run) -> Iterable[Batch]:
     (source, limit), position = run.data.training, run.position
     if position.over or run.done:
         return ()
+    if position.batch_idx and not (run.checkpoints.resumed or source.continues):
+        # Training had stopped in this epoch, and a rollback has undone the last step.
+        source.load_state_dict(source.state_dict(position.epoch, position.data))
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 

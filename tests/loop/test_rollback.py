@@ -177,3 +177,13 @@ def test_a_rollback_to_before_the_first_step_can_be_resumed(accumulate: int) -> 
     again, _ = train([1.0] * 16, ModelCheckpoint(), ckpt_path="last", max_epochs=2, **given)
     assert 16 // accumulate > first.global_step > 0
     assert again.global_step == first.global_step + 16 // accumulate
+
+
+def test_a_rollback_of_the_last_step_continues_the_data() -> None:
+    used: list[int] = []
+    note = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: used.append(idx))
+    values = [1.0, 2.0, BAD, 4.0, 5.0]
+    trainer, made = train(values, note, ModelCheckpoint(every_n_train_steps=1), max_steps=3, max_epochs=2)
+    assert used == [0, 1, 2, 3]
+    assert trainer.global_step == 3
+    assert float(made.w[...][0]) == pytest.approx(by_hand([[1.0], [2.0], [4.0]]), abs=1e-6)
