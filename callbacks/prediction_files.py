@@ -1,6 +1,7 @@
 """The files of a PredictionWriter: rows are appended, and their number is known at the end only."""
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -26,14 +27,14 @@ class Rows:
     Args:
         folder: The folder.
         format: "npy", a file for each leaf, or "parquet", a column for each leaf: a list where a row is an array.
-        at_once: Whether each batch is written when it is added, otherwise all of them are at the end, in one piece.
+        at_once: Whether each batch is written when it is added; otherwise all are at the end, in one piece.
     """
 
     def __init__(self, folder: Path, format: str, *, at_once: bool) -> None:
         folder.mkdir(parents=True)
         self._folder, self._at_once, self._num_rows = folder, at_once, 0
         self._append = self._append_npy if format == "npy" else self._append_parquet
-        self._batches: list[Any] = []  # that wait
+        self._batches: list[dict[str, np.ndarray]] = []  # that wait
         self._files: dict[str, tuple[Any, np.ndarray]] = {}  # .npy files, and the first rows of each
         self._writer: Any = None  # of the Parquet file
         self._index: dict[str, Any] = {"format": _FORMAT, "files": format, "tree": None, "leaves": {}}
@@ -44,26 +45,29 @@ class Rows:
         Raises:
             DataError: The leaves differ in their rows, or from those of other batches in their shapes or dtypes.
         """
-        self._batches.append(outputs)
+        rows = self._checked(outputs)
         if self._at_once:
-            self._write()
+            self._append(rows)
+        else:
+            self._batches.append(rows)
 
     def close(self) -> None:
         """Write what waits, complete the files, and write which leaves they hold."""
-        if self._batches:
-            self._write()
+        if batches := self._batches:
+            self._append({name: np.concatenate([rows[name] for rows in batches]) for name in batches[0]})
         for name, (file, _) in self._files.items():
             file.seek(0)
             self._write_header(name)
+            file.flush()
+            os.fsync(file.fileno())
             file.close()
         if self._writer is not None:  # it writes the footer, without which a Parquet file cannot be read
             self._writer.close()
         (self._folder / _INDEX).write_text(json.dumps(self._index, indent=1))
 
-    def _write(self) -> None:
-        batches, self._batches = self._batches, []
+    def _checked(self, outputs: Any) -> dict[str, np.ndarray]:
+        """Return the rows of a batch by the names of the leaves."""
         rows: dict[str, np.ndarray] = {}
-        outputs = jax.tree.map(lambda x, *more: np.concatenate([x, *more]) if more else x, *batches)
         leaves, structure = jax.tree_util.tree_flatten_with_path(outputs)
         for path, leaf in leaves:
             name = re.sub(r"[^\w.-]+", "_", leaf_name(path)).strip("_.") or _LONE
@@ -83,7 +87,7 @@ class Rows:
                 "and leave out what has no rows."
             )
         self._index |= {"leaves": kinds, "tree": to_json(jax.tree.unflatten(structure, list(rows)))}
-        self._append(rows)
+        return rows
 
     def _append_npy(self, rows: dict[str, np.ndarray]) -> None:
         for name, x in rows.items():

@@ -1,5 +1,6 @@
 """Write predictions to files as they are made."""
 
+import contextlib
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,16 +81,14 @@ class PredictionWriter(Callback):
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
-        problem = team().agree("the folder of predictions", self._problem(trainer) if trainer.is_global_zero else None)[
-            0
-        ]
+        problem = self._problem(trainer) if trainer.is_global_zero else None
+        problem, *_ = team().agree("the folder of predictions", problem)
         if problem is not None:
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
 
     def _problem(self, trainer: "Trainer") -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""
-        folder = self._folder
-        if Path.cwd().is_relative_to(folder):
+        if Path.cwd().is_relative_to(folder := self._folder):
             return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
         writers = [c.output_dir.resolve() for c in trainer.callbacks if isinstance(c, PredictionWriter)]
         if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
@@ -105,13 +104,7 @@ class PredictionWriter(Callback):
         return None
 
     def on_predict_batch_end(
-        self,
-        trainer: "Trainer",
-        module: "TrainModule",
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: "Trainer", module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep the outputs, and write those of the batch before, which are ready by now."""
         self._take()
@@ -134,8 +127,8 @@ class PredictionWriter(Callback):
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Delete what was interrupted."""
         if self._partial is not None:
-            for rows in self._rows[-1:]:
-                rows.close()
+            with contextlib.suppress(Exception):  # what is closed is deleted
+                self._rows[-1].close()
             shutil.rmtree(self._partial, ignore_errors=True)
         self._partial, self._waiting, self._rows = None, [], []
 

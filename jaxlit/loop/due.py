@@ -1,12 +1,17 @@
 """When rows, traces and callbacks act that do not act in each step: the loop compares one number."""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.loop.hooks import Hook, Hooks, overrides
+from jaxlit.errors import ArgumentError
+from jaxlit.loop.hooks import Hook, Hooks, fitting, overrides
 from jaxlit.loop.tracing import Tracing
+from jaxlit.shown import shown
 
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
 StepHooks: TypeAlias = tuple[Hook | None, Hook | None, Hook | None]  # in that order; None without functions
@@ -26,7 +31,8 @@ class Due:
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
         self._hooks, self._tracing = hooks, tracing
-        self._asked = [c for c in hooks.callbacks if overrides(c, "due_in")]
+        asked = [c for c in hooks.callbacks if overrides(c, "due_in")]
+        self._asked = {c: partial(self._wait_of, c, fitting(c, "due_in", ["step"])) for c in asked}
         self._steps: list[tuple[Callback, int]] = []
         self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
         self._intervals, self._next_callback = list[int](), 0.0
@@ -45,13 +51,22 @@ class Due:
             self._next_callback, self.each = 0, self._of([])
         if step >= self._next_callback:
             ask = self._hooks.ask
-            waits = [(c, ask(c, "due_in", partial(c.due_in, step))) for c in self._asked]
-            self._steps = [(c, step + max(wait, 1)) for c, wait in waits if wait is not None]
+            waits = [(c, ask(c, "due_in", partial(wait_of, step))) for c, wait_of in self._asked.items()]
+            self._steps = [(c, step + wait) for c, wait in waits if wait is not None]
             self._next_callback = min((at for _, at in self._steps), default=math.inf)
         self.next = self._next_callback
         for every in self._intervals:  # no call: a row may be due in each step
             if (at := step + every - step % every) < self.next:
                 self.next = at
+
+    @staticmethod
+    def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int) -> Any:
+        if (wait := due_in(step)) is None or (isinstance(wait, (int, np.integer)) and wait >= 1):
+            return wait
+        raise ArgumentError(
+            f"{type(callback).__name__}.due_in({step}) returned {shown(wait)}. Return a number of optimizer steps, at "
+            "least 1, or None for not before the epoch's end."
+        )
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1."""

@@ -53,7 +53,11 @@ class TrainerProperties(Arguments):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy, set up on its devices."""
+        """The strategy on its devices, which are chosen when a run begins, or when it is read before one.
+
+        Raises:
+            ArgumentError: There are fewer devices than it needs.
+        """
         return self._session.strategy
 
     @property

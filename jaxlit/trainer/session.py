@@ -91,10 +91,8 @@ class Session:
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self._engines, self.folder = (
-            Engines(lambda: self.strategy, settings.compile_cache),
-            RunFolder(settings.default_root_dir),
-        )
+        self._engines = Engines(lambda: self.strategy, settings.compile_cache)
+        self.folder = RunFolder(settings.default_root_dir)
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
         self.running, self.compiles = False, CompileLog()
@@ -107,7 +105,7 @@ class Session:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy on its devices, which are chosen when the first run begins, or before it for whoever asks."""
+        """The strategy on its devices, which are chosen when a run begins, or when it is read before one."""
         settings = self.settings
         strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         strategy.setup(settings.device_count)

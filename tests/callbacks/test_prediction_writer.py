@@ -167,15 +167,17 @@ REFUSED: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("interval", ["batch", "epoch"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_outputs_that_are_no_rows_of_numbers_are_refused(case: str) -> None:
+def test_outputs_that_are_no_rows_of_numbers_are_refused(case: str, interval: str) -> None:
     (make, given, words), rows = REFUSED[case], {**DATA, "id": np.array(["a"] * 36)}
     data = jl.ArrayLoader(rows if given else DATA, 8)
-    refuses(DataError, lambda: predict(predicts(make), data, PredictionWriter("made"), **given), words)
+    writer = PredictionWriter("made", write_interval=interval)
+    refuses(DataError, lambda: predict(predicts(make), data, writer, **given), words)
     assert os.listdir(".") == []
     other = [{"x": np.zeros((8, width), np.float32)} for width in (3, 2)]
     model = module(base=Linear, predict=lambda self, batch: batch["x"])
-    refuses(DataError, lambda: predict(model, other, PredictionWriter("made")), r"\[8, 2\].*\[3\].*Pad them")
+    refuses(DataError, lambda: predict(model, other, writer), r"\[8, 2\].*\[3\].*Pad them")
 
 
 def test_host_keys_do_not_join_outputs_that_are_one_array() -> None:

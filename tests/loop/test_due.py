@@ -6,10 +6,12 @@ import pytest
 from kit.batches import numbered
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean
+from kit.refusals import refuses
 from kit.trainers import BARE, fit
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import ArgumentError, ModuleError
 
 
 class Every(jl.Callback):
@@ -114,3 +116,12 @@ def test_hooks_of_another_base_and_of_the_object_run_in_each_step() -> None:
     fit(Mean(), numbered(6), None, Saving(every_n_train_steps=4), default_root_dir="run")
     assert ends == [*range(1, 7)]
     assert starts == [*range(6)]
+
+
+@pytest.mark.parametrize("wait", [0, 2.5, "4"])
+def test_due_in_returns_a_number_of_steps(wait: Any) -> None:
+    callback = hooks("Every", due_in=lambda step: wait)
+    refuses(
+        ArgumentError, lambda: fit(Mean(), numbered(2), None, callback, **BARE), rf"Every.due_in\(0\) returned .*{wait}"
+    )
+    refuses(ModuleError, lambda: fit(Mean(), numbered(2), None, hooks(due_in=lambda: 1), **BARE), r"due_in.*\(step\)")

@@ -187,3 +187,12 @@ def test_a_rollback_of_the_last_step_continues_the_data() -> None:
     assert used == [0, 1, 2, 3]
     assert trainer.global_step == 3
     assert float(made.w[...][0]) == pytest.approx(by_hand([[1.0], [2.0], [4.0]]), abs=1e-6)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_each_epoch_has_its_mean_also_after_a_rollback_to_an_earlier_one(bad: int) -> None:
+    values = [BAD if k == bad else k + 5.0 for k in range(3)]
+    loader, rows = Stream(batches([1.0, 2.0, 3.0, 4.0]), batches(values)), Rows()
+    save = ModelCheckpoint(every_n_train_steps=3)
+    fit(module(epoch_mean), loader, None, rows, save, nan_policy="rollback", max_epochs=2, log_every_n_steps=1)
+    assert len(rows.of("seen")) == 2
