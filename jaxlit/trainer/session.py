@@ -362,10 +362,12 @@ class Session:
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine, take_ownership=take_ownership)
+        strategy = self.strategy
+        takes_host_arrays = strategy.mesh.size == 1 and type(strategy).shard_batch is Strategy.shard_batch
         prefetcher = Prefetcher(
-            self.strategy.shard_batch,
+            None if takes_host_arrays else strategy.shard_batch,
             validator_of=data.loaders.validator_of,
-            splits=self.strategy.splits_by_process,
+            splits=strategy.splits_by_process,
             prefetch=self.settings.prefetch,
             watchdog=watchdog,
             epoch=lambda: setup.position.epoch,
