@@ -82,7 +82,12 @@ class ArrayLoader:
 
     def __iter__(self) -> Iterator[Any]:
         order, start, self._start = self._order(self._epoch), self._start, 0
-        alone, size, count, unflatten = jax.process_count() == 1, self.batch_size, self.num_rows, self._treedef.unflatten
+        alone, size, count, unflatten = (
+            jax.process_count() == 1,
+            self.batch_size,
+            self.num_rows,
+            self._treedef.unflatten,
+        )
         for k in range(start, len(self)):
             first = k * size
             stop = first + size if first + size < count else count

@@ -19,9 +19,6 @@ from jaxlit.shown import shown
 _logger = logging.getLogger("jaxlit")
 
 
-_FLAT = (dict, tuple, list, np.ndarray)  # whose leaves can be looked at without flattening
-
-
 @dataclass(frozen=True)
 class _Kind:
     """Batches of one structure, dtypes and shapes."""
@@ -93,10 +90,10 @@ class BatchValidator:
         outer = type(to_step)
         key: list[Any] = [outer, *to_step] if outer is dict else [outer]
         try:  # an array, or a dict, tuple or list of them, most often: it need not be flattened, and costs no call
-            flat = (to_step,) if outer is np.ndarray else to_step.values() if outer is dict else to_step
-            for x in flat if outer in _FLAT else (None,):
+            for x in (to_step,) if outer not in (dict, tuple, list) else to_step:
+                x = to_step[x] if outer is dict else x
                 key += type(x), x.dtype, x.shape
-        except AttributeError:
+        except AttributeError:  # another pytree
             key = _key(to_step)
         if key == self._last:  # cheaper than a hash, and nearly always so
             kind = self._kind

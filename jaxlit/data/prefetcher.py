@@ -72,6 +72,7 @@ class Prefetcher:
         token: A result of the newest step; what is drawn until it is ready costs no time.
         example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
         drawn: How many batches were asked for.
+        now: The time of the newest draw, by `time.perf_counter()`.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Prefetcher:
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
-        self.drawn = 0
+        self.drawn, self.now = 0, 0.0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
@@ -119,11 +120,12 @@ class Prefetcher:
         stream: Iterator[Any] = itertools.islice(draws, limit)
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
         timing, slow = len(source.times) < _TIMED, _are_slow(source.times) if auto else depth > 0
-        host = batch = placed = at = drawn = None  # of the batch that waits: the draw after it shows if it is the last
+        host = batch = placed = at = None  # of the batch that waits: the draw after it shows if it is the last
+        drawn: Any = ()
         try:
             # Each step comes through here, so it makes no call that can be spared.
             for k in itertools.count(start):
-                if slow and thread is None and (drawn is None or type(drawn) is tuple):
+                if slow and thread is None and type(drawn) is tuple:
                     stream = thread = _Thread(stream, depth, control)
                 begun = time.perf_counter()
                 self.drawn += 1
@@ -143,19 +145,19 @@ class Prefetcher:
                     if control.interrupted:
                         return
                     drawn = Failed(error)
-                seconds = time.perf_counter() - begun
-                if timing or seconds > _NOTED_S:
-                    timing = self._note(source, seconds)
+                self.now = time.perf_counter()
+                if timing or self.now - begun > _NOTED_S:
+                    timing = self._note(source, self.now - begun)
                     slow = slow or (auto and not timing and _are_slow(source.times))
                 if k > start:
                     if agreement is not None:
                         self.example, batch = agreement(batch, at, last=drawn is _OVER)
                         placed = batch if place is None else place(batch)
-                    yield Batch(placed, host, k - 1, drawn is _OVER, at)
-                if drawn is _OVER:
+                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at))  # not its own Python
+                if type(drawn) is not tuple:
+                    if isinstance(drawn, Failed):
+                        raise located(drawn.error, source.argument, self._epoch(), k)
                     return
-                if type(drawn) is Failed:
-                    raise located(drawn.error, source.argument, self._epoch(), k)
                 batch, at = drawn
                 try:
                     host, batch = validator(batch)

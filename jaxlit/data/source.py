@@ -5,7 +5,7 @@ import itertools
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from jaxlit.data.array_loader import differences

@@ -61,6 +61,7 @@ def begin(make_trainer):
 
 
 def batch(trainer, bar, index=0):
+    trainer.batches_done = index + 1
     bar.on_train_batch_end(trainer, trainer.module, {}, None, index)
 
 
