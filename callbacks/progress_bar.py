@@ -161,8 +161,7 @@ class ProgressBar(Callback):
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Take the values to show."""
-        names = list(trainer.progress_bar_metrics)
-        self._shown |= {k: v for k, v in values.items() if k in names}
+        self._shown |= values
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the epoch's line."""
@@ -250,9 +249,10 @@ class ProgressBar(Callback):
         ]
         if live and rate and total != math.inf and (left := (total - done) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        shown = self._shown
+        names = list(trainer.progress_bar_metrics)
+        shown = {name: value for name, value in self._shown.items() if name in names}
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
-            shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
+            shown = {"train_loss" if "loss" in names else "loss": loss, **shown}
         return parts + [f"{name} {number(value)}" for name, value in shown.items()]
 
     def _seconds(self, trainer: "Trainer") -> float:

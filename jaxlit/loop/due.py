@@ -42,6 +42,7 @@ class Due:
         self._waits: list[tuple[Callback, float, float]] = []  # with the step and the time
         self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
         self._next_callback, self._time_callback = 0.0, math.inf
+        self._intervals = list[int]()
         self.next: float = 0
         self.time = math.inf
         self.each: StepHooks = (None, None, None)
@@ -55,6 +56,9 @@ class Due:
         now = time.perf_counter()
         if not self.next:
             self._next_callback, self.each = 0, self._of([])
+            self._intervals = [
+                every for every in (run.log_every, *[every for _, every in self._tracing.every]) if every
+            ]
         if step >= self._next_callback or now >= self._time_callback:
             ask = self._hooks.ask
             waits = [
@@ -64,17 +68,18 @@ class Due:
             self._waits = waits
             self._next_callback = min((at for _, at, _ in waits), default=math.inf)
             self._time_callback = min((at for _, _, at in waits), default=math.inf)
-        limits, steps = now + run.times.seconds_to_look, run.settings.max_steps
-        self.time = self._time_callback if self._time_callback < limits else limits
+        self.time, steps = self._time_callback, run.settings.max_steps
+        if run.times.waits or run.times.team.announces:
+            self.time = min(self.time, now + run.times.seconds_to_look)
         self.next = min(self._next_callback, step + MOST_QUIET)
-        for every in (run.log_every, *self._tracing.intervals):  # no call: a row may be due in each step
-            if every and (at := step + every - step % every) < self.next:
+        for every in self._intervals:  # no call: a row may be due in each step
+            if (at := step + every - step % every) < self.next:
                 self.next = at
         if run.settings.debug:
             self.next = step + 1
         if step < steps < self.next:
             self.next = steps
-        if (batches := run.batches_to_validation) is not None:
+        if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
             at = step - (-(run.position.filled + batches) // run.window.batches)
             self.next = min(self.next, at)
 
@@ -91,6 +96,8 @@ class Due:
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1, in which something acts."""
+        if step < self._next_callback and (now := time.perf_counter()) < self._time_callback:
+            return self.each
         now = time.perf_counter()
         return self._of([c for c, due, due_time in self._waits if step >= due or now >= due_time])
 

@@ -36,8 +36,6 @@ class TimeLimits:
     @property
     def seconds_to_look(self) -> float:
         """In how many seconds to look at the limits again; several processes look together, after each step."""
-        if not (self.waits or self.team.announces):
-            return math.inf
         if self.team.size > 1:
             return -math.inf
         # A limit that is over has asked for its stop. A validation may be late, where others are every n epochs.

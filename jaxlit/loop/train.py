@@ -146,7 +146,7 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     stepping = batch.is_last or position.filled + 1 >= run.window.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
-    elif position.global_step + 1 < run.due.next:
+    elif position.global_step + 1 < run.due.next or not run.tracing.every:
         logs, loss, outputs = engine.train_step(batch.arrays)
     else:
         logs, loss, outputs = run.tracing.step(engine, batch.arrays, position.global_step)

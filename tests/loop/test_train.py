@@ -204,5 +204,5 @@ def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
 )
 def test_a_step_costs_few_python_calls_whatever_it_logs(strategy: str, log_every: int, most: int) -> None:
     one, five = calls_per_step(strategy, 1, log_every), calls_per_step(strategy, 5, log_every)
-    assert abs(one - five) < 0.1
+    assert abs(one - five) < 0.5
     assert 5 <= one <= most  # fewer, and the counter has seen nothing
