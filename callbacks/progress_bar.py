@@ -186,9 +186,11 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        if self._trained or self._stage != "fit":  # what compiles before the first training step is printed with it
+        is_time = time.monotonic() >= self._next
+        # What compiles before the first training step is printed with it.
+        if (is_time or not batch_idx) and (self._trained or self._stage != "fit"):
             self._print_compiled(trainer.compile_seconds)
-        if time.monotonic() >= self._next and not trainer.sanity_checking:
+        if is_time and not trainer.sanity_checking:
             most = trainer.num_val_batches[dataloader_idx] if self._stage == "fit" else math.inf
             total = f"/{most}" if most < math.inf else ""
             self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
@@ -197,6 +199,8 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
+        if self._trained or self._stage != "fit":
+            self._print_compiled(trainer.compile_seconds)  # for a last batch of another size
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_STAGES[self._stage]}ed{metrics}")

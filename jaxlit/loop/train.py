@@ -185,7 +185,7 @@ def after_step(run: Run, hook: Hook | None) -> bool:
     position = run.position
     if run.results.pending is not None:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
-    if run.times.waits:
+    if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
         run.times.check(run.control)
     if run.times.team.announces:
         run.check_notice()

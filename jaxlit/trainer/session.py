@@ -15,7 +15,6 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
-from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
@@ -48,6 +47,7 @@ from jaxlit.trainer.opening import (
     begin_fit,
     check_loaders,
     open_fit,
+    prefetcher_of,
     restore_callbacks,
     warn_of_bad_step,
     warn_of_eval_mode,
@@ -368,16 +368,7 @@ class Session:
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine, take_ownership=take_ownership)
-        strategy = self.strategy
-        takes_host_arrays = strategy.mesh.size == 1 and type(strategy).shard_batch is Strategy.shard_batch
-        prefetcher = Prefetcher(
-            None if takes_host_arrays else strategy.shard_batch,
-            validator_of=data.loaders.validator_of,
-            splits=strategy.splits_by_process,
-            prefetch=self.settings.prefetch,
-            watchdog=watchdog,
-            epoch=lambda: setup.position.epoch,
-        )
+        prefetcher = prefetcher_of(setup, self.strategy, watchdog)
         tracing = Tracing(hooks, setup.log_every if data.is_fit else 0)
         self.current = run = Run(
             **vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks, tracing)
