@@ -131,7 +131,7 @@ def take_steps(run: Run, batches: Batches, in_flight: Bound) -> list[Row] | int:
     count = len(batches.positions)
     each = run.due.of_steps(run, step, count // window)
     before = log.so_far() if log.window or log.epoch else None
-    windows = start_batches(run, batches, each)
+    windows = start_batches(run, batches, each) if each else []
     if isinstance(windows, int):
         return windows
     latest, data = results.latest, position.data
