@@ -1,5 +1,6 @@
 """Several steps in one dispatch: when, how many, and what their hooks see."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,8 @@ from jaxlit.loop.due import StepHooks
 from jaxlit.loop.results import Row
 from jaxlit.loop.rows import row_of_step
 from jaxlit.loop.run import Run
+
+_logger = logging.getLogger("jaxlit")
 
 _LONGEST_S = 0.05  # that a dispatch may take under "auto"
 _MOST = 32  # batches of one then
@@ -119,8 +122,14 @@ class StepOutputs(Mapping[str, Any]):
         return 1 + len(self._outputs)
 
 
-def take_steps(run: Run, batches: Batches, in_flight: Bound) -> list[Row] | int:
+def take_steps(run: Run, batches: Batches, in_flight: Bound, *, begin: bool) -> list[Row] | int:
     """Take the optimizer steps of several batches in one dispatch, between the hooks of all of them.
+
+    Args:
+        run: The run.
+        batches: The batches.
+        in_flight: The bound on steps in flight.
+        begin: Whether they are the first of the epoch.
 
     Returns:
         The rows of its steps; or how many batches come before the one at which a hook ends the epoch, none of which
@@ -134,6 +143,8 @@ def take_steps(run: Run, batches: Batches, in_flight: Bound) -> list[Row] | int:
     windows = start_batches(run, batches, each) if each else []
     if isinstance(windows, int):
         return windows
+    if begin:
+        run.begin_steps()
     latest, data = results.latest, position.data
     logs, loss, outputs = run.engine.fused_steps(window, batches.arrays)
     results.latest, run.prefetcher.token = (logs, count // window - 1), logs
@@ -151,8 +162,8 @@ def take_steps(run: Run, batches: Batches, in_flight: Bound) -> list[Row] | int:
         run.unchecked.starts += starts
     rows, every = [], run.log_every
     due = every > 0 and position.global_step % every == 0  # the last one
-    begin, stride = (0, 1) if each or not every else (every - step % every - 1, every)  # without hooks those with a row
-    for i in range(begin, count // window, stride) if each or every else ():
+    first_row, stride = (0, 1) if each or not every else (every - step % every - 1, every)  # without hooks only rows
+    for i in range(first_row, count // window, stride) if each or every else ():
         ends = each[i][1] if each else None
         results.latest, log.window = (logs, i), windows[i] if windows else log.window
         if starts and (log.window or log.epoch):
@@ -169,6 +180,13 @@ def take_steps(run: Run, batches: Batches, in_flight: Bound) -> list[Row] | int:
             rows.append(row)
     results.latest = (logs, count // window - 1)
     clock.follow(position)
+    if hooks.live is not None and not hooks.live.stale and "module" not in run.control.noted:
+        run.control.noted.add("module")
+        _logger.info(
+            "A batch hook has read the module in a dispatch of %d batches (steps_per_execution): it holds the weights "
+            "after all of their steps.",
+            count,
+        )
     if run.control.should_stop and not due and (row := row_of_step(run)) is not None:
         rows.append(row)  # the last one of a training has its row
     return rows
