@@ -29,7 +29,7 @@ def once(ok: jax.Array) -> jax.Array:
 
 def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
     """Return the tree `new` if `ok`, else `old`."""
-    return jax.tree.map(lambda a, b: b if a is b else jnp.where(ok, b, a), old, new)
+    return jax.tree.map(lambda a, b: b if a is b else jax.lax.select(ok, b, a), old, new)
 
 
 def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
