@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.core.stack import Stack
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
@@ -81,13 +82,49 @@ class ArrayLoader:
             self._epoch, self._next, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        order, start, self._start = self._order(self._epoch), self._start, 0
+        order, start, self._start = self.order(self._epoch), self._start, 0
+        alone, size, count, unflatten = (
+            jax.process_count() == 1,
+            self.batch_size,
+            self.num_rows,
+            self._treedef.unflatten,
+        )
         for k in range(start, len(self)):
-            first, stop = k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows)
-            own = own_rows(stop - first)
-            rows = slice(first + own.start, first + own.stop)
+            first = k * size
+            stop = first + size if first + size < count else count
+            if not alone:
+                own = own_rows(stop - first)
+                first, stop = first + own.start, first + own.stop
             self._next = k + 1
-            yield self._treedef.unflatten([_take(x, rows, order) for x in self._leaves])
+            # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
+            if order is None:
+                yield unflatten([np.array(x[first:stop]) for x in self._leaves])
+            else:
+                yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
+
+    def gather(self, order: np.ndarray | None, first: int, count: int) -> Any:
+        """Return a batch, or a `Stack` of several full ones; a single one if the last of them is short.
+
+        Args:
+            order: The rows of the epoch, as `order` returns them.
+            first: The first batch.
+            count: How many.
+        """
+        size = self.batch_size
+        if (first + count) * size > self.num_rows:
+            count = 1
+        rows = slice(first * size, min((first + count) * size, self.num_rows))
+        if order is None:
+            taken = [np.array(x[rows]) for x in self._leaves]
+        else:
+            columns = order[rows] if count == 1 else order[rows].reshape(count, size).T.ravel()
+            taken = [np.asarray(x[columns]) for x in self._leaves]
+        if count == 1:
+            return self._treedef.unflatten(taken)
+        if order is None:
+            taken = [np.ascontiguousarray(x.reshape(count, size, *x.shape[1:]).swapaxes(0, 1)) for x in taken]
+        arrays = [x.reshape(size, count, *x.shape[1 + (order is None) :]) for x in taken]
+        return Stack(self._treedef.unflatten(arrays), count, (False,) * len(arrays))
 
     def unshuffled(self) -> "ArrayLoader":
         """Return a loader of the same rows in their own order."""
@@ -130,7 +167,8 @@ class ArrayLoader:
             "arrays": digest.hexdigest()[:16],
         }
 
-    def _order(self, epoch: int) -> np.ndarray | None:
+    def order(self, epoch: int) -> np.ndarray | None:
+        """Return the rows of an epoch in their order; None for their own."""
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows) if self.shuffle else None
 
 
@@ -142,8 +180,3 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             # A hash of the content says nothing to people.
             changes["the data differ" if name.startswith(("arrays", "source")) else f"{name} was {old}, is {new}"] = 1
     return "; ".join(changes)
-
-
-def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:
-    # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
-    return np.array(x[rows]) if order is None else np.asarray(x[order[rows]])

@@ -44,6 +44,7 @@ class BatchValidator:
         debug: Refuse NaN, in every batch.
 
     Attributes:
+        kind: Of the newest batch; batches of one structure, dtypes and shapes have the same.
         example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
         blamed: Where an error comes from: the loader, or the user's hook if that has raised.
     """
@@ -63,7 +64,7 @@ class BatchValidator:
         self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
-        self._last, self._kind = None, _Kind({}, (), as_is=False)
+        self._last, self.kind = None, _Kind({}, (), as_is=False)
         self._warned = False  # of float64
         self.example: Any = None
 
@@ -87,12 +88,19 @@ class BatchValidator:
             if batch is None:
                 raise DataError(f"{self.argument}: on_before_batch_transfer returned None. Return the batch.")
         to_step = self._without_host_keys(batch) if self._host_keys else batch
-        key = _key(to_step)
+        outer = type(to_step)
+        key: list[Any] = [outer, *to_step] if outer is dict else [outer]
+        try:  # an array, or a dict, tuple or list of them, most often: it need not be flattened, and costs no call
+            for x in (to_step,) if outer not in (dict, tuple, list) else to_step:
+                x = to_step[x] if outer is dict else x
+                key += type(x), x.dtype, x.shape
+        except AttributeError:  # another pytree
+            key = _key(to_step)
         if key == self._last:  # cheaper than a hash, and nearly always so
-            kind = self._kind
+            kind = self.kind
         else:
             kind = self._kinds.get(tuple(key)) or self._new_kind(tuple(key), to_step)
-            self._last, self._kind = key, kind
+            self._last, self.kind = key, kind
         if kind.as_is:
             return batch, to_step
         arrays, treedef = jax.tree.flatten(jax.tree.map(np.asarray, to_step))
@@ -197,12 +205,7 @@ class BatchValidator:
 
 
 def _key(batch: Any) -> list[Any]:
-    """Return a key that is equal for batches of one kind."""
-    try:
-        if type(batch) is dict:  # of arrays, most often: then it need not be flattened
-            return [*batch, *[(type(x), x.dtype, x.shape) for x in batch.values()]]
-    except AttributeError:
-        pass
+    """Return a key that is equal for batches of one kind; those of `__call__` are of another form."""
     leaves, treedef = jax.tree.flatten(batch)
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
     return [treedef, *[(type(x), array.dtype, array.shape) for x, array in zip(leaves, arrays, strict=True)]]
