@@ -239,6 +239,14 @@ class Callback(Traits):
         """
         return 1
 
+    def due_in_seconds(self) -> float | None:
+        """Return in how many seconds this callback acts next though `due_in` names a later step; None for no time.
+
+        It acts in the first step that begins after that time. It is called after each call of `due_in`. In several
+        processes each goes by its own clock, so what acts by time must not wait for the other processes.
+        """
+        return None
+
     def on_save_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Run before a checkpoint is written; JSON values in `checkpoint` are saved with it."""
 

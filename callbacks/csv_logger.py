@@ -37,10 +37,14 @@ class CSVLogger(FileLogger):
         super()._open(path)
 
     def _append(self, path: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
-        names = [name for name in dict.fromkeys(chain(*new)) if name not in self._columns]
-        if not names:
+        known = True
+        for row in new:
+            for name in row:
+                known = known and name in self._columns
+        if known:
             super()._append(path, old, new)
             return
+        names = [name for name in dict.fromkeys(chain(*new)) if name not in self._columns]
         self._close()
         rows, before = self._read(path), self._columns
         self._columns = before + names
@@ -51,8 +55,11 @@ class CSVLogger(FileLogger):
             raise
 
     def _text(self, row: dict[str, Any]) -> str:
-        short = _short(row)
-        return _line([short.get(name) for name in self._columns])
+        cells = [row.get(name) for name in self._columns]
+        # Whole numbers with all their digits, others with six; no call for each, as a row may come with every step.
+        return _line(
+            [(int(x) if x % 1 == 0 and -(2**53) < x < 2**53 else f"{x:.6g}") if type(x) is float else x for x in cells]
+        )
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         complete, _, torn = path.read_text().rpartition("\n")
@@ -72,11 +79,3 @@ class CSVLogger(FileLogger):
 def _line(cells: list[Any]) -> str:
     csv.writer(line := io.StringIO(), lineterminator="\n").writerow(cells)
     return line.getvalue()
-
-
-def _short(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with floats at six significant digits."""
-    return {
-        name: (int(x) if x.is_integer() and abs(x) < 2**53 else f"{x:.6g}") if isinstance(x, float) else x
-        for name, x in row.items()
-    }

@@ -48,6 +48,7 @@ class FileLogger(Logger, ABC):
         self._tail: list[dict[str, Any]] = []  # the last rows, which others of their step may join
         self._keep: dict[str, Any] | None = None  # what a checkpoint knows of the file
         self._warned = False  # of a failure
+        self._place: tuple[bool, Path] | None = None  # whether this process writes, and where, in the run at hand
 
     @property
     def row_files(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -117,7 +118,7 @@ class FileLogger(Logger, ABC):
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a run."""
-        self._attached, self._warned = trainer, False
+        self._attached, self._warned, self._place = trainer, False, None
 
     def on_log(self, trainer: "Trainer", values: dict[str, Any], step: int) -> None:
         """Write one row.
@@ -125,17 +126,24 @@ class FileLogger(Logger, ABC):
         Raises:
             LoggerError: The file was not written by a logger; or, with `on_error="raise"`, it cannot be written.
         """
-        if not trainer.is_global_zero:
+        if self._place is None:
+            self._place = trainer.is_global_zero, trainer.run_dir / self.filename
+        writes, path = self._place
+        if not writes:
             return
-        values = {name: x.item() if getattr(x, "ndim", None) == 0 else x for name, x in values.items()}
-        path, row = trainer.run_dir / self.filename, {"step": step, **values}
+        plain = True
+        for name in values:  # Python numbers, most often: then no call is made for each
+            plain = plain and type(values[name]) in (float, int)
+        if not plain:
+            values = {name: x.item() if getattr(x, "ndim", None) == 0 else x for name, x in values.items()}
+            plain = all(isinstance(x, (int, float)) for x in values.values())
+        row = {"step": step, **values}
         try:
-            if path != self.path:
+            if path is not self.path and path != self.path:
                 self._close()
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._open(path)
                 self.path, self._tail = path, []
-            plain = all(isinstance(x, (int, float)) for x in values.values())
             old, new = self._joined(row) if plain else ([], [row])
             self._append(path, old, new)
             self._tail = [*self._tail[: len(self._tail) - len(old)], *new][-_TAIL:] if plain else []
@@ -198,6 +206,9 @@ class FileLogger(Logger, ABC):
 
     def _joined(self, row: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the rows at the end of the file that a new row replaces, if it joins one, and what replaces them."""
+        step = row["step"]
+        if step not in [old["step"] for old in self._tail]:
+            return [], [row]
         place = {name: row[name] for name in ("step", "epoch") if name in row}
         for k in reversed(range(len(self._tail))):
             if {name: x for name, x in self._tail[k].items() if name in row} == place:
@@ -213,7 +224,7 @@ class FileLogger(Logger, ABC):
         if self._file is None:
             self._file = path.open("r+b", buffering=0)
             self._size = self._file.seek(0, os.SEEK_END)
-        before, after = ("".join(map(self._text, rows)).encode() for rows in (old, new))
+        before, after = "".join(map(self._text, old)).encode(), "".join(map(self._text, new)).encode()
         start = self._size - len(before) if old else self._file.seek(0, os.SEEK_END)
         try:
             self._put(start, after)

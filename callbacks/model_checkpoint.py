@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
+_LOOK_S = 0.1  # from one look to the next whether a checkpoint is written
+
 _logger = logging.getLogger("jaxlit")
 
 
@@ -183,10 +185,13 @@ class ModelCheckpoint(Callback):
         self._validated |= not trainer.sanity_checking
 
     def due_in(self, step: int) -> int | None:
-        """Return the steps to the next checkpoint; each step while one is written, or if the time decides."""
-        if (self._saving is not None and team().size == 1) or self._deadline < math.inf:
-            return 1
+        """Return the steps to the next checkpoint by number of steps."""
         return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
+
+    def due_in_seconds(self) -> float | None:
+        """Return the seconds to the next checkpoint by time; while one is written, those until it is looked after."""
+        soon = _LOOK_S if self._saving is not None and team().size == 1 else math.inf
+        return min(soon, self._deadline - time.monotonic())
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time; raise or warn if the one before could not be written."""

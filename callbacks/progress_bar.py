@@ -73,12 +73,13 @@ class ProgressBar(Callback):
 
     def _reset(self, stage: str, *, active: bool) -> None:
         self._stage, self._active, self._trained = stage, active, False
+        self._trainer: Trainer | None = None  # of the fit that runs
         self._start = time.monotonic()
         # When to draw next; never where nothing can change in place.
         self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
         self._best, self._compiled = BestSoFar(), dict[str, float]()  # the seconds by program that are printed
-        self._begin()
+        self._begin(0)
 
     # The run ----------------------------------------------------------------------------------------
 
@@ -87,6 +88,7 @@ class ProgressBar(Callback):
         self._reset(stage, active=trainer.is_global_zero)
         if stage != "fit":
             return
+        self._trainer = trainer
         devices, used = jax.devices(), trainer.strategy.mesh.size
         writes = trainer.loggers or trainer.checkpoint_callbacks
         parts = [
@@ -106,7 +108,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin, in the middle of an epoch if training continues there."""
-        self._begin()
+        self._begin(trainer.batches_done)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Give the terminal back."""
@@ -133,18 +135,25 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin the epoch's line."""
-        self._begin()
+        self._begin(0)
         self._compiling_before = _compiling(trainer)
         if self._last >= self._next:
             self._draw(trainer, "" if self._trained else "compiling ...")
 
+    def due_in(self, step: int) -> int | None:
+        """Return the next step after one that compiled, to print that."""
+        compiled = self._trainer is not None and self._trainer.compile_seconds != self._compiled
+        return None if self._trained and not compiled else 1
+
+    def due_in_seconds(self) -> float | None:
+        """Return the seconds to the next refresh."""
+        return self._next - time.monotonic()
+
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch; draw when it is time."""
-        self._batches, self._last, self._trained = batch_idx + 1, time.monotonic(), True
-        if self._first is None:
-            self._first = batch_idx
+        """Print what was compiled; draw when it is time."""
+        self._last, self._trained = time.monotonic(), True
         if (seconds := trainer.compile_seconds) != self._compiled:
             self._print_compiled(seconds)
         if self._last >= self._next:
@@ -152,8 +161,7 @@ class ProgressBar(Callback):
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Take the values to show."""
-        names = list(trainer.progress_bar_metrics)
-        self._shown |= {k: v for k, v in values.items() if k in names}
+        self._shown |= values
 
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the epoch's line."""
@@ -161,7 +169,7 @@ class ProgressBar(Callback):
         # Last in the line, so that they do not move the columns.
         marks = [self._best.mark(trainer), self._waiting(trainer)]
         numbers = [*self._numbers(trainer), *marks]
-        self._close(epoch_line(_epoch(trainer), self._batches, trainer.num_training_batches, numbers))
+        self._close(epoch_line(_epoch(trainer), trainer.batches_done, trainer.num_training_batches, numbers))
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock of the rate: the device has done its steps by now."""
@@ -178,9 +186,11 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        if self._trained or self._stage != "fit":  # what compiles before the first training step is printed with it
+        is_time = time.monotonic() >= self._next
+        # What compiles before the first training step is printed with it.
+        if (is_time or not batch_idx) and (self._trained or self._stage != "fit"):
             self._print_compiled(trainer.compile_seconds)
-        if time.monotonic() >= self._next and not trainer.sanity_checking:
+        if is_time and not trainer.sanity_checking:
             most = trainer.num_val_batches[dataloader_idx] if self._stage == "fit" else math.inf
             total = f"/{most}" if most < math.inf else ""
             self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
@@ -189,6 +199,8 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
+        if self._trained or self._stage != "fit":
+            self._print_compiled(trainer.compile_seconds)  # for a last batch of another size
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_STAGES[self._stage]}ed{metrics}")
@@ -200,12 +212,11 @@ class ProgressBar(Callback):
 
     # Helpers ----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        self._batches, self._epoch_start = 0, time.monotonic()
-        self._first: int | None = None  # the first batch of this epoch, which a resume may begin in its middle
+    def _begin(self, first: int) -> None:
+        self._first, self._epoch_start = first, time.monotonic()  # a resume may begin in the middle of an epoch
         self._compiling_before = self._waited_before = 0.0
         self._shown: dict[str, float] = {}
-        self._last = self._epoch_start  # when the newest batch was done
+        self._last = self._epoch_start  # when the newest batch was done, as far as is known
 
     def _draw(self, trainer: "Trainer", doing: str = "") -> None:
         """Draw the live line; if the terminal is gone, draw no more and continue with training."""
@@ -214,7 +225,7 @@ class ProgressBar(Callback):
         if self._stage == "fit":
             parts = [*self._numbers(trainer, live=True), self._waiting(trainer)]
             numbers = doing or "  ".join(filter(None, parts))
-            text = live_line(_epoch(trainer), self._batches, total, numbers)
+            text = live_line(_epoch(trainer), trainer.batches_done, total, numbers)
 
         def draw() -> None:
             if self._line is None:
@@ -233,18 +244,19 @@ class ProgressBar(Callback):
 
     def _numbers(self, trainer: "Trainer", *, live: bool = False) -> list[str]:
         """Return count, rate and metrics, as wide as in other epochs."""
-        total, seconds = trainer.num_training_batches, self._seconds(trainer)
-        rate = (self._batches - (self._first or 0)) / seconds if seconds > 0 else 0.0
+        total, done, seconds = trainer.num_training_batches, trainer.batches_done, self._seconds(trainer)
+        rate = (done - self._first) / seconds if seconds > 0 else 0.0
         speed = f"{rate / 1000:.1f}k" if rate >= 999.5 else f"{rate:#.3g}".rstrip(".")
         parts = [
-            f"{self._batches}" + (f"/{total}" if total != math.inf else ""),
+            f"{done}" + (f"/{total}" if total != math.inf else ""),
             f"{speed:>4} it/s" if rate else " " * 9,
         ]
-        if live and rate and total != math.inf and (left := (total - self._batches) / rate) >= 10:
+        if live and rate and total != math.inf and (left := (total - done) / rate) >= 10:
             parts.append(f"{clock(left)} left")
-        shown = self._shown
+        names = list(trainer.progress_bar_metrics)
+        shown = {name: value for name, value in self._shown.items() if name in names}
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
-            shown = {"train_loss" if "loss" in list(trainer.progress_bar_metrics) else "loss": loss, **shown}
+            shown = {"train_loss" if "loss" in names else "loss": loss, **shown}
         return parts + [f"{name} {number(value)}" for name, value in shown.items()]
 
     def _seconds(self, trainer: "Trainer") -> float:

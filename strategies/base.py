@@ -1,6 +1,7 @@
 """What a strategy is."""
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,10 @@ from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
 from jaxlit.strategies.program import EACH, SHARED, Program, ReplicatedBatch, jit, named, state_shardings
+
+# By strategy the shardings of each kind of batch; not in its attributes, by which compiled programs are known.
+_placements: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_MOST_PLACEMENTS = 256
 
 
 class Strategy(Configured, ABC):
@@ -114,6 +119,7 @@ class Strategy(Configured, ABC):
                 rows by a `batch_spec`.
         """
         given, name = self._given_mesh, type(self).__name__
+        _placements[self] = {}
         if self.per_replica and type(self).batch_spec is not Strategy.batch_spec:
             raise ArgumentError(
                 f"{name}.batch_spec splits a batch, and each replica sees entire rows. Take a strategy whose step sees "
@@ -247,9 +253,17 @@ class Strategy(Configured, ABC):
         if self.mesh.size == 1:
             return batch
         replicated = isinstance(batch, ReplicatedBatch)
-        arrays, processes = (batch.batch, 1) if replicated else (batch, jax.process_count())
-        split = num_rows(arrays) * processes % self.num_replicas == 0
-        shardings = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, arrays)
+        arrays = batch.batch if replicated else batch
+        leaves, treedef = jax.tree.flatten(arrays)
+        key = treedef, replicated, *[x.shape for x in leaves]
+        placements = _placements[self]
+        if (shardings := placements.get(key)) is None:  # they are made once for each kind of batch
+            processes = 1 if replicated else jax.process_count()
+            split = num_rows(arrays) * processes % self.num_replicas == 0
+            shardings = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, arrays)
+            if len(placements) == _MOST_PLACEMENTS:
+                placements.clear()
+            placements[key] = shardings
         return (sharding.place_replicated if replicated else sharding.place)(arrays, shardings)
 
     def splits_by_process(self, batch: Any) -> bool:

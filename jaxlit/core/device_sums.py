@@ -1,5 +1,6 @@
 """How metrics add up on device, in which array they leave a step, and how the host reads it."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ class Table:
         self.row_names = [m.step_name if m.on_step and m.logger else None for m in metrics]
         kinds = [m.reduce_fx for m in metrics]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
-        self._extreme = self._min | self._max
+        self._extreme, self.means = self._min | self._max, self._mean.tolist()
 
     @property
     def has_steps(self) -> bool:
@@ -109,6 +110,12 @@ class Table:
 
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
+        if table.shape[:-1] == (2,):  # a row's few numbers: numpy would take longer
+            totals, weights = table.tolist()
+            columns = zip(self.means, totals, weights, strict=True)
+            return [
+                total / weight if mean and weight else math.nan if mean else total for mean, total, weight in columns
+            ]
         table = np.array(table, np.float64, ndmin=3)
         with np.errstate(invalid="ignore", divide="ignore"):
             if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
@@ -184,18 +191,15 @@ class StepTable:
 
     def decode(self, array: np.ndarray) -> StepRow:
         """Return one step, given its array."""
-        columns = len(self.metrics.metrics)
-        numbers, kinds = array.reshape(-1, *array.shape[-2:])[0, :, columns:].tolist()  # the same in every replica
+        table = self.metrics
+        columns = len(table.metrics)
+        numbers, kinds = (array if array.ndim == 2 else array[0])[:, columns:].tolist()  # the same in every replica
         bad_step = int(numbers.pop()) if kinds and kinds[-1] == _BAD_STEP else -1
-        values = self.metrics.read(array[..., :columns])
+        values = table.read(array[..., :columns])
         # What another optimizer left in a checkpoint may have fewer rates, or more.
-        row, rates = (
-            dict(zip(self.metrics.row_names, values, strict=True)),
-            dict(zip(self.rates, numbers, strict=False)),
-        )
-        row.pop(None, None)
-        rates.pop(None, None)
-        return StepRow(values, row, rates, bad_step)  # type: ignore[arg-type]
+        row = {name: x for name, x in zip(table.row_names, values, strict=True) if name is not None}
+        rates = {name: x for name, x in zip(self.rates, numbers, strict=False) if name is not None}
+        return StepRow(values, row, rates, bad_step)
 
     def decode_steps(self, arrays: np.ndarray) -> list[StepRow]:
         """Return several steps, given their arrays along a leading dim."""

@@ -203,23 +203,23 @@ def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, wh
     return value
 
 
-_active: ContextVar[Any] = ContextVar("jaxlit_collector", default=None)
+ACTIVE: ContextVar[Any] = ContextVar("jaxlit_collector", default=None)
 
 
 def active_collector() -> Collector | None:
     """Return the collector of the step that is being traced, if any."""
-    collector = _active.get()
+    collector = ACTIVE.get()
     return collector if isinstance(collector, Collector) else None
 
 
 @contextlib.contextmanager
 def collecting(collector: Any) -> Iterator[Any]:
     """Make `collector`, of a traced step or of the hooks, the one that `self.log` fills."""
-    token = _active.set(collector)
+    token = ACTIVE.set(collector)
     try:
         yield collector
     finally:
-        _active.reset(token)
+        ACTIVE.reset(token)
 
 
 def log(name: str, value: Any, batch_size: Any, **how: Any) -> None:
@@ -228,7 +228,7 @@ def log(name: str, value: Any, batch_size: Any, **how: Any) -> None:
     Raises:
         LogError: The call or the value is not one that can be logged.
     """
-    collector = _active.get()
+    collector = ACTIVE.get()
     if collector is None:
         raise LogError(
             f"self.log({name!r}, ...) is called outside of the steps and hooks that a Trainer runs. Call it in one of "

@@ -82,12 +82,24 @@ class ArrayLoader:
 
     def __iter__(self) -> Iterator[Any]:
         order, start, self._start = self._order(self._epoch), self._start, 0
+        alone, size, count, unflatten = (
+            jax.process_count() == 1,
+            self.batch_size,
+            self.num_rows,
+            self._treedef.unflatten,
+        )
         for k in range(start, len(self)):
-            first, stop = k * self.batch_size, min((k + 1) * self.batch_size, self.num_rows)
-            own = own_rows(stop - first)
-            rows = slice(first + own.start, first + own.stop)
+            first = k * size
+            stop = first + size if first + size < count else count
+            if not alone:
+                own = own_rows(stop - first)
+                first, stop = first + own.start, first + own.stop
             self._next = k + 1
-            yield self._treedef.unflatten([_take(x, rows, order) for x in self._leaves])
+            # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
+            if order is None:
+                yield unflatten([np.array(x[first:stop]) for x in self._leaves])
+            else:
+                yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
 
     def unshuffled(self) -> "ArrayLoader":
         """Return a loader of the same rows in their own order."""
@@ -142,8 +154,3 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             # A hash of the content says nothing to people.
             changes["the data differ" if name.startswith(("arrays", "source")) else f"{name} was {old}, is {new}"] = 1
     return "; ".join(changes)
-
-
-def _take(x: Any, rows: slice, order: np.ndarray | None) -> np.ndarray:
-    # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
-    return np.array(x[rows]) if order is None else np.asarray(x[order[rows]])

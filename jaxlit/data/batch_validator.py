@@ -87,7 +87,14 @@ class BatchValidator:
             if batch is None:
                 raise DataError(f"{self.argument}: on_before_batch_transfer returned None. Return the batch.")
         to_step = self._without_host_keys(batch) if self._host_keys else batch
-        key = _key(to_step)
+        outer = type(to_step)
+        key: list[Any] = [outer, *to_step] if outer is dict else [outer]
+        try:  # an array, or a dict, tuple or list of them, most often: it need not be flattened, and costs no call
+            for x in (to_step,) if outer not in (dict, tuple, list) else to_step:
+                x = to_step[x] if outer is dict else x
+                key += type(x), x.dtype, x.shape
+        except AttributeError:  # another pytree
+            key = _key(to_step)
         if key == self._last:  # cheaper than a hash, and nearly always so
             kind = self._kind
         else:
@@ -197,12 +204,7 @@ class BatchValidator:
 
 
 def _key(batch: Any) -> list[Any]:
-    """Return a key that is equal for batches of one kind."""
-    try:
-        if type(batch) is dict:  # of arrays, most often: then it need not be flattened
-            return [*batch, *[(type(x), x.dtype, x.shape) for x in batch.values()]]
-    except AttributeError:
-        pass
+    """Return a key that is equal for batches of one kind; those of `__call__` are of another form."""
     leaves, treedef = jax.tree.flatten(batch)
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
     return [treedef, *[(type(x), array.dtype, array.shape) for x, array in zip(leaves, arrays, strict=True)]]

@@ -6,7 +6,6 @@ import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import Any, NamedTuple
 
 from jaxlit.background import Background
@@ -48,11 +47,11 @@ class Failed(NamedTuple):
     error: BaseException
 
 
-class End(Enum):
-    """Why there is no further batch."""
+class End:
+    """What comes after the last batch: the loader, or its limit, is at its end."""
 
-    OVER = "the loader or its limit is at its end"
-    INTERRUPTED = "a signal ended the wait"
+
+_OVER = End()
 
 
 class Prefetcher:
@@ -62,7 +61,7 @@ class Prefetcher:
     from loaders whose first batches were slow, or where `prefetch` asks for it.
 
     Args:
-        place: Puts what goes to the step onto the devices.
+        place: Puts what goes to the step onto the devices; None where a step takes host arrays.
         validator_of: Returns the validator of a source's batches.
         splits: See `Agreement`.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
@@ -73,11 +72,12 @@ class Prefetcher:
         token: A result of the newest step; what is drawn until it is ready costs no time.
         example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
         drawn: How many batches were asked for.
+        now: The time of the newest draw, by `time.perf_counter()`.
     """
 
     def __init__(
         self,
-        place: Callable[[Any], Any],
+        place: Callable[[Any], Any] | None,
         *,
         validator_of: Callable[[Source], BatchValidator] = lambda source: BatchValidator(source.argument),
         splits: Callable[[Any], bool],
@@ -90,7 +90,7 @@ class Prefetcher:
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
-        self.drawn = 0
+        self.drawn, self.now = 0, 0.0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
@@ -115,40 +115,59 @@ class Prefetcher:
     def _batches(self, source: Source, epoch: int, limit: int | None, start: int) -> Iterator[Batch]:
         validator, source.waited = self._validator_of(source), 0.0
         agreement = self._agreement(source, validator) if team().size > 1 else None
-        draws = source.epoch(epoch)
-        stream, thread = itertools.islice(draws, limit), None
+        control, watchdog, place = self._control, self._watchdog, self._place
+        draws, thread, auto = source.epoch(epoch), None, self._prefetch == "auto"
+        stream: Iterator[Any] = itertools.islice(draws, limit)
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
-        if _are_slow(source.times) if self._prefetch == "auto" else depth:
-            stream = thread = _Thread(stream, depth, self._control)
+        timing, slow = len(source.times) < _TIMED, _are_slow(source.times) if auto else depth > 0
+        host = batch = placed = at = None  # of the batch that waits: the draw after it shows if it is the last
+        drawn: Any = ()
         try:
-            drawn = self._draw(source, stream, start)
+            # Each step comes through here, so it makes no call that can be spared.
             for k in itertools.count(start):
-                if isinstance(drawn, End):
+                if slow and thread is None and type(drawn) is tuple:
+                    stream = thread = _Thread(stream, depth, control)
+                begun = time.perf_counter()
+                self.drawn += 1
+                try:
+                    try:
+                        if watchdog is not None:
+                            watchdog.watch(source.argument, self._epoch(), k)
+                        control.drawing = True
+                        drawn = next(stream, _OVER)
+                    finally:  # inside the outer try: a signal that comes here is caught as well
+                        control.drawing = False
+                        if watchdog is not None:
+                            watchdog.rest()
+                except Interrupted:
                     return
-                if isinstance(drawn, Failed):
-                    raise located(drawn.error, source.argument, self._epoch(), k)
+                except Exception as error:
+                    if control.interrupted:
+                        return
+                    drawn = Failed(error)
+                self.now = time.perf_counter()
+                if timing or self.now - begun > _NOTED_S:
+                    timing = self._note(source, self.now - begun)
+                    slow = slow or (auto and not timing and _are_slow(source.times))
+                if k > start:
+                    if agreement is not None:
+                        self.example, batch = agreement(batch, at, last=drawn is _OVER)
+                        placed = batch if place is None else place(batch)
+                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at))  # not its own Python
+                if type(drawn) is not tuple:
+                    if isinstance(drawn, Failed):
+                        raise located(drawn.error, source.argument, self._epoch(), k)
+                    return
                 batch, at = drawn
                 try:
                     host, batch = validator(batch)
                 except Exception as error:
                     located(error, validator.blamed, self._epoch(), k)
                     raise
-                placed = None
                 if agreement is None:
-                    self.example, placed = batch, self._place(batch)
-                drawn = self._draw(source, stream, k + 1)
-                if drawn is End.INTERRUPTED:
-                    return
-                is_last = drawn is End.OVER
-                if agreement is not None:
-                    self.example, batch = agreement(batch, at, last=is_last)
-                    placed = self._place(batch)
-                slow = thread is None and self._prefetch == "auto" and _are_slow(source.times)
-                if slow and not isinstance(drawn, (End, Failed)):
-                    stream = thread = _Thread(stream, depth, self._control)
-                yield Batch(placed, host, k, is_last, at)
+                    self.example, placed = batch, batch if place is None else place(batch)
         finally:
-            patience = 0.5 if self._control.interrupted else 10.0 if source.continues else 1.0
+            patience = 0.5 if control.interrupted else 10.0 if source.continues else 1.0
             if thread is None or thread.close(patience):
                 draws.close()
 
@@ -158,31 +177,13 @@ class Prefetcher:
             self._agreements[source] = Agreement(source.loader, source.argument, validator.prepares, self._splits)
         return self._agreements[source]
 
-    def _draw(self, source: Source, stream: Iterator[Any], k: int) -> tuple[Any, Any] | End | Failed:
-        """Return the next batch with the position after it, and count the time."""
-        start = time.perf_counter()
-        self.drawn += 1
-        if self._watchdog is not None:
-            self._watchdog.watch(source.argument, self._epoch(), k)
-        control = self._control
-        try:
-            try:
-                control.drawing = True
-                return next(stream, End.OVER)
-            finally:  # inside the outer try: a signal that comes here is caught as well
-                control.drawing = False
-        except Interrupted:
-            return End.INTERRUPTED
-        except Exception as error:
-            return End.INTERRUPTED if control.interrupted else Failed(error)
-        finally:
-            if self._watchdog is not None:
-                self._watchdog.rest()
-            seconds = time.perf_counter() - start
-            if len(source.times) < _TIMED:
-                source.times.append(seconds)
-            if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
-                source.waited += seconds
+    def _note(self, source: Source, seconds: float) -> bool:
+        """Note how long a draw took; returns whether the next ones are timed as well."""
+        if len(source.times) < _TIMED:
+            source.times.append(seconds)
+        if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
+            source.waited += seconds
+        return len(source.times) < _TIMED
 
 
 class _Thread(Background[None]):
@@ -216,7 +217,7 @@ class _Thread(Background[None]):
                     raise Interrupted from None
                 continue
             self._tokens.put(None)
-            if item is End.OVER:
+            if item is _OVER:
                 self._out.put(item)  # for the next call
                 raise StopIteration
             if isinstance(item, Failed):
@@ -236,7 +237,7 @@ class _Thread(Background[None]):
             if self.stopping.is_set():
                 return
             try:
-                item = next(self._stream, End.OVER)
+                item = next(self._stream, _OVER)
             except BaseException as error:
                 item = Failed(error)
             self._out.put(item)

@@ -5,7 +5,7 @@ import itertools
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from jaxlit.data.array_loader import differences
@@ -66,7 +66,7 @@ class Source(ABC):
         self.times, self.waited = list[float](), 0.0
         self._kept: list[tuple[Any, Any]] | None = None
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
-        self._peeked: tuple[int, Generator[tuple[Any, Any], None, None]] | None = None
+        self._peeked: tuple[int, list[tuple[Any, Any]], Iterator[tuple[Any, Any]]] | None = None
         self._start: tuple[int, Any] | None = None  # the epoch to continue in, and where
 
     @abstractmethod
@@ -104,10 +104,6 @@ class Source(ABC):
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Return one epoch's (batch, position after it)."""
         epoch = self._number(epoch)
-        if self._peeked is not None:
-            (peeked, draws), self._peeked = self._peeked, None
-            if peeked == epoch:
-                return draws
         if self._keep is None:
             return self._continued(epoch)
         # The batches to keep begin with the first, also if training continues after it.
@@ -121,10 +117,11 @@ class Source(ABC):
         """
         if self.peeked or (hasattr(self.loader, "__next__") and not self.is_iterator):
             return []  # an object that is its own iterator may start again when it is iterated again, or continue
-        self.peeked, epoch = True, self._start[0] if self._start else 0
-        draws = self.epoch(epoch)
+        self.peeked, epoch = True, self._number(self._start[0] if self._start else 0)
+        draws = self._begin(epoch)
         first = list(itertools.islice(draws, 1))
-        self._peeked = (epoch, _chained(first, draws))
+        self.gave |= bool(first)
+        self._peeked = (epoch, first, draws)
         return [batch for batch, _ in first]
 
     def again(self, epoch: int, at: Any, count: int) -> list[Any]:
@@ -152,8 +149,8 @@ class Source(ABC):
 
     def close(self) -> None:
         """Close the iterations that were begun, with their threads and processes."""
-        for draws in (self._peeked[1] if self._peeked else None, self._stream):
-            if draws is not None:
+        for draws in (self._peeked[2] if self._peeked else None, self._stream):
+            if isinstance(draws, Generator):
                 with contextlib.suppress(ValueError):  # a thread hangs in it
                     draws.close()
         self._peeked = self._stream = None
@@ -234,17 +231,27 @@ class Source(ABC):
         return (draw for draw in self._stream)
 
     def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
+        peeked, self._peeked = self._peeked, None
+        if peeked is not None and (peeked[0] == epoch or self.continues):
+            draws: Iterator[tuple[Any, Any]] = itertools.chain(*peeked[1:])
+        else:
+            draws = self._begin(epoch)
+        is_fresh = self.is_fresh
+        for batch, after in draws:
+            self.gave = True
+            yield batch if is_fresh else copied(batch), after
+
+    def _begin(self, epoch: int) -> Iterator[tuple[Any, Any]]:
+        """Begin the loader's own iteration."""
         at = None
-        if self._start is not None and (self._start[0] == epoch or self.continues):
-            at = self._start[1]
-        self._start = None
+        if self._keep is None:  # else `epoch` takes it: batches are kept from the first on
+            if self._start is not None and (self._start[0] == epoch or self.continues):
+                at = self._start[1]
+            self._start = None
         for shuffler in (self.loader, getattr(self.loader, "sampler", None)):
             if shuffler is not None and hasattr(shuffler, "set_epoch"):
                 shuffler.set_epoch(epoch)
-        is_fresh = self.is_fresh
-        for batch, after in self.draws(epoch, at):
-            self.gave = True
-            yield batch if is_fresh else copied(batch), after
+        return self.draws(epoch, at)
 
 
 def length_of(loader: Any) -> int | None:
@@ -262,8 +269,3 @@ def located(error: BaseException, argument: str, epoch: int, batch: int) -> Base
     if "terminated unexpectedly" in str(error):  # grain's words for a worker process that is gone
         error.add_note("Most often a worker is killed because memory ran out: use fewer workers, or smaller buffers.")
     return error
-
-
-def _chained(first: Iterable[Any], rest: Iterable[Any]) -> Generator[Any, None, None]:
-    yield from first
-    yield from rest

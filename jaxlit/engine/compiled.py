@@ -59,11 +59,12 @@ class StepLogs(Mapping[str, jax.Array]):
 
     Args:
         table: The metrics.
+        columns: The column of each, by its name.
         logs: The step's table, (2, num_metrics) float32.
     """
 
-    def __init__(self, table: Table, logs: jax.Array) -> None:
-        self._columns, self._table, self._logs = {m.name: i for i, m in enumerate(table.metrics)}, table, logs
+    def __init__(self, table: Table, columns: Mapping[str, int], logs: jax.Array) -> None:
+        self._table, self._columns, self._logs = table, columns, logs
 
     def __getitem__(self, name: str) -> jax.Array:
         return self._table.value(self._logs, self._columns[name])
@@ -80,18 +81,18 @@ class CompiledStep:
 
     Args:
         engine: The engine that compiled it.
+
+    Attributes:
+        strategy: The strategy that it runs under.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._table = engine, engine.pure.table("training")
+        self._engine, self._table, self.strategy = engine, engine.pure.table("training"), engine.strategy
+        self._columns = {metric.name: i for i, metric in enumerate(self._table.metrics)}
+        self._processes = jax.process_count()
         self._validator = BatchValidator("step(state, batch)")
         # Unbounded, several CPU devices would end the process.
         self._wait = Bound(32 if engine.strategy.mesh.size == 1 else 4)
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that it runs under."""
-        return self._engine.strategy
 
     @out_of_meshes
     def __call__(self, state: StepState, batch: Any) -> tuple[StepState, StepLogs]:
@@ -108,8 +109,8 @@ class CompiledStep:
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
         _, batch = self._validator(batch)  # what stays on the host is nobody's here: there are no hooks
-        engine, strategy, (rows, count) = self._engine, self.strategy, (num_rows(batch), jax.process_count())
-        if count > 1 and not strategy.splits_by_process(with_rows(batch, count * rows)):
+        engine, strategy, count = self._engine, self.strategy, self._processes
+        if count > 1 and not strategy.splits_by_process(with_rows(batch, count * (rows := num_rows(batch)))):
             batch = joined(batch, [rows] * count)  # devices of several processes hold each row
         try:
             leaves, logs = engine.run_step(state.leaves, strategy.shard_batch(batch))
@@ -118,7 +119,7 @@ class CompiledStep:
             if is_exhausted(error):
                 raise out_of_memory(error, "in step(state, batch)", state=engine.state.spec.tree) from error
             raise
-        return StepState(leaves, self._engine), StepLogs(self._table, logs)
+        return StepState(leaves, self._engine), StepLogs(self._table, self._columns, logs)
 
     @out_of_meshes
     def module(self, state: StepState) -> Any:

@@ -8,29 +8,36 @@ class Bound:
 
     Args:
         limit: The most steps in flight.
+
+    Attributes:
+        period: Steps from wait to wait.
     """
 
     def __init__(self, limit: int) -> None:
         # A wait is for the token of the period before: up to two periods of steps are under way at once.
-        self._period = max(1, limit // 2)
+        self.period = max(1, limit // 2)
         self._count, self._token, self._each = 0, None, limit == 1
 
     def __call__(self, token: jax.Array) -> None:
-        """Count a step by one of its results, and wait for the one a period ago."""
+        """Count a step by one of its results, and wait once a period for the one a period ago."""
         self._count += 1
-        if self._count == self._period:
+        if self._count >= self.period:
             self._count = 0
-            # With the newest step of a period still running the device never idles; a limit of one leaves no choice.
-            if self._each:
-                token.block_until_ready()
-            elif self._token is not None:
-                self._token.block_until_ready()
-            self._token = token
+            self.wait(token)
+
+    def wait(self, token: jax.Array) -> None:
+        """End a period with one of the results of its last step, and wait for those of the period before."""
+        # With the newest step of a period still running the device never idles; a limit of one leaves no choice.
+        if self._each:
+            token.block_until_ready()
+        elif self._token is not None:
+            self._token.block_until_ready()
+        self._token = token
 
     def drain(self, token: jax.Array) -> None:
         """Count a step, and once a period wait for it."""
         # For results that the next step overwrites: an older token could not be waited for any more.
         self._count += 1
-        if self._count == self._period:
+        if self._count == self.period:
             self._count = 0
             token.block_until_ready()

@@ -1,7 +1,7 @@
 """How long the steps of a run took to compile."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,15 @@ _STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "m
 
 
 class CompileLog(dict[str, float]):
-    """Seconds of tracing, lowering and compiling of each kind of step, in the order of their first compile."""
+    """Seconds of tracing, lowering and compiling of each kind of step, in the order of their first compile.
+
+    Args:
+        changed: Called after each change.
+    """
+
+    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._changed = changed
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -26,6 +34,7 @@ class CompileLog(dict[str, float]):
             step = max((x for x in _STEPS if name == x or name.startswith(f"{x}_")), key=len, default=None)
             if step is not None and event.rpartition("/")[2] in _EVENTS:
                 self[step] = self.get(step, 0.0) + duration_secs
+                self._changed()
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:

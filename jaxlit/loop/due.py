@@ -1,9 +1,10 @@
 """When rows, traces and callbacks act that do not act in each step: the loop compares one number."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from jaxlit.loop.hooks import Hook, Hooks, fitting, overrides
 from jaxlit.loop.tracing import Tracing
 from jaxlit.shown import shown
 
+if TYPE_CHECKING:
+    from jaxlit.loop.run import Run
+
+MOST_QUIET = 1024  # optimizer steps after which the loop looks at all in any case
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
 StepHooks: TypeAlias = tuple[Hook | None, Hook | None, Hook | None]  # in that order; None without functions
 
@@ -25,52 +30,76 @@ class Due:
         tracing: The callbacks inside the optimizer step.
 
     Attributes:
-        next: After how many optimizer steps something acts next; infinite if nothing does, 0 before it was asked.
+        next: After how many optimizer steps something acts next; 0 before it was asked.
+        time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
         each: The hooks of a step in which none of those callbacks acts.
     """
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
         self._hooks, self._tracing = hooks, tracing
-        asked = [c for c in hooks.callbacks if overrides(c, "due_in")]
+        asked = [c for c in hooks.callbacks if overrides(c, "due_in") or overrides(c, "due_in_seconds")]
         self._asked = {c: partial(self._wait_of, c, fitting(c, "due_in", ["step"])) for c in asked}
-        self._steps: list[tuple[Callback, int]] = []
+        self._waits: list[tuple[Callback, float, float]] = []  # with the step and the time
         self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
-        self._intervals, self._next_callback = list[int](), 0.0
+        self._next_callback, self._time_callback = 0.0, math.inf
+        self._intervals = list[int]()
         self.next: float = 0
+        self.time = math.inf
         self.each: StepHooks = (None, None, None)
 
     def forget(self) -> None:
         """Ask all again before the next step: an interval has changed, or steps are undone."""
         self.next = 0
 
-    def move(self, step: int) -> None:
+    def move(self, run: "Run", step: int) -> None:
         """Find what acts next, after so many optimizer steps."""
+        now = time.perf_counter()
         if not self.next:
-            every = self._hooks.trainer.log_every_n_steps
-            self._intervals = [*self._tracing.intervals, *([every] if every else [])]
             self._next_callback, self.each = 0, self._of([])
-        if step >= self._next_callback:
+            self._intervals = [
+                every for every in (run.log_every, *[every for _, every in self._tracing.every]) if every
+            ]
+        if step >= self._next_callback or now >= self._time_callback:
             ask = self._hooks.ask
-            waits = [(c, ask(c, "due_in", partial(wait_of, step))) for c, wait_of in self._asked.items()]
-            self._steps = [(c, step + wait) for c, wait in waits if wait is not None]
-            self._next_callback = min((at for _, at in self._steps), default=math.inf)
-        self.next = self._next_callback
+            waits = [
+                (c, *ask(c, "due_in", partial(wait_of, step, now), (math.inf,) * 2))
+                for c, wait_of in self._asked.items()
+            ]
+            self._waits = waits
+            self._next_callback = min((at for _, at, _ in waits), default=math.inf)
+            self._time_callback = min((at for _, _, at in waits), default=math.inf)
+        self.time, steps = self._time_callback, run.settings.max_steps
+        if run.times.waits or run.times.team.announces:
+            self.time = min(self.time, now + run.times.seconds_to_look)
+        self.next = min(self._next_callback, step + MOST_QUIET)
         for every in self._intervals:  # no call: a row may be due in each step
             if (at := step + every - step % every) < self.next:
                 self.next = at
+        if run.settings.debug:
+            self.next = step + 1
+        if step < steps < self.next:
+            self.next = steps
+        if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
+            at = step - (-(run.position.filled + batches) // run.window.batches)
+            self.next = min(self.next, at)
 
     @staticmethod
-    def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int) -> Any:
-        if (wait := due_in(step)) is None or (isinstance(wait, (int, np.integer)) and wait >= 1):
-            return wait
-        raise ArgumentError(
-            f"{type(callback).__name__}.due_in({step}) returned {shown(wait)}. Return a number of optimizer steps, at "
-            "least 1, or None for not before the epoch's end."
-        )
+    def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int, now: float) -> tuple[float, float]:
+        """Return the step and the time at which a callback acts next."""
+        wait, seconds = due_in(step), callback.due_in_seconds()
+        if wait is not None and not (isinstance(wait, (int, np.integer)) and wait >= 1):
+            raise ArgumentError(
+                f"{type(callback).__name__}.due_in({step}) returned {shown(wait)}. Return a number of optimizer steps, "
+                "at least 1, or None for not before the epoch's end."
+            )
+        return math.inf if wait is None else step + wait, math.inf if seconds is None else now + seconds
 
     def at(self, step: int) -> StepHooks:
-        """Return the hooks of an optimizer step, counted from 1."""
-        return self.each if step < self._next_callback else self._of([c for c, at in self._steps if at <= step])
+        """Return the hooks of an optimizer step, counted from 1, in which something acts."""
+        if step < self._next_callback and (now := time.perf_counter()) < self._time_callback:
+            return self.each
+        now = time.perf_counter()
+        return self._of([c for c, due, due_time in self._waits if step >= due or now >= due_time])
 
     def _of(self, acting: list[Callback]) -> StepHooks:
         key = tuple(map(id, acting))

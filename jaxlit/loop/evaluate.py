@@ -123,7 +123,8 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         With `keep` each batch's outputs as numpy.
     """
     engine, hooks, prefetcher, (source, limit) = run.engine, run.hooks, run.prefetcher, loader
-    starts, ends = hooks.bind(f"on_{stage}_batch_start"), hooks.bind(f"on_{stage}_batch_end")
+    # None for a hook that no callback has, so that a batch pays no call.
+    starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
     wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
@@ -134,12 +135,14 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         hooks.log.batch = batch.host
         if now.phase <= Validating.BATCH_START:
             now.phase = Validating.STEP
-            starts(batch.host, batch.index, idx)
+            if starts is not None:
+                starts(batch.host, batch.index, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
         now.advance(sums, batch.position)  # before the hook: a checkpoint that it takes has this batch
         if values is not None:
             run.results.show_evaluation(now.table, values, hooks.log.suffix)
-        ends(outputs, batch.host, batch.index, idx)
+        if ends is not None:
+            ends(outputs, batch.host, batch.index, idx)
         if keep:
             kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
             waiting = outputs, batch.host, run.settings.host_keys

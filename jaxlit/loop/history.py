@@ -63,14 +63,15 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
 
     def add(self, row: Mapping[str, float], step: int) -> None:
         """Take a row."""
-        for name, value in row.items():  # without a call for each: a row may come with every step
-            if (curve := self._curves.get(name)) is None:
-                curve = self._curves[name] = _Curve()
+        for name in row:  # without a call for each: a row may come with every step
+            if name not in self._curves:
+                self._curves[name] = _Curve()
+            curve = self._curves[name]
             if curve.seen % curve.every == 0:
-                curve.steps.append(step)
-                curve.values.append(value)
+                curve.steps += (step,)
+                curve.values += (row[name],)
             curve.seen += 1
-            if len(curve.steps) > MOST:
+            if curve.seen > MOST * curve.every:
                 curve.steps, curve.values, curve.every = curve.steps[::2], curve.values[::2], 2 * curve.every
 
     def clear(self, step: int = 0) -> None:

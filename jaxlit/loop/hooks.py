@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import HookClock
-from jaxlit.core.log import collecting
+from jaxlit.core.log import ACTIVE
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, did_you_mean
 from jaxlit.notes import add_note, note_place
@@ -50,13 +50,6 @@ class TimedFunction:
         self.owner, self.source, self.function = type(owner).__name__, owner, function
         self.calls, self.seconds, self.longest = 0, 0.0, 0.0
 
-    def add(self, seconds: float) -> None:
-        """Count a call."""
-        self.calls += 1
-        self.seconds += seconds
-        if seconds > self.longest:
-            self.longest = seconds
-
 
 class Hook:
     """Every hook of one name; calling it calls them in order.
@@ -90,27 +83,30 @@ class Hook:
         if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
         begun = start = perf_counter()
-        # Timed without a context manager or a helper: this runs for every hook of every step.
+        # Timed and collected without a context manager or a helper: this runs for every hook of every step.
+        token = ACTIVE.set(log)
         try:
-            with collecting(log):
-                for function in self.functions:
+            for function in self.functions:
+                try:
                     try:
-                        try:
-                            result = function.function(hooks.trainer, hooks.module, *args)
-                        except BaseException as error:
-                            if not hooks.tolerates(error, function.source, self.name, args):
-                                raise
-                            result = None
-                        if result is not None and isinstance(result, (int, np.integer)) and result == -1:
-                            skip = True
-                        # After each owner, so that an error names the one that wrote.
-                        if live is not None and live.touched:
-                            hooks.take_writes(function.owner)
-                    finally:
-                        now = perf_counter()
-                        function.add(now - start - hooks.inside)
-                        start, hooks.inside = now, 0.0
+                        result = function.function(hooks.trainer, hooks.module, *args)
+                    except BaseException as error:
+                        if not hooks.tolerates(error, function.source, self.name, args):
+                            raise
+                        result = None
+                    if result is not None and isinstance(result, (int, np.integer)) and result == -1:
+                        skip = True
+                    # After each owner, so that an error names the one that wrote.
+                    if live is not None and live.touched:
+                        hooks.take_writes(function.owner)
+                finally:
+                    now = perf_counter()
+                    function.calls += 1
+                    function.seconds += (seconds := now - start - hooks.inside)
+                    function.longest = seconds if seconds > function.longest else function.longest
+                    start, hooks.inside = now, 0.0
         finally:
+            ACTIVE.reset(token)
             log.hook, log.named = outer_hook, outer_named
             hooks.inside = outer_inside + start - begun
         return skip

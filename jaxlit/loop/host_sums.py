@@ -75,7 +75,7 @@ class HostLog:
         self._results = results
         self.named: set[str] = set()  # what the hook that runs has logged
         self.window: dict[str, Total] = {}  # since the last optimizer step
-        self._epoch: dict[str, Total] = {}
+        self.epoch: dict[str, Total] = {}  # since the epoch began
         self._evaluation: dict[tuple[str, int | None], Total] = {}
 
     def add(self, metric: Metric, value: Any, batch_size: Any) -> None:
@@ -105,7 +105,7 @@ class HostLog:
             self._results.put_step(metric, value, self.suffix(metric), evaluating=True)
         if metric.on_epoch:
             key = name if training else (name, (self.loader or 0) if batch else None)
-            total = self._into(self._epoch if training else self._evaluation, key, metric, value, weight)
+            total = self._into(self.epoch if training else self._evaluation, key, metric, value, weight)
             if not batch:  # there is no more to come
                 self._results.put_epoch(metric, total)
 
@@ -115,7 +115,7 @@ class HostLog:
         Raises:
             LogError: Naming it.
         """
-        for total in (*self.window.values(), *self._epoch.values()):
+        for total in (*self.window.values(), *self.epoch.values()):
             self._check_column(total.metric, total.hook)
 
     def _check_column(self, metric: Metric, hook: str) -> None:
@@ -154,14 +154,14 @@ class HostLog:
         """Return what the hooks have logged and no row has taken."""
         return {
             "window": [[name, total.state_dict()] for name, total in self.window.items()],
-            "epoch": [[name, total.state_dict()] for name, total in self._epoch.items()],
+            "epoch": [[name, total.state_dict()] for name, total in self.epoch.items()],
             "evaluation": [[*key, total.state_dict()] for key, total in self._evaluation.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.window = {name: Total.from_state(total) for name, total in state["window"]}
-        self._epoch = {name: Total.from_state(total) for name, total in state["epoch"]}
+        self.epoch = {name: Total.from_state(total) for name, total in state["epoch"]}
         self._evaluation = {(name, loader): Total.from_state(total) for name, loader, total in state["evaluation"]}
 
     def take_window(self) -> dict[str, Total]:
@@ -171,23 +171,21 @@ class HostLog:
 
     def show_epoch(self) -> None:
         """Show the epoch's values of what batch hooks logged."""
-        for total in self._epoch.values():
+        for total in self.epoch.values():
             self._results.put_epoch(total.metric, total)
 
     def take_epoch(self) -> dict[str, Total]:
         """Return the epoch's values by their names in rows, and begin the next epoch."""
-        totals, self._epoch = self._epoch, {}
+        totals, self.epoch = self.epoch, {}
         return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
 
-    def so_far(self) -> Logged | None:
-        """Return what hooks have logged of the window and of the epoch, for `go_back`; None if they log nothing."""
-        if not (self.window or self._epoch):
-            return None
-        return tuple({k: replace(x, waiting=[*x.waiting]) for k, x in y.items()} for y in (self.window, self._epoch))
+    def so_far(self) -> Logged:
+        """Return what hooks have logged of the window and of the epoch, for `go_back`."""
+        return tuple({k: replace(x, waiting=[*x.waiting]) for k, x in y.items()} for y in (self.window, self.epoch))
 
     def go_back(self, logged: Logged | None) -> None:
-        """Forget what was logged since."""
-        self.window, self._epoch = logged or ({}, {})
+        """Forget what was logged since; None for all."""
+        self.window, self.epoch = logged or ({}, {})
 
     def take_evaluation(self, loader: int | None) -> list[Total]:
         """Return what was logged for the batches of a loader, None for all else, and forget it."""

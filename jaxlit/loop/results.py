@@ -14,6 +14,7 @@ from jaxlit.loop.history import History
 
 # A row that is not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
 Row = tuple[Any, Mapping[str, Any], int]
+_loss_of = jax.jit(loss_of)  # one dispatch
 _NO_STEPS = StepTable(Table([]), (), guarded=False)
 
 
@@ -172,7 +173,7 @@ class Outputs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name != "loss":
             return self._outputs[name]
-        return loss_of(self.logs) if self._loss is None else self._loss.mean()
+        return _loss_of(self.logs) if self._loss is None else self._loss.mean()
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self._outputs))

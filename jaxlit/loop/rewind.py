@@ -18,19 +18,9 @@ from jaxlit.loop.run import Run, Start
 
 _logger = logging.getLogger("jaxlit")
 
-_MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
+MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
 _MOST_ROLLBACKS = 3  # to one checkpoint: more is not a bad batch, but a training that diverges
 _MOST_ROWS = 5  # that a message names
-
-
-def note_start(run: Run) -> None:
-    """Note where the next optimizer step begins: a later check may find that it was not finite."""
-    if len(run.unchecked.starts) >= _MOST_STARTS:  # nothing is logged, and so nothing was checked
-        check_finite(run)
-    at, logged = run.position, run.hooks.log.so_far()
-    run.unchecked.starts.append(Start(at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged))
-    if run.engine.window_start is not None:
-        run.engine.window_start.keep()
 
 
 def check_finite(run: Run) -> None:
@@ -145,7 +135,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     if not (isinstance(error, Exception) or engine.state.is_ready):
         return  # a user who ends training at once does not wait for the device
     bad = engine.bad_step()
-    after = [start for start in run.unchecked.starts if start.step >= bad >= 0]
+    after = [Start(*start) for start in run.unchecked.starts if start[0] >= bad >= 0]
     if not after or after[0].step != bad:
         return
     start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx

@@ -37,7 +37,8 @@ def log_pending(run: Run) -> None:
     if run.results.pending is None:
         return
     logs, window, step = run.results.pending
-    run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
+    if run.tracing.seen:
+        run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
     run.results.pending = None
     if logs is None:  # only what was traced
         log_row(run, window, step)
@@ -100,4 +101,4 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
     if row:
         values = {k: float(v) for k, v in row.items()}
         run.results.history.add(values, step)
-        run.hooks("on_log", {**values, "epoch": run.hooks.clock.epoch}, step)
+        run.hooks.bind("on_log")({**values, "epoch": run.hooks.clock.epoch}, step)

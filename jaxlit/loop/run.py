@@ -27,7 +27,10 @@ _logger = logging.getLogger("jaxlit")
 
 
 class Start(NamedTuple):
-    """Where an optimizer step begins; after a resume inside its window, where training continues."""
+    """Where an optimizer step begins; after a resume inside its window, where training continues.
+
+    The loop notes it as a plain tuple, which costs no call.
+    """
 
     step: int
     batch_idx: int
@@ -50,13 +53,13 @@ class Window:
 class Unchecked:
     """The optimizer steps that are not known to be finite yet."""
 
-    starts: list[Start] = field(default_factory=list)
+    starts: list[tuple[Any, ...]] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
     def settle(self, step: int) -> None:
         """Forget the starts of the optimizer steps before `step`: they were finite."""
-        self.starts[:] = [start for start in self.starts if start.step >= step]
+        self.starts[:] = [start for start in self.starts if start[0] >= step]
 
 
 @dataclass
@@ -163,6 +166,15 @@ class Run(Setup):
             done = f"{name}: stopping after step {self.position.global_step}."
             say(f"{done} Press Ctrl-C{again} to stop now (no checkpoint).", aside=True)
 
+    @property
+    def batches_to_validation(self) -> int | None:
+        """Batches until a validation inside the epoch; None if there is none, or if a clock decides."""
+        position, every = self.position, self.settings.check_val_every_n_epoch
+        if self.data.val_every is None or not self.data.validates or self.times.validation_is_due() is not None:
+            return None
+        count = position.total_batch_idx if every is None else position.batch_idx
+        return self.data.val_every - count % self.data.val_every
+
     def validation_is_due(self, last: bool) -> bool:
         """Return whether to validate after a batch, where there is something to validate on.
 
@@ -178,5 +190,4 @@ class Run(Setup):
             return by_clock
         if self.data.val_every is None:
             return last
-        count = position.total_batch_idx if every is None else position.batch_idx
-        return count % self.data.val_every == 0
+        return self.batches_to_validation == self.data.val_every

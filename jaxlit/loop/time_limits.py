@@ -1,6 +1,7 @@
 """What a run waits for by the clock: its limits of time, and validations whose interval is a duration."""
 
 import datetime
+import math
 import time
 from typing import NamedTuple
 
@@ -31,6 +32,20 @@ class TimeLimits:
         self.ended: float | None = None
         self._limits: list[Limit] = []
         self._next_validation: float | None = None
+
+    @property
+    def seconds_to_look(self) -> float:
+        """In how many seconds to look at the limits again; several processes look together, after each step."""
+        if self.team.size > 1:
+            return -math.inf
+        # A limit that is over has asked for its stop. A validation may be late, where others are every n epochs.
+        left = [due for due in self._dues if due > self.team.now or due == self._next_validation]
+        return min(left, default=math.inf) - self.seconds
+
+    @property
+    def _dues(self) -> list[float]:
+        dues = [limit.due for limit in self._limits if not limit.at_epoch_end]
+        return dues if self._next_validation is None else [*dues, self._next_validation]
 
     @property
     def seconds(self) -> float:
@@ -69,6 +84,4 @@ class TimeLimits:
 
     def _elapsed(self, *, ask: bool) -> float:
         """Return the seconds; the next limit decides when processes compare their clocks."""
-        dues = [limit.due for limit in self._limits if not limit.at_epoch_end]
-        dues += [] if self._next_validation is None else [self._next_validation]
-        return self.team.elapsed(min((due for due in dues if due > self.team.now), default=None), ask=ask)
+        return self.team.elapsed(min((due for due in self._dues if due > self.team.now), default=None), ask=ask)

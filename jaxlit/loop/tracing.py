@@ -25,12 +25,13 @@ class Tracing:
         log_every: The interval of those that name none.
 
     Attributes:
+        every: The callbacks with their intervals.
         seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
     """
 
     def __init__(self, hooks: Hooks, log_every: int) -> None:
         self._hooks = hooks
-        self._every: list[tuple[Callback, int]] = []
+        self.every: list[tuple[Callback, int]] = []
         for callback in hooks.callbacks:
             if not overrides(callback, "trace_step"):
                 continue
@@ -38,7 +39,7 @@ class Tracing:
             every = check.integer("trace_every_n_steps", given, low=0, also=(None,), owner=owner)
             if every := log_every if every is None else every:
                 fitting(callback, "trace_step")
-                self._every.append((callback, every))
+                self.every.append((callback, every))
         self._checked = False
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
@@ -50,12 +51,12 @@ class Tracing:
             LogError: A scalar's name is taken.
         """
         state, failed, names = engine.state.unflatten(), object(), list[str]()
-        for callback, every in [] if self._checked else list(self._every):
+        for callback, every in [] if self._checked else list(self.every):
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
             shapes = self._hooks.ask(callback, TRACED, trace, failed)
             if shapes is failed:
-                self._every.remove((callback, every))
+                self.every.remove((callback, every))
             elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
                 raise ModuleError(
                     f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
@@ -69,15 +70,10 @@ class Tracing:
                 )
         self._checked = True
 
-    @property
-    def intervals(self) -> list[int]:
-        """The intervals of the callbacks, each of which fires in the last step of it, whose row is logged."""
-        return [every for _, every in self._every]
-
     def step(self, engine: Engine, batch: Any, step: int) -> Any:
         """Take an optimizer step, counted from 0: scalars go to its row, and all values to `on_trace`."""
         # One program for each set of callbacks that come due together: few, as intervals repeat.
-        due = [callback for callback, every in self._every if (step + 1) % every == 0]
+        due = [callback for callback, every in self.every if (step + 1) % every == 0]
         if not due:
             return engine.train_step(batch)
         logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)

@@ -7,6 +7,8 @@ continues after the hook.
 
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +21,7 @@ from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Outputs
-from jaxlit.loop.rewind import check_finite, end_before_bad_step, note_start
+from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run
 from jaxlit.loop.tracing import Tracing
@@ -59,7 +61,8 @@ def train_epoch(run: Run) -> None:
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
     hooks.clock.follow(position)
-    wait, due = Bound(run.max_in_flight), run.due
+    control, log, results = run.control, hooks.log, run.results
+    in_flight, due, acts = Bound(run.max_in_flight), run.due, True
 
     if position.phase <= Phase.EPOCH_START:
         position.phase = Phase.BATCH_START
@@ -71,16 +74,18 @@ def train_epoch(run: Run) -> None:
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         step = position.global_step + (position.filled > 0)
         due.forget()
-        due.move(step - 1)
+        due.move(run, step - 1)
         after_step(run, due.at(step)[2])
     due.forget()
     batches, shows_steps, run.checkpoints.resumed = batches_left(run), False, False
     for batch in batches:
-        if position.global_step >= due.next:
-            due.move(position.global_step)
+        if acts or not due.next:
+            due.move(run, position.global_step)
+        # Whether something acts in the batch's step. Most steps pay for the comparison of two numbers, and no more.
+        acts = position.global_step + 1 >= due.next or run.prefetcher.now >= due.time
         # None for a hook that no callback has in this step, so that it pays no call.
-        starts, ends, saves = due.each if position.global_step + 1 < due.next else due.at(position.global_step + 1)
-        hooks.log.batch = batch.host
+        starts, ends, saves = due.at(position.global_step + 1) if acts else due.each
+        log.batch = batch.host
         if position.phase <= Phase.BATCH_START:
             position.phase = Phase.STEP
             if starts is not None and starts(batch.host, batch.index):
@@ -93,9 +98,17 @@ def train_epoch(run: Run) -> None:
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
             ends(Outputs(logs, loss, outputs), batch.host, batch.index)
-        wait(logs)  # at most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory
-        if after_step(run, saves):
-            break
+        # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
+        if not position.total_batch_idx % in_flight.period:
+            in_flight.wait(logs)
+        asked = control.interrupted or control.should_stop or log.window or not due.next
+        if due.time < math.inf:  # what is over is seen after the step in which it ends
+            asked = asked or time.perf_counter() >= due.time
+        if acts or asked or batch.is_last or saves is not None or results.pending is not None:
+            if after_step(run, saves):
+                break
+        else:
+            position.phase = Phase.BATCH_START
     else:
         end_batches(run)
     run.print_signal()
@@ -125,11 +138,15 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     engine, position = run.engine, run.position
     # At the first batch of a window, or of what a resume has left of one: a later check may end training before it.
     if engine.nan_policy == "raise" and not (position.filled and run.unchecked.starts):
-        note_start(run)
+        log, at = run.hooks.log, position
+        logged = log.so_far() if log.window or log.epoch else None
+        run.unchecked.starts += ((at.global_step, at.batch_idx, at.filled, at.data, run.results.latest, logged),)
+        if engine.window_start is not None:
+            engine.window_start.keep()
     stepping = batch.is_last or position.filled + 1 >= run.window.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
-    elif position.global_step + 1 < run.due.next:
+    elif position.global_step + 1 < run.due.next or not run.tracing.every:
         logs, loss, outputs = engine.train_step(batch.arrays)
     else:
         logs, loss, outputs = run.tracing.step(engine, batch.arrays, position.global_step)
@@ -137,7 +154,8 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     run.results.latest = run.prefetcher.token = logs
     # Before the hook: a checkpoint in it has this batch.
     position.advance(batch.position, stepping=stepping, last=batch.is_last)
-    run.hooks.clock.follow(position)
+    clock = run.hooks.clock
+    clock.global_step, clock.batch_idx = position.global_step, position.batch_idx
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
@@ -167,7 +185,7 @@ def after_step(run: Run, hook: Hook | None) -> bool:
     position = run.position
     if run.results.pending is not None:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
-    if run.times.waits:
+    if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
         run.times.check(run.control)
     if run.times.team.announces:
         run.check_notice()
@@ -176,8 +194,9 @@ def after_step(run: Run, hook: Hook | None) -> bool:
         is_due = position.global_step >= run.due.next or run.control.should_stop or run.hooks.log.window
         if is_due and not position.filled:
             run.results.pending = row_of_step(run)
-    if run.settings.debug:
-        check_finite(run)  # waits for each step, so that an error names it at once
+    # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
+    if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
+        check_finite(run)
     if position.phase <= Phase.VALIDATION:
         position.phase = Phase.SAFE_POINT
         if run.data.validates and run.validation_is_due(position.over):

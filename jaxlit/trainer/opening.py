@@ -7,11 +7,13 @@ import jax
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.core.module import call_step, is_overridden
 from jaxlit.core.step_module import is_in_eval_mode
+from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.run import Run, Setup
 from jaxlit.reporting.terminal import say
+from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import log_hyperparams
 
 _logger = logging.getLogger("jaxlit")
@@ -89,6 +91,19 @@ def begin_fit(run: Run) -> None:
         run.hooks("on_load_checkpoint", dict(resume.checkpoint.state))
     log_hyperparams(run.hooks)
     run.hooks("on_fit_start")
+
+
+def prefetcher_of(run: Setup, strategy: Strategy, watchdog: Watchdog) -> Prefetcher:
+    """Return what draws a run's batches and places them."""
+    takes_host_arrays = strategy.mesh.size == 1 and type(strategy).shard_batch is Strategy.shard_batch
+    return Prefetcher(
+        None if takes_host_arrays else strategy.shard_batch,
+        validator_of=run.data.loaders.validator_of,
+        splits=strategy.splits_by_process,
+        prefetch=run.settings.prefetch,
+        watchdog=watchdog,
+        epoch=lambda: run.position.epoch,
+    )
 
 
 def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:

@@ -206,6 +206,11 @@ class TrainerProperties(Arguments):
         return self._session.clock.global_step if collector is None else collector.step
 
     @property
+    def batches_done(self) -> int:
+        """Batches of this epoch whose steps were taken."""
+        return self._session.clock.batch_idx
+
+    @property
     def state(self) -> TrainState:
         """The training state as global arrays; the next step overwrites them, so copy what you keep."""
         if (engine := self._session.engine) is None:

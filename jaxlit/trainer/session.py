@@ -15,7 +15,6 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
-from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.engine.engine import Engine
@@ -48,6 +47,7 @@ from jaxlit.trainer.opening import (
     begin_fit,
     check_loaders,
     open_fit,
+    prefetcher_of,
     restore_callbacks,
     warn_of_bad_step,
     warn_of_eval_mode,
@@ -212,6 +212,10 @@ class Session:
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Have the loop ask what acts next: an interval may have changed."""
         if isinstance(self.current, Run):
             self.current.due.forget()
 
@@ -239,7 +243,8 @@ class Session:
             if self.fitted is not None:
                 self._before = (self.fitted, self.position, self.clock, self.module)
             stack.push(self._ending(module))
-            self.running, self.current, self.module, self.compiles = True, None, module, CompileLog()
+            self.running, self.current, self.module = True, None, module
+            self.compiles = CompileLog(self._ask_again)
             self.current = setup = self._set_up(module, stage, loaders, resume)
             stack.enter_context(self.compiles.listening())
             watchdog, hooks = stack.enter_context(self._watchdog()), setup.hooks
@@ -309,6 +314,7 @@ class Session:
         if self.fitted is None or not self.running:
             raise ArgumentError("Trainer.stop_after(...) ends a training that runs. Call it in on_fit_start or later.")
         self.fitted.times.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
+        self._ask_again()
 
     def _set_up(self, module: TrainModule, stage: Stage, loaders: Loaders, resume: Resume | None) -> Setup:
         """Forget what the run before has left, and return what the new one begins with."""
@@ -362,14 +368,7 @@ class Session:
         # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
         check_loaders(setup, watchdog)
         engine = self._engines.make(setup, self.engine, take_ownership=take_ownership)
-        prefetcher = Prefetcher(
-            self.strategy.shard_batch,
-            validator_of=data.loaders.validator_of,
-            splits=self.strategy.splits_by_process,
-            prefetch=self.settings.prefetch,
-            watchdog=watchdog,
-            epoch=lambda: setup.position.epoch,
-        )
+        prefetcher = prefetcher_of(setup, self.strategy, watchdog)
         tracing = Tracing(hooks, setup.log_every if data.is_fit else 0)
         self.current = run = Run(
             **vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks, tracing)

@@ -36,7 +36,9 @@ class StandInModule(nnx.Module):
 class StandInTrainer:
     def __init__(self, run_dir, **attributes):
         self.run_dir, self.module, self.state, self.resume = run_dir, StandInModule(), None, None
-        self.current_epoch = self.global_step = self.min_epochs = self.min_steps = self.log_every_n_steps = 0
+        self.current_epoch = self.global_step = self.batches_done = self.min_epochs = self.min_steps = (
+            self.log_every_n_steps
+        ) = 0
         self.max_epochs, self.max_steps = 10, -1
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
         self.num_training_batches, self.num_val_batches = 4, [2]
@@ -65,9 +67,11 @@ class StandInTrainer:
         callback.on_validation_end(self, self.module)
 
     def train_epoch(self, callback, *, batches=4, val=None):
+        self.batches_done = 0
         callback.on_train_epoch_start(self, self.module)
         for i in range(batches):
             self.global_step += 1
+            self.batches_done += 1
             callback.on_train_batch_end(self, self.module, {}, None, i)
         if val is not None:
             self.validate(callback, val)

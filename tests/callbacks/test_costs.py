@@ -12,9 +12,7 @@ from kit.trainers import BARE, make_trainer, thinned
 
 import jaxlit as jl
 
-# Python calls that a step pays for one: its hook, and that the loop times it. The first three look at the clock, at
-# what was compiled, and at whether it is time to save.
-PAID = {"Timer": 6, "ProgressBar": 9, "ModelCheckpoint": 5, "Profiler": 2, "ThroughputMonitor": 2}
+PAID = {"Profiler": 2, "ThroughputMonitor": 2}
 
 
 def trainer_with(name: str, *others: jl.Callback, log_every: int, **more: Any) -> jl.Trainer:
@@ -43,7 +41,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> float:
 )
 def test_a_step_pays_for_a_callback_its_hook_and_no_more(name: str, bare: float) -> None:
     result = calls(name) - bare
-    assert result <= PAID.get(name, 0), result
+    assert result < PAID.get(name, 0) + 0.5, result
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,7 @@ def begin(make_trainer):
 
 
 def batch(trainer, bar, index=0):
+    trainer.batches_done = index + 1
     bar.on_train_batch_end(trainer, trainer.module, {}, None, index)
 
 
@@ -122,7 +123,7 @@ def test_programs_that_are_compiled_again_are_named(make_trainer, capsys):
         trainer.compile_seconds = trainer.compile_seconds | seconds
         batch(trainer, bar)
     trainer.compile_seconds = trainer.compile_seconds | {"eval_step": 0.75, "train_step": 3.104}
-    bar.on_validation_batch_end(trainer, trainer.module, {}, {}, 1)
+    bar.on_validation_end(trainer, trainer.module)
     assert epoch_lines(capsys, "compiled ") == [
         "compiled eval_step in 0.25 s, train_step in 2.0 s",
         "compiled train_step again in 1.1 s",

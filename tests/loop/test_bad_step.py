@@ -282,7 +282,7 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
     batches = [*spoilt(2, 1), *numbered(1) * 8190]
     with pytest.raises(NonFiniteError, match="at optimizer step 1 .*\nBatch 1, run again"):
         fit(Mean(), batches, None, count, log_every_n_steps=0, **BARE)
-    assert len(ended) == 4096  # then the device is asked
+    assert 4096 <= len(ended) <= 4096 + 1024  # then the device is asked
 
 
 @pytest.mark.full

