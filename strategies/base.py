@@ -18,6 +18,7 @@ from jaxlit import sharding
 from jaxlit.configured import Configured
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, abstract_batch, num_rows
+from jaxlit.core.stack import Stack
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies.create import create
@@ -60,6 +61,9 @@ class Strategy(Configured, ABC):
 
     several_processes = True
     """Whether it can train over the devices of several processes."""
+
+    fuses_steps = True
+    """Whether one program may take several steps, `Trainer(steps_per_execution=k)`."""
 
     takes_mesh = True
     """Whether it can train on a mesh of the user's."""
@@ -260,7 +264,8 @@ class Strategy(Configured, ABC):
         if (shardings := placements.get(key)) is None:  # they are made once for each kind of batch
             processes = 1 if replicated else jax.process_count()
             split = num_rows(arrays) * processes % self.num_replicas == 0
-            shardings = jax.tree.map(self._batch_sharding if split else lambda _: self.replicated, arrays)
+            sharding_of = self._stack_sharding if isinstance(arrays, Stack) else self._batch_sharding
+            shardings = jax.tree.map(sharding_of if split else lambda _: self.replicated, arrays)
             if len(placements) == _MOST_PLACEMENTS:
                 placements.clear()
             placements[key] = shardings
@@ -288,6 +293,10 @@ class Strategy(Configured, ABC):
 
     def _batch_sharding(self, x: Any) -> NamedSharding:
         return NamedSharding(self.mesh, self.batch_spec(x))
+
+    def _stack_sharding(self, x: Any) -> NamedSharding:
+        spec = tuple(self.batch_spec(x[:, 0]))
+        return NamedSharding(self.mesh, P(*(spec[:1] or (None,)), None, *spec[1:]))
 
     # The step
 

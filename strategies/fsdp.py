@@ -164,6 +164,11 @@ class FSDP(Strategy):
         """What a step body sees."""
         return self._explicit.replica if self.per_replica else super().replica
 
+    @property
+    def fuses_steps(self) -> bool:  # type: ignore[override]
+        """Whether one program may take several steps: not the explicit body, which has an optimizer of its own."""
+        return not self.per_replica
+
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch; see `Strategy.shard_batch`."""
         return self._explicit.shard_batch(batch) if self.per_replica else super().shard_batch(batch)

@@ -73,6 +73,8 @@ class Pipeline(Strategy):
         >>> trainer = jl.Trainer(strategy=strategy, max_epochs=1, logger=False)
     """
 
+    fuses_steps = False
+
     mesh_axes: ClassVar[tuple[str, ...]] = ("stage",)
 
     def __init__(

@@ -53,15 +53,16 @@ class Position:
     def __post_init__(self) -> None:
         self.phase = Phase(self.phase)  # a checkpoint holds its number
 
-    def advance(self, data: Any, *, stepping: bool, last: bool) -> None:
-        """Move after a batch whose step was dispatched; nothing else counts batches or steps.
+    def advance(self, data: Any, *, stepping: int, last: bool, batches: int = 1) -> None:
+        """Move after a dispatch of a batch, or of several; nothing else counts batches or steps.
 
         Args:
             data: The loader's state after it.
-            stepping: Whether the optimizer took a step.
-            last: Whether it was the last batch of the epoch.
+            stepping: How many steps the optimizer took.
+            last: Whether it had the last batch of the epoch.
+            batches: How many batches it had.
         """
-        self.batch_idx, self.total_batch_idx = self.batch_idx + 1, self.total_batch_idx + 1
+        self.batch_idx, self.total_batch_idx = self.batch_idx + batches, self.total_batch_idx + batches
         self.global_step, self.filled = self.global_step + stepping, 0 if stepping else self.filled + 1
         self.phase, self.over, self.data = Phase.ROW, last, data
 

@@ -54,6 +54,8 @@ _TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight":
 _ARRAY = {"shape": [_is_count], "data": str}
 _LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _maybe(dict)}]}
 
+_ROW = (_maybe(_ARRAY), {...: _is_number}, _is_count)
+
 STATE = {
     "format": _is_count,
     "global_step": _is_count,
@@ -65,7 +67,7 @@ STATE = {
     "optimizer": str,
     "metrics": [_METRIC],
     "latest": _maybe(_ARRAY),
-    "pending": _maybe((_maybe(_ARRAY), {...: _is_number}, _is_count)),
+    "pending": _maybe(_ROW),
     "results": [(str, _METRIC, _is_number, bool, bool, _maybe(_is_count))],
     "log": {
         "window": [(str, _TOTAL)],
@@ -84,7 +86,12 @@ STATE = {
 # What a checkpoint also has if training ended before a step that was not finite: the step, its batches in the epoch
 # (the first, and the one after the last), and the optimizer's arrays that are not finite.
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
-_OPTIONAL = {"added_hparams": dict, "accumulate_set": (_is_count, _is_count), "not_finite": NOT_FINITE}
+_OPTIONAL = {
+    "added_hparams": dict,
+    "accumulate_set": (_is_count, _is_count),
+    "not_finite": NOT_FINITE,
+    "pending_before": [_ROW],
+}
 
 
 def check_state(state: Mapping[str, Any], where: str) -> None:

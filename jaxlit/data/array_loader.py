@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.core.stack import Stack
 from jaxlit.distributed.start import own_rows
 from jaxlit.errors import ArgumentError, DataError
 from jaxlit.leaf_names import leaf_name
@@ -81,7 +82,7 @@ class ArrayLoader:
             self._epoch, self._next, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        order, start, self._start = self._order(self._epoch), self._start, 0
+        order, start, self._start = self.order(self._epoch), self._start, 0
         alone, size, count, unflatten = (
             jax.process_count() == 1,
             self.batch_size,
@@ -100,6 +101,30 @@ class ArrayLoader:
                 yield unflatten([np.array(x[first:stop]) for x in self._leaves])
             else:
                 yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
+
+    def gather(self, order: np.ndarray | None, first: int, count: int) -> Any:
+        """Return a batch, or a `Stack` of several full ones; a single one if the last of them is short.
+
+        Args:
+            order: The rows of the epoch, as `order` returns them.
+            first: The first batch.
+            count: How many.
+        """
+        size = self.batch_size
+        if (first + count) * size > self.num_rows:
+            count = 1
+        rows = slice(first * size, min((first + count) * size, self.num_rows))
+        if order is None:
+            taken = [np.array(x[rows]) for x in self._leaves]
+        else:
+            columns = order[rows] if count == 1 else order[rows].reshape(count, size).T.ravel()
+            taken = [np.asarray(x[columns]) for x in self._leaves]
+        if count == 1:
+            return self._treedef.unflatten(taken)
+        if order is None:
+            taken = [np.ascontiguousarray(x.reshape(count, size, *x.shape[1:]).swapaxes(0, 1)) for x in taken]
+        arrays = [x.reshape(size, count, *x.shape[1 + (order is None) :]) for x in taken]
+        return Stack(self._treedef.unflatten(arrays), count, (False,) * len(arrays))
 
     def unshuffled(self) -> "ArrayLoader":
         """Return a loader of the same rows in their own order."""
@@ -142,7 +167,8 @@ class ArrayLoader:
             "arrays": digest.hexdigest()[:16],
         }
 
-    def _order(self, epoch: int) -> np.ndarray | None:
+    def order(self, epoch: int) -> np.ndarray | None:
+        """Return the rows of an epoch in their order; None for their own."""
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows) if self.shuffle else None
 
 

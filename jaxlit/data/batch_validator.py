@@ -44,6 +44,7 @@ class BatchValidator:
         debug: Refuse NaN, in every batch.
 
     Attributes:
+        kind: Of the newest batch; batches of one structure, dtypes and shapes have the same.
         example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
         blamed: Where an error comes from: the loader, or the user's hook if that has raised.
     """
@@ -63,7 +64,7 @@ class BatchValidator:
         self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
-        self._last, self._kind = None, _Kind({}, (), as_is=False)
+        self._last, self.kind = None, _Kind({}, (), as_is=False)
         self._warned = False  # of float64
         self.example: Any = None
 
@@ -96,10 +97,10 @@ class BatchValidator:
         except AttributeError:  # another pytree
             key = _key(to_step)
         if key == self._last:  # cheaper than a hash, and nearly always so
-            kind = self._kind
+            kind = self.kind
         else:
             kind = self._kinds.get(tuple(key)) or self._new_kind(tuple(key), to_step)
-            self._last, self._kind = key, kind
+            self._last, self.kind = key, kind
         if kind.as_is:
             return batch, to_step
         arrays, treedef = jax.tree.flatten(jax.tree.map(np.asarray, to_step))

@@ -3,7 +3,8 @@
 import copy
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from jaxlit.data.array_loader import ArrayLoader
@@ -86,6 +87,14 @@ class ArraySource(Source):
         # Counted here, not asked of the loader: a validation may share it.
         self.loader.load_state_dict({"epoch": epoch, "batch": done, "fingerprint": self.loader.fingerprint})
         return zip(self.loader, itertools.count(done + 1), strict=False)
+
+    def gatherer(self, epoch: int) -> Callable[[int, int], Any] | None:
+        """Return a function that takes batches from the arrays."""
+        if not self.is_fresh or self._keep is not None:
+            return None
+        self._peeked = self._start = None
+        self.gave = True
+        return partial(self.loader.gather, self.loader.order(self._number(epoch)))
 
     def may_start(self, at: Any) -> bool:
         """Return whether `at` is a count of batches."""

@@ -5,16 +5,18 @@ import queue
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, final
 
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
+from jaxlit.core.stack import Stack, stacked
 from jaxlit.data.agreement import Agreement
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.team import team
+from jaxlit.strategies.program import ReplicatedBatch
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
 _SLOW_S = 300e-6
@@ -39,6 +41,38 @@ class Batch(NamedTuple):
     index: int
     is_last: bool
     position: Any
+
+
+@final
+class Batches(NamedTuple):
+    """Batches of an epoch for one dispatch.
+
+    Attributes:
+        arrays: A `Stack` of what their steps take, on the devices.
+        host: What hooks are given, one a batch.
+        inputs: What each step would take, on the host.
+        index: The number of the first in the epoch, from 0.
+        is_last: Whether the last one is the last of the epoch.
+        positions: The loader's state after each.
+    """
+
+    arrays: Any
+    host: Any
+    inputs: Any
+    index: int
+    is_last: bool
+    positions: Sequence[Any]
+
+
+class Dispatches(Protocol):
+    """How many batches the loop takes at once."""
+
+    size: int
+    """The most; a dispatch of so many begins at a multiple of it."""
+
+    def fits(self) -> bool:
+        """Return whether the next `size` batches may be one dispatch."""
+        ...
 
 
 class Failed(NamedTuple):
@@ -107,15 +141,90 @@ class Prefetcher:
         self._open.add(batches)
         return batches
 
+    def dispatches(
+        self, source: Source, epoch: int, limit: int | None, start: int, steps: Dispatches
+    ) -> Iterator[Batch | Batches]:
+        """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
+        left = None if limit is None else max(limit - start, 0)
+        gather = source.gatherer(epoch) if team().size == 1 else None
+        if gather is not None and (total := source.length):
+            batches = self._gathered(source, gather, start, total if limit is None else min(total, limit), steps)
+        else:
+            draws = self._batches(source, epoch, left, start, placing=False)
+            batches = self._grouped(draws, self._validator_of(source), steps)
+        self._open.add(batches)
+        return batches
+
+    def one_by_one(self, batches: Batches, count: int) -> Iterator[Batch]:
+        """Place the first batches of several one by one."""
+        triples = zip(batches.inputs, batches.host, batches.positions, strict=True)
+        for i, (batch, host, position) in enumerate(itertools.islice(triples, count)):
+            is_last = batches.is_last and i == len(batches.positions) - 1
+            yield Batch(self._placed(batch), host, batches.index + i, is_last, position)
+
+    def _placed(self, batch: Any) -> Any:
+        return batch if self._place is None else self._place(batch)
+
+    def _grouped(
+        self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches
+    ) -> Iterator[Batch | Batches]:
+        """Stack batches of a kind, as many as a dispatch takes."""
+        group, kind, alike = list[Batch](), validator.kind, True
+        try:
+            for batch in draws:
+                alike = alike and (not group or validator.kind is kind)
+                kind = validator.kind
+                group += (batch,)
+                if (batch.index + 1) % steps.size and not batch.is_last:
+                    continue
+                inputs, hosts = [x.arrays for x in group], [x.host for x in group]
+                batches = Batches(None, hosts, inputs, group[0].index, batch.is_last, [x.position for x in group])
+                alike = alike and type(inputs[0]) is not ReplicatedBatch
+                if alike and len(group) == steps.size > 1 and steps.fits():
+                    yield batches._replace(arrays=self._placed(stacked(inputs)))
+                else:
+                    yield from self.one_by_one(batches, len(group))
+                group, alike = [], True
+        finally:
+            draws.close()  # type: ignore[attr-defined]
+
+    def _gathered(
+        self, source: Source, gather: Callable[[int, int], Any], start: int, total: int, steps: Dispatches
+    ) -> Iterator[Batch | Batches]:
+        """Take the batches of a dispatch from arrays at once."""
+        validator, index, source.waited = self._validator_of(source), start, 0.0
+        # Where a step takes the loader's arrays as they are, one batch stands for all.
+        self.example = gather(start, 1) if start < total else None
+        plain = not validator.prepares and start < total and validator(self.example)[1] is self.example
+        while index < total:
+            self.drawn += 1
+            self.now, size = time.perf_counter(), steps.size
+            together = plain and 1 < size <= total - index and not index % size and steps.fits()
+            batch = gather(index, size if together else 1)
+            if type(batch) is Stack:
+                index += size
+                after = range(index - size + 1, index + 1)
+                yield Batches(self._placed(batch), batch, batch, index - size, index == total, after)
+                continue
+            try:
+                host, batch = validator(batch)
+            except Exception as error:
+                located(error, validator.blamed, self._epoch(), index)
+                raise
+            self.example, index = batch, index + 1
+            yield Batch(self._placed(batch), host, index - 1, index == total, index)
+
     def close(self) -> None:
         """Stop the threads and loaders of iterators that did not come to their end."""
         for batches in list(self._open):
             batches.close()
 
-    def _batches(self, source: Source, epoch: int, limit: int | None, start: int) -> Iterator[Batch]:
+    def _batches(
+        self, source: Source, epoch: int, limit: int | None, start: int, *, placing: bool = True
+    ) -> Iterator[Batch]:
         validator, source.waited = self._validator_of(source), 0.0
         agreement = self._agreement(source, validator) if team().size > 1 else None
-        control, watchdog, place = self._control, self._watchdog, self._place
+        control, watchdog, place = self._control, self._watchdog, self._place if placing else None
         draws, thread, auto = source.epoch(epoch), None, self._prefetch == "auto"
         stream: Iterator[Any] = itertools.islice(draws, limit)
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch

@@ -5,7 +5,7 @@ import itertools
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 from jaxlit.data.array_loader import differences
@@ -90,6 +90,13 @@ class Source(ABC):
     def content(self) -> dict[str, Any]:
         """Return what the order and the content of the batches depend on, as far as it is known."""
         return {}
+
+    def gatherer(self, epoch: int) -> Callable[[int, int], Any] | None:
+        """Return a function of the first batch and a count to a batch of an epoch, or a `Stack` of several.
+
+        None where batches come one by one only. The iteration of the epoch is not begun.
+        """
+        return None
 
     @property
     def length(self) -> int | None:

@@ -37,7 +37,12 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
 
 
 def fetch(x: Any) -> np.ndarray:
-    """Return an entire array as numpy; if other processes hold parts of it, all must call this."""
+    """Return an entire array as numpy; if other processes hold parts of it, all must call this.
+
+    Of a pair of an array and an index it is that entry: one step's, of several steps that were dispatched together.
+    """
+    if type(x) is tuple:
+        return fetch(x[0])[x[1]]
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         from jax.experimental import multihost_utils
 

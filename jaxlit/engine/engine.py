@@ -73,6 +73,7 @@ class Engine:
 
     Attributes:
         state: The arrays.
+        outputs_with_rows: Whether each output of `fused_steps` has one row for each row of a batch, a pytree like them.
         pure: The module taken apart.
         key: All that its programs depend on, see `program_key`.
     """
@@ -102,6 +103,7 @@ class Engine:
             self.rates, self.extras = training.rates, dict(training.plan.extras)
             init, spec = training.init, training.spec
         self.state = spec.make(init, variables, donate=take_ownership)
+        self.outputs_with_rows: Any = None
         self._restored: Table | None = None  # the training metrics of a checkpoint
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
         # All that are kept, the one that was used last at the end; and those of this run.
@@ -156,6 +158,27 @@ class Engine:
             assert self.training is not None
             self._programs[traced] = self._compile(self.training.traced(traced))
         return self._train(self._programs[traced], batch)
+
+    def fused_steps(self, window: int, batches: Any) -> list[Any]:
+        """Take the optimizer steps of a placed `Stack` of batches, `window` each.
+
+        Returns:
+            The tables of the steps, and the losses of windows' batches and the outputs of all, see `FusedSteps`.
+        """
+        backup, key = self.window_start, ("train_steps", window)
+        if key not in self._programs:
+            assert self.training is not None
+            program = self.training.fused(window, [] if backup is None else backup.places)
+            self._programs[key] = self._compile(program)
+            self.outputs_with_rows = program.fn.is_row  # type: ignore[attr-defined]
+        kept = []
+        if backup is not None:
+            backup.keep()
+            kept = backup.kept
+        self.state.leaves, kept, *results = self._programs[key].run(self.state.leaves, kept, batches)
+        if backup is not None:
+            backup.kept = kept
+        return results
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""

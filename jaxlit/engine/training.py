@@ -1,7 +1,7 @@
 """How a module is trained: the state that it needs and the programs of its steps, before an array of it exists."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -10,6 +10,7 @@ import jax
 
 from jaxlit import sharding
 from jaxlit.core.extras import check_extras, eval_index
+from jaxlit.core.fused_steps import FusedSteps
 from jaxlit.core.inspection import inspect_step
 from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.core.module import TrainModule
@@ -109,6 +110,25 @@ class Training:
         parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
         train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
         return replace(train, outputs=(*train.outputs, SHARED))
+
+    def fused(self, window: int, kept: Sequence[int]) -> Program:
+        """Return the program of the optimizer steps of a `Stack` of batches.
+
+        Args:
+            window: How many batches an optimizer step takes.
+            kept: The indices of what is kept where a window begins.
+        """
+        spec, (_, *rest) = self.spec, self.train.outputs
+        is_row = jax.tree.map(lambda kind: kind is ROWS, rest[-1])
+        backup = [spec.array_specs[i] for i in kept]
+        counters: Any = spec.index.counters
+        fn = FusedSteps(self.step, window, counters, tuple(kept), is_row)
+        return replace(
+            self.train,
+            **{"name": "train_steps", "fn": fn, "parts": None, "passes": None},
+            inputs=(spec.array_specs, backup),
+            outputs=(spec.array_specs, backup, *rest),
+        )
 
     @property
     def _loss(self) -> Any:

@@ -16,21 +16,24 @@ class WindowBackup:
     Args:
         state: The training state.
         places: The places in it of what steps write.
+
+    Attributes:
+        kept: What was kept.
     """
 
     def __init__(self, state: State, places: Sequence[int]) -> None:
-        self._state, self._places, self._kept = state, list(places), list[jax.Array]()
+        self._state, self.places, self.kept = state, list(places), list[jax.Array]()
         self._choose = state.spec.strategy.on_state(_choose)
 
     def keep(self) -> None:
         """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
         leaves = self._state.leaves
-        now = [leaves[i] for i in self._places]
-        self._kept = self._choose([leaves[self._state.spec.index.counters], *(self._kept or now), *now])  # type: ignore[call-overload]
+        now = [leaves[i] for i in self.places]
+        self.kept = self._choose([leaves[self._state.spec.index.counters], *(self.kept or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
         """Put back what was kept."""
-        self._state.restore(dict(zip(self._places, self._kept, strict=True)))
+        self._state.restore(dict(zip(self.places, self.kept, strict=True)))
 
 
 def _choose(arrays: list[jax.Array]) -> list[jax.Array]:

@@ -9,7 +9,7 @@ import jax
 from jaxlit.core.stage import STAGES
 
 _EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_compile_duration")
-_STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "micro_step"}
+_STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "micro_step", "train_steps"}
 
 
 class CompileLog(dict[str, float]):

@@ -31,6 +31,8 @@ class Due:
 
     Attributes:
         next: After how many optimizer steps something acts next; 0 before it was asked.
+        cut: After how many optimizer steps a dispatch of several has to end: a validation, a checkpoint or a limit
+            comes then, or a step that is taken alone.
         time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
         each: The hooks of a step in which none of those callbacks acts.
     """
@@ -44,6 +46,7 @@ class Due:
         self._next_callback, self._time_callback = 0.0, math.inf
         self._intervals = list[int]()
         self.next: float = 0
+        self.cut: float = 0
         self.time = math.inf
         self.each: StepHooks = (None, None, None)
 
@@ -72,16 +75,32 @@ class Due:
         if run.times.waits or run.times.team.announces:
             self.time = min(self.time, now + run.times.seconds_to_look)
         self.next = min(self._next_callback, step + MOST_QUIET)
+        # Between two batches callbacks may save, which no dispatch can be cut for; batch hooks wait for its end.
+        self.cut = min([at for c, at, _ in self._waits if overrides(c, "on_safe_point")], default=math.inf)
+        for _, every in self._tracing.every:
+            self.cut = min(self.cut, step + every - step % every - 1)
         for every in self._intervals:  # no call: a row may be due in each step
             if (at := step + every - step % every) < self.next:
                 self.next = at
         if run.settings.debug:
-            self.next = step + 1
-        if step < steps < self.next:
-            self.next = steps
+            self.next, self.cut = step + 1, step
+        if step < steps:
+            self.next, self.cut = min(self.next, steps), min(self.cut, steps)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
             at = step - (-(run.position.filled + batches) // run.window.batches)
-            self.next = min(self.next, at)
+            self.next, self.cut = min(self.next, at), min(self.cut, at)
+
+    def of_steps(self, run: "Run", step: int, count: int) -> list[StepHooks]:
+        """Return the hooks of each of several optimizer steps after `step`; nothing where none has any."""
+        if self._next_callback > step + count and time.perf_counter() < self._time_callback:
+            return [] if self.each[:2] == (None, None) else [self.each] * count
+        each = list[StepHooks]()
+        for at in range(step, step + count):
+            if at >= self._next_callback:
+                self.move(run, at)
+            each.append(self.at(at + 1))
+        self.forget()  # none of them has acted yet
+        return each
 
     @staticmethod
     def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int, now: float) -> tuple[float, float]:

@@ -137,6 +137,7 @@ class Hooks:
         self.datamodule, self.clock = datamodule, clock
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
+        self.deferred: list[Callable[[], None]] | None = None  # what waits for the end of a dispatch of several steps
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
         for owner in (*callbacks, module, datamodule):

@@ -12,7 +12,8 @@ from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import StateError, did_you_mean
 from jaxlit.loop.history import History
 
-# A row that is not yet read: the step's table (None if only hooks have values), what hooks logged, and the step.
+# A row that is not yet read: the step's table (None if only hooks have values; see `fetch`), what hooks logged, and
+# the step.
 Row = tuple[Any, Mapping[str, Any], int]
 _loss_of = jax.jit(loss_of)  # one dispatch
 _NO_STEPS = StepTable(Table([]), (), guarded=False)
@@ -71,14 +72,14 @@ class Results:
     """The metrics of a run as callbacks see them.
 
     `latest` is the newest training step's table, still on device: storing it is all that a step pays. `newest_loss` is
-    the loss of the epoch's newest row, or a function that returns the mean of the epoch that has ended. `pending` is
-    the row of the step before, `rates_in` the rows that a callback wants learning rates in, "step" or "epoch".
+    the loss of the epoch's newest row, or a function that returns the mean of the epoch that has ended. `pending` are
+    the rows of the dispatch before, `rates_in` the rows that a callback wants learning rates in, "step" or "epoch".
     """
 
     def __init__(self) -> None:
-        self.latest: jax.Array | None = None
+        self.latest: Any = None
         self.newest_loss: float | Callable[[], float] | None = None
-        self.pending: Row | None = None
+        self.pending = list[Row]()
         self.rates_in: str | None = None
         self._shows_loss = False
         self.history = History()

@@ -82,7 +82,7 @@ def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
         run.results.latest = run.results.latest if to.latest is None else to.latest
         run.hooks.log.go_back(to.logged)
         run.evaluation = None
-    run.results.pending, run.unchecked.warned_of = None, -1
+    run.results.pending, run.unchecked.warned_of = [], -1
     run.unchecked.starts.clear()
     run.hooks.clock.follow(position)
     run.tracing.forget(position.global_step)

@@ -33,13 +33,15 @@ def row_of_step(run: Run) -> Row | None:
 
 
 def log_pending(run: Run) -> None:
-    """Read the pending row and log it."""
-    if run.results.pending is None:
-        return
-    logs, window, step = run.results.pending
+    """Read the pending rows and log them."""
+    while run.results.pending:
+        _log_pending(run, *run.results.pending[0])
+
+
+def _log_pending(run: Run, logs: Any, window: Mapping[str, Total], step: int) -> None:
     if run.tracing.seen:
         run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
-    run.results.pending = None
+    run.results.pending = run.results.pending[1:]
     if logs is None:  # only what was traced
         log_row(run, window, step)
         return

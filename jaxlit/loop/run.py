@@ -53,7 +53,7 @@ class Window:
 class Unchecked:
     """The optimizer steps that are not known to be finite yet."""
 
-    starts: list[tuple[Any, ...]] = field(default_factory=list)  # as `Start` has them
+    starts: list[Any] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 

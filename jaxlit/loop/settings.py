@@ -45,6 +45,7 @@ class Arguments:
     accumulate_grad_batches: int
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
+    steps_per_execution: int | str
     log_every_n_steps: int | str
     reload_dataloaders_every_n_epochs: int
     enable_checkpointing: bool
@@ -166,6 +167,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "accumulate_grad_batches": _int(1),
     "gradient_clip_val": check.positive,
     "gradient_clip_algorithm": partial(check.one_of, allowed=("norm", "value")),
+    "steps_per_execution": _int(1, "auto"),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
     "seed": _int(0),

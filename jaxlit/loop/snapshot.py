@@ -33,7 +33,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
     engine, strategy = run.engine, run.engine.strategy
-    pending, data, ask_for = run.results.pending, run.data.loaders.datamodule, run.hooks.ask
+    data, ask_for = run.data.loaders.datamodule, run.hooks.ask
+    rows = [[_pack(x), {k: float(v) for k, v in window.items()}, step] for x, window, step in run.results.pending]
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
@@ -50,7 +51,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": _pack(run.results.latest),
         # A row is read one step late: without this one a resume would lose it.
-        "pending": pending and [_pack(pending[0]), {k: float(v) for k, v in pending[1].items()}, pending[2]],
+        "pending": rows[-1] if rows else None,
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step, the epoch or the validation.
         "log": run.hooks.log.state_dict(),
@@ -64,6 +65,8 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
+    if rows[1:]:
+        state["pending_before"] = rows[:-1]  # of a dispatch of several steps
     if added:  # by lines of the module: its constructor takes no such argument
         state["added_hparams"] = added
     numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
@@ -153,8 +156,8 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
-    if (pending := state["pending"]) is not None:
-        run.results.pending = (None if pending[0] is None else _unpack(pending[0]), pending[1], int(pending[2]))
+    rows = [] if state["pending"] is None else [*state.get("pending_before", []), state["pending"]]
+    run.results.pending = [(None if x is None else _unpack(x), window, int(step)) for x, window, step in rows]
     if (saved := state["evaluation"]) is not None:
         now = run.evaluation = Evaluation(**{k: saved[k] for k in EVALUATION})
         if saved["sums"] is not None:  # the validation was cut in the middle of a loader

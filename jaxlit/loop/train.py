@@ -9,18 +9,19 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
-from jaxlit.data.prefetcher import Batch
+from jaxlit.data.prefetcher import Batch, Batches
 from jaxlit.engine.in_flight import Bound
+from jaxlit.loop.dispatch import Dispatch, take_steps
 from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
-from jaxlit.loop.results import Outputs
+from jaxlit.loop.results import Outputs, Row
 from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, row_of_step
 from jaxlit.loop.run import Run
@@ -42,9 +43,10 @@ def fit(run: Run) -> None:
         return
     note_monitor(run)
     run.hooks("on_train_start")
+    dispatch = Dispatch(run)
     try:
         while not run.done:
-            train_epoch(run)
+            train_epoch(run, dispatch)
         run.print_signal()  # one that came when the epoch had ended
     except BaseException as error:
         if isinstance(error, Exception):
@@ -56,7 +58,7 @@ def fit(run: Run) -> None:
     run.hooks("on_train_end")
 
 
-def train_epoch(run: Run) -> None:
+def train_epoch(run: Run, dispatch: Dispatch) -> None:
     """Train one epoch, or what a checkpoint has left of it."""
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
@@ -71,14 +73,22 @@ def train_epoch(run: Run) -> None:
         hooks("on_train_epoch_start")
         # After the hook, which may set it; all windows of an epoch have one length.
         run.window.batches = run.settings.accumulate_grad_batches
+    dispatch.begin_epoch()
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         step = position.global_step + (position.filled > 0)
         due.forget()
         due.move(run, step - 1)
         after_step(run, due.at(step)[2])
     due.forget()
-    batches, shows_steps, run.checkpoints.resumed = batches_left(run), False, False
+    batches, shows_steps, run.checkpoints.resumed = batches_left(run, dispatch), False, False
     for batch in batches:
+        if type(batch) is Batches:
+            if not shows_steps:
+                begin_steps(run)
+            if take_together(run, batch, in_flight):
+                break
+            shows_steps = acts = True
+            continue
         if acts or not due.next:
             due.move(run, position.global_step)
         # Whether something acts in the batch's step. Most steps pay for the comparison of two numbers, and no more.
@@ -98,13 +108,15 @@ def train_epoch(run: Run) -> None:
         # The step is dispatched, not done: the hooks run while the device computes.
         if ends is not None:
             ends(Outputs(logs, loss, outputs), batch.host, batch.index)
+        if not dispatch.decided:
+            dispatch.measure(logs)
         # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
         if not position.total_batch_idx % in_flight.period:
             in_flight.wait(logs)
         asked = control.interrupted or control.should_stop or log.window or not due.next
         if due.time < math.inf:  # what is over is seen after the step in which it ends
             asked = asked or time.perf_counter() >= due.time
-        if acts or asked or batch.is_last or saves is not None or results.pending is not None:
+        if acts or asked or batch.is_last or saves is not None or results.pending:
             if after_step(run, saves):
                 break
         else:
@@ -118,7 +130,7 @@ def train_epoch(run: Run) -> None:
     end_epoch(run)
 
 
-def batches_left(run: Run) -> Iterable[Batch]:
+def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch | Batches]:
     """Return what is left of the epoch."""
     (source, limit), position = run.data.training, run.position
     if position.over or run.done:
@@ -126,7 +138,41 @@ def batches_left(run: Run) -> Iterable[Batch]:
     if position.batch_idx and not (run.checkpoints.resumed or source.continues):
         # Training had stopped in this epoch, and a rollback has undone the last step.
         source.load_state_dict(source.state_dict(position.epoch, position.data))
+    if dispatch.size > 1 or not dispatch.decided:
+        return run.prefetcher.dispatches(source, position.epoch, limit, position.batch_idx, dispatch)
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
+
+
+def take_together(run: Run, batches: Batches, in_flight: Bound) -> bool:
+    """Take several batches in one dispatch; returns whether no further batch is taken."""
+    position, hooks = run.position, run.hooks
+    saves: list[Callable[[], None]] = []
+    hooks.deferred = saves
+    try:
+        rows = take_steps(run, batches, in_flight)
+    finally:
+        hooks.deferred = None
+    if isinstance(rows, list):
+        return after_step(
+            run, run.due.each[2] if not run.due.next else run.due.at(position.global_step)[2], rows, saves
+        )
+    for save in saves:
+        save()
+    # A hook ends the epoch at one of them: those before it, whose hooks have begun them, are taken one by one.
+    last = batches.positions[rows]
+    for batch in run.prefetcher.one_by_one(batches, rows):
+        hooks.log.batch, position.phase = batch.host, Phase.STEP
+        run.due.move(run, position.global_step)
+        _, ends, safe = run.due.at(position.global_step + 1)
+        logs, loss, outputs = take_step(run, batch)
+        if ends is not None:
+            ends(Outputs(logs, loss, outputs), batch.host, batch.index)
+        in_flight.wait(logs)
+        if after_step(run, safe):
+            return True
+    position.phase = Phase.STEP
+    position.end_batches(last)
+    return True
 
 
 def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
@@ -172,18 +218,22 @@ def begin_steps(run: Run) -> None:
     run.tracing.check(run.engine, run.results)
 
 
-def after_step(run: Run, hook: Hook | None) -> bool:
-    """Log the row of the step before, keep this one's, validate if it is due.
+def after_step(
+    run: Run, hook: Hook | None, rows: list[Row] | None = None, saves: Iterable[Callable[[], None]] = ()
+) -> bool:
+    """Log the rows of the dispatch before, keep this one's, validate if it is due.
 
     Args:
         run: The run.
         hook: The `on_safe_point` of this step.
+        rows: Those of the steps of a dispatch of several; None of a single one.
+        saves: Write the checkpoints that its hooks asked for.
 
     Returns:
         Whether training is over.
     """
     position = run.position
-    if run.results.pending is not None:
+    if run.results.pending:
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
     if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
         run.times.check(run.control)
@@ -192,8 +242,11 @@ def after_step(run: Run, hook: Hook | None) -> bool:
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
         is_due = position.global_step >= run.due.next or run.control.should_stop or run.hooks.log.window
-        if is_due and not position.filled:
-            run.results.pending = row_of_step(run)
+        if rows is None and is_due and not position.filled:
+            rows = [row for row in [row_of_step(run)] if row is not None]
+        run.results.pending = rows or []
+        for save in saves:
+            save()
     # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
     if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
         check_finite(run)

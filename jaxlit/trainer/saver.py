@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ class Saver:
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         run = self._training()
+        if run.hooks.deferred is not None:
+            raise CheckpointError(
+                "trainer.saver.begin is called in a batch hook between the steps of a dispatch, whose arrays are those "
+                "after all of them. Call it in on_safe_point, or trainer.save_checkpoint, which waits for them."
+            )
         if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
         run.hooks.take_writes("trainer.saver.begin")
@@ -92,6 +98,13 @@ class Saver:
             if run.settings.nan_policy == "rollback":  # each holds its state.json
                 run.checkpoints.written.append(saving)
         return saving
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, see `Trainer.save_checkpoint`."""
+        if (deferred := self._training().hooks.deferred) is not None:
+            deferred.append(partial(self.save, path))
+        else:
+            self.begin(path).wait()
 
     def finish(self, first: BaseException | None) -> BaseException | None:
         """Wait for the checkpoints that no call has waited for, and return the first error of all.

@@ -64,6 +64,8 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: Loader batches an optimizer step, weighted by their rows.
         gradient_clip_val: What the gradients of an optimizer step are clipped to; None for no clipping.
         gradient_clip_algorithm: "norm" (the default: the norm of all gradients together) or "value".
+        steps_per_execution: Batches whose steps are one dispatch, wherever nothing is due between them; "auto" for as
+            many as take 50 ms, at most 32. Batch hooks of all run before and after it, see docs/performance.md.
         log_every_n_steps: Optimizer steps between logged rows, 0 for none. "auto" (default): an eighth of an epoch,
             between 1 and 50 steps; 10 steps for a loader without a length.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
@@ -128,6 +130,7 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
+        steps_per_execution: int | str = 1,
         log_every_n_steps: int | str = "auto",
         reload_dataloaders_every_n_epochs: int = 0,
         enable_checkpointing: bool = True,
@@ -323,7 +326,8 @@ class Trainer(TrainerProperties):
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
         In several processes all must call it. In a hook, the callbacks whose hook comes later count as if it had run;
-        `on_safe_point` is where nothing is left to do.
+        `on_safe_point` is where nothing is left to do. A batch hook between the steps of one dispatch, see
+        `steps_per_execution`, has it written after the dispatch.
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
@@ -339,7 +343,7 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.begin(path).wait()
+        self.saver.save(path)
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.

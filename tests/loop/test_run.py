@@ -96,6 +96,7 @@ def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     fake = Clock()
     monkeypatch.setattr(time, "monotonic", fake)
+    monkeypatch.setattr(time, "perf_counter", fake)
     return fake
 
 
