@@ -65,14 +65,11 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
+    # Rows of a dispatch of several steps, and hyperparameters that the module's constructor does not take.
+    seldom: dict[str, Any] = {"pending_before": rows[:-1], "added_hparams": added, "not_finite": run.unchecked.bad}
     numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
-    seldom = {
-        "pending_before": rows[:-1],  # of a dispatch of several steps
-        "added_hparams": added,  # by lines of the module: its constructor takes no such argument
-        # What the Trainer was given, and what hooks have set for later epochs.
-        "accumulate_set": numbers if {*numbers} != {run.window.batches} else None,
-        "not_finite": run.unchecked.bad,
-    }
+    if {*numbers} != {run.window.batches}:
+        seldom["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
     state |= {key: x for key, x in seldom.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
