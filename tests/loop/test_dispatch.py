@@ -66,7 +66,7 @@ def both(make: Any, data: Any, *callbacks: Any, k: int = 4, **arguments: Any) ->
 def assert_same(runs: list[Any], rtol: float = 0.0) -> None:
     (one, rows, _), (many, others, _) = runs
     assert [(step, [*row]) for step, row in others] == [(step, [*row]) for step, row in rows]
-    values = [np.concatenate([[*row.values()] for _, row in x]) for x in (rows, others)]
+    values = [np.concatenate([[], *([*row.values()] for _, row in x)]) for x in (rows, others)]
     np.testing.assert_allclose(values[1], values[0], rtol=rtol)
     for a, b in zip(final(one), final(many), strict=True):
         np.testing.assert_allclose(b, a, rtol=rtol, atol=10 * rtol)
