@@ -16,7 +16,6 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.data.prefetcher import Batch, Batches
-from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.dispatch import Dispatch, take_steps
 from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
@@ -32,6 +31,7 @@ _logger = logging.getLogger("jaxlit")
 
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
+    run.begin("steps")
     run.times.begin(run.settings)
     bind_measures(run.hooks)
     if not run.checkpoints.resumed:
@@ -64,7 +64,7 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
     position, hooks = run.position, run.hooks
     hooks.clock.follow(position)
     control, log, results = run.control, hooks.log, run.results
-    in_flight, due, acts = Bound(run.max_in_flight), run.due, True
+    in_flight, due, acts = run.in_flight, run.due, True
 
     if position.phase <= Phase.EPOCH_START:
         position.phase = Phase.BATCH_START
@@ -85,7 +85,7 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
         if type(batch) is Batches:
             if not shows_steps:
                 begin_steps(run)
-            if take_together(run, batch, in_flight):
+            if take_together(run, batch):
                 break
             shows_steps = acts = True
             continue
@@ -143,13 +143,13 @@ def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch | Batches]:
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
-def take_together(run: Run, batches: Batches, in_flight: Bound) -> bool:
+def take_together(run: Run, batches: Batches) -> bool:
     """Take several batches in one dispatch; returns whether no further batch is taken."""
     position, hooks = run.position, run.hooks
     saves: list[Callable[[], None]] = []
     hooks.deferred = saves
     try:
-        rows = take_steps(run, batches, in_flight)
+        rows = take_steps(run, batches)
     finally:
         hooks.deferred = None
     if isinstance(rows, list):
@@ -167,7 +167,7 @@ def take_together(run: Run, batches: Batches, in_flight: Bound) -> bool:
         logs, loss, outputs = take_step(run, batch)
         if ends is not None:
             ends(Outputs(logs, loss, outputs), batch.host, batch.index)
-        in_flight.wait(logs)
+        run.in_flight.wait(logs)
         if after_step(run, safe):
             return True
     position.phase = Phase.STEP
@@ -212,7 +212,9 @@ def begin_steps(run: Run) -> None:
 
     The epoch before shows its values under names that steps and epochs share, such as `loss`.
     """
+    part = run.begin("compile")
     run.engine.prepare_training(run.prefetcher.example)
+    run.begin(part)
     run.results.show_steps(run.engine.step_table)
     run.hooks.log.check_columns()
     run.tracing.check(run.engine, run.results)
