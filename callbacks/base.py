@@ -223,8 +223,9 @@ class Callback(Traits):
         A callback that overrides this pays nothing in the steps between: its `on_train_batch_start`,
         `on_train_batch_end` and, between two batches, `on_safe_point` run in the batches of that step only. The ends of
         epochs and of training call `on_safe_point` always. This method is called when an epoch or a resumed training
-        begins, after each step in which such a callback has acted, after steps are undone, and after an argument of the
-        Trainer was set. A hook that a subclass overrides without overriding this method runs in each step.
+        begins, after each step in which such a callback has acted, after steps are undone or compiled, after a
+        checkpoint is written, and after an argument of the Trainer was set. A hook that a subclass overrides without
+        overriding this method runs in each step.
 
         Args:
             step: Optimizer steps taken.

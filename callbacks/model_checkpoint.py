@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_LOOK_S = 0.1  # from one look to the next whether a checkpoint is written
-
 _logger = logging.getLogger("jaxlit")
 
 
@@ -185,13 +183,14 @@ class ModelCheckpoint(Callback):
         self._validated |= not trainer.sanity_checking
 
     def due_in(self, step: int) -> int | None:
-        """Return the steps to the next checkpoint by number of steps."""
+        """Return the steps to the next checkpoint by number of steps; the next step once one is written."""
+        if self._saving is not None and self._saving.is_done and team().size == 1:
+            return 1
         return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
 
     def due_in_seconds(self) -> float | None:
-        """Return the seconds to the next checkpoint by time; while one is written, those until it is looked after."""
-        soon = _LOOK_S if self._saving is not None and team().size == 1 else math.inf
-        return min(soon, self._deadline - time.monotonic())
+        """Return the seconds to the next checkpoint by time."""
+        return self._deadline - time.monotonic()
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if it is time; raise or warn if the one before could not be written."""

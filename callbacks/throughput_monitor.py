@@ -73,7 +73,7 @@ class ThroughputMonitor(Measure):
 
     def _reset(self) -> None:
         self._batches = self._samples = self._lengths = 0
-        self._row = _Point(0, 0, 0, 0)  # at the newest step that has a row
+        self._rows = dict[int, _Point]()  # by step, at those whose rows have not arrived
         self._begin()
 
     def _begin(self) -> None:
@@ -121,13 +121,13 @@ class ThroughputMonitor(Measure):
 
     def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
         """Remember the counts of the row, before the next batch is counted."""
-        self._row = self._now(step + 1)
+        self._rows[step] = self._now(step + 1)
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
         """Add the rates up to the row's step, which is done by now."""
         before, self._compiled = self._compiled, trainer.compile_seconds
         points, arrived = self._points, perf_counter() - self._validated
-        here, compiled = _of_all(self._row._replace(seconds=arrived), before != self._compiled)
+        here, compiled = _of_all(self._rows.pop(step)._replace(seconds=arrived), before != self._compiled)
         values = {"samples": here.samples} | ({"lengths": here.lengths} if self.length_fn else {})
         if compiled or (points and here.steps < points[-1].steps):  # a rollback has undone steps
             points.clear()
@@ -140,12 +140,13 @@ class ThroughputMonitor(Measure):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was counted."""
-        return {"counted": [self._batches, self._samples, self._lengths], "row": list(self._row[:4])}
+        rows = [list(point[:4]) for point in self._rows.values()]
+        return {"counted": [self._batches, self._samples, self._lengths], "rows": rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what was counted; rates start again."""
         self._batches, self._samples, self._lengths = state_dict["counted"]
-        self._row = _Point(*state_dict["row"])
+        self._rows = {row[0] - 1: _Point(*row) for row in state_dict["rows"]}
         self._begin()
 
     # Helpers ----------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class Control:
         num_val_batches: Batches of each validation loader.
         num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
         log_every: The optimizer steps between rows that `log_every_n_steps="auto"` means.
-        noted: What a run has printed already: "stop" for a stop that has to wait, "signal" for one that ends it.
+        noted: What a run has printed already: "stop" for a stop that has to wait, "signal" for one that ends it, and
+            "module" for what batch hooks see of it between the steps of a dispatch.
         predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
     """
 

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import sys
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +14,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _FACES = {  # by package: the tables that give advice on its names
     "jaxlit": ("jl", "jl.callbacks"),
     "jaxlit.callbacks": ("jl.callbacks",),
+    "jaxlit.loggers": ("jl.callbacks",),
     "jaxlit.strategies": ("jl.strategies",),
 }
 
@@ -31,6 +31,8 @@ def advice(owner: str) -> Mapping[str, str]:
 
 @functools.cache
 def _tables() -> dict[str, dict[str, str]]:
+    import tomllib  # only to explain a mistake
+
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -45,6 +47,14 @@ def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: st
     """
     hint = f" {text}" if (text := advice(owner).get(name)) else did_you_mean(name, known, 0.75)
     return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
+
+
+def no_such_public_name(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error of a name that a package does not have; the arguments are those of `no_such_name`."""
+    called = package.replace("jaxlit", "jl", 1)
+    owners = _FACES.get(package, (called,))
+    owner = next((x for x in owners if name in advice(x)), called)
+    return no_such_name(owner, name, known, called=called)
 
 
 class _Imports:

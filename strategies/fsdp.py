@@ -19,7 +19,7 @@ from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.explicit import ExplicitBody
-from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.optimizer_shardings import like_params
 from jaxlit.strategies.program import Program, remat_policy
 from jaxlit.strategies.rules import Rules, axes_of, dim_names
 

@@ -28,7 +28,7 @@ from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.optimizer_shardings import like_params
 from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named, remat_policy
 
 

@@ -13,7 +13,6 @@ from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.pipeline import Pipeline
 from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
@@ -30,6 +29,13 @@ else:
 
 _T = TypeVar("_T", bound=type[Strategy])
 
+
+def _pipeline(*args: Any) -> Strategy:
+    from jaxlit.strategies.pipeline import Pipeline  # with the cutting and executing of steps, for few
+
+    return Pipeline(*args)
+
+
 _registry: dict[str, Callable[..., Strategy]] = {
     "single": SingleDevice,
     "ddp": DDP,
@@ -40,7 +46,7 @@ _registry: dict[str, Callable[..., Strategy]] = {
     "shard_map": ShardMapDDP,
     "pmap": PMap,
     "simulate": Simulated,
-    "pipeline": Pipeline,
+    "pipeline": _pipeline,
 }
 
 
@@ -117,7 +123,7 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
         raise ArgumentError(f"Unknown strategy {strategy!r}.{hint} Known: {', '.join(strategy_names())}.")
     if not colon:
         return _registry[name]()
-    if not argument.isdecimal() or (name not in ("simulate",) and not isinstance(_registry[name], type)):
+    if not argument.isdecimal() or isinstance(_registry[name], partial):
         raise ArgumentError(f"Trainer(strategy={strategy!r}): after the colon comes an int, as in 'simulate:8'.")
     try:
         return _registry[name](int(argument))

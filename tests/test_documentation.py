@@ -33,8 +33,9 @@ def test_docstring_examples_run(name: str) -> None:
 
 
 def test_public_classes_have_an_example() -> None:
-
-    public = [vars(scope)[name] for scope in (jl, jl.strategies, jl.callbacks, jl.pipeline) for name in scope.__all__]
+    public = [
+        getattr(scope, name) for scope in (jl, jl.strategies, jl.callbacks, jl.pipeline) for name in scope.__all__
+    ]
     public = [x for x in public if isinstance(x, type)]
     # What a strategy's author handles is shown in Strategy's example.
     assert sorted({x.__name__ for x in public if ">>>" not in (x.__doc__ or "")}) == ["PerReplica", "Program"]

@@ -84,12 +84,24 @@ def test_the_wheel_is_imported_and_nothing_else_installed(wheel: Path, tmp_path:
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"jaxlit", "borrowed.pth"}
 
 
-def test_import_adds_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:
-    code = "import json, sys, jax, flax.nnx, optax; before = set(sys.modules); import jaxlit;"
+def added_by(code: str, folder: Path) -> list[str]:
+    """Return the modules that a statement imports over jax, flax and optax."""
+    code = f"import json, sys, jax, flax.nnx, optax; before = set(sys.modules); {code};"
     code += "print(json.dumps(sorted(set(sys.modules) - before)))"
-    added = json.loads(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)))
-    assert "jaxlit.trainer" in added
+    return json.loads(run(sys.executable, "-c", code, cwd=folder, PYTHONPATH=str(ROOT)))
+
+
+def test_import_reads_the_faces_of_the_rooms_only(tmp_path: Path) -> None:
+    added = added_by("import jaxlit", tmp_path)
+    assert [name for name in added if name.startswith("jaxlit.") and name.count(".") > 1] == []
+    assert len(added) <= 20
+
+
+def test_a_trainer_imports_only_jax_flax_optax_and_numpy(tmp_path: Path) -> None:
+    added = added_by("import jaxlit; jaxlit.Trainer(max_epochs=1)", tmp_path)
+    assert "jaxlit.trainer.session" in added
     assert [name for name in added if name.split(".")[0] in ("grain", "orbax", "wandb", "rich")] == []
+    assert [name for name in added if name.startswith(("jaxlit.pipeline.", "jaxlit.testing."))] == []
 
 
 def install(kind: str, checkout: Path, folder: Path) -> Path:

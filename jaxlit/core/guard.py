@@ -20,9 +20,16 @@ def all_finite(tree: Any) -> list[jax.Array]:
     return [jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) == 0 for x in jax.tree.leaves(tree)]
 
 
+def once(ok: jax.Array) -> jax.Array:
+    """Return a bool, unchanged, in a form that XLA computes in one place."""
+    # XLA copies comparisons into each kernel that reads them, with all that they compare: the flags of all gradients
+    # in the kernel of each parameter. A root is too expensive for it to copy.
+    return jnp.sqrt(jnp.where(ok, jnp.float32(0), 1)) == 0
+
+
 def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
     """Return the tree `new` if `ok`, else `old`."""
-    return jax.tree.map(lambda a, b: b if a is b else jnp.where(ok, b, a), old, new)
+    return jax.tree.map(lambda a, b: b if a is b else jax.lax.select(ok, b, a), old, new)
 
 
 def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
@@ -37,6 +44,7 @@ def guarded(
     *others: Any,
     early: jax.Array,
     finite: Sequence[jax.Array],
+    ok: jax.Array,
     wait_for_all: bool,
 ) -> tuple[Any, Any]:
     """Return what an optimizer's update returns, but old leaves of its state where a gradient is not finite.
@@ -53,15 +61,15 @@ def guarded(
         *others: Other arguments of the function.
         early: () bool, whether the step is good as far as is known without the gradients.
         finite: Of each gradient, () bool, whether it is finite.
+        ok: () bool, all of these.
         wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
     """
     every = (1 << len(finite)) - 1  # bit i stands for gradient i
-    # One comparison for all of them, where most optimizers that clip by the global norm end.
-    good = {every: early & jnp.stack(finite).all()}
+    good = {every: ok}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         # Each equation would run by itself: nothing is overwritten in place, so nothing is gained by choosing early.
         new, rest = update(grads, state, *others)
-        return keep_unless(good[every], state, new), rest
+        return keep_unless(ok, state, new), rest
     closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, state, *others)
     choices = []
     for x, bits in zip(jax.tree.leaves(state), _waits(closed, state, len(finite), wait_for_all), strict=True):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlit.core.device_sums import StepTable, Table, loss_of
-from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, waits
+from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, once, waits
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold
 from jaxlit.core.plan import TrainingPlan
@@ -241,8 +241,8 @@ class TrainStep:
             return replace(new, **fields, sums=sums).advance(steps=1), updates
         sticky, finite, good_loss = policy == "raise", all_finite(grads), jnp.isfinite(loss)
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
-        early, good_grads = good_loss & (bad_step < 0) if sticky else good_loss, jnp.stack(finite).all()
-        ok = settled = early & good_grads
+        early, good_grads = once(good_loss & (bad_step < 0)) if sticky else good_loss, jnp.stack(finite).all()
+        ok = settled = once(early & good_grads)
         if scale is not None:
             # What is not finite without any scaling is no overflow of it.
             overflow = early & ~good_grads & (scale[0] > 1)
@@ -251,7 +251,7 @@ class TrainStep:
         if sticky and scale is None:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
             weights = holds_weights(self.plan.tx, old.params)
-            optimize = partial(guarded, self._optimize, early=early, finite=finite, wait_for_all=weights)
+            optimize = partial(guarded, self._optimize, early=early, finite=finite, ok=ok, wait_for_all=weights)
             fields, updates = self._select(ok, optimize, old, replace(new, sums=sums), grads, loss)
         else:
             stopped = ~settled if sticky else jnp.zeros((), bool)

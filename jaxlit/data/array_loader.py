@@ -114,16 +114,15 @@ class ArrayLoader:
         if (first + count) * size > self.num_rows:
             count = 1
         rows = slice(first * size, min((first + count) * size, self.num_rows))
-        if order is None:
-            taken = [np.array(x[rows]) for x in self._leaves]
-        else:
-            columns = order[rows] if count == 1 else order[rows].reshape(count, size).T.ravel()
-            taken = [np.asarray(x[columns]) for x in self._leaves]
         if count == 1:
-            return self._treedef.unflatten(taken)
+            return self._treedef.unflatten([np.array(x[rows if order is None else order[rows]]) for x in self._leaves])
         if order is None:
-            taken = [np.ascontiguousarray(x.reshape(count, size, *x.shape[1:]).swapaxes(0, 1)) for x in taken]
-        arrays = [x.reshape(size, count, *x.shape[1 + (order is None) :]) for x in taken]
+            split = [np.asarray(x[rows]).reshape(count, size, *x.shape[1:]).swapaxes(0, 1) for x in self._leaves]
+        else:
+            columns = order[rows].reshape(count, size).T.ravel()
+            split = [np.asarray(x[columns]).reshape(size, count, *x.shape[1:]) for x in self._leaves]
+        # In memory of its own, see `__iter__`.
+        arrays = list(map(np.array, split)) if order is None else split
         return Stack(self._treedef.unflatten(arrays), count, (False,) * len(arrays))
 
     def unshuffled(self) -> "ArrayLoader":

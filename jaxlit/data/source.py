@@ -238,13 +238,14 @@ class Source(ABC):
         return (draw for draw in self._stream)
 
     def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
+        # Taken now, as an epoch that is opened may end before its first draw.
         peeked, self._peeked = self._peeked, None
-        if peeked is not None and (peeked[0] == epoch or self.continues):
-            draws: Iterator[tuple[Any, Any]] = itertools.chain(*peeked[1:])
-        else:
-            draws = self._begin(epoch)
+        matches = peeked is not None and (peeked[0] == epoch or self.continues)
+        return self._drawn(epoch, itertools.chain(*peeked[1:]) if peeked is not None and matches else None)
+
+    def _drawn(self, epoch: int, draws: Iterator[tuple[Any, Any]] | None) -> Generator[tuple[Any, Any], None, None]:
         is_fresh = self.is_fresh
-        for batch, after in draws:
+        for batch, after in self._begin(epoch) if draws is None else draws:
             self.gave = True
             yield batch if is_fresh else copied(batch), after
 

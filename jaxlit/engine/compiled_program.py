@@ -26,12 +26,13 @@ class CompiledProgram:
     Attributes:
         run: What to call: after the first call the strategy's function itself, so that no step waits for more.
         ran: Whether it was called.
+        steps: How many optimizer steps a call takes.
     """
 
     def __init__(self, name: str, program: Callable[..., Any]) -> None:
         self.name, self.program = name, program
         self.run: Callable[..., Any] = self._first
-        self.ran = False
+        self.ran, self.steps = False, 1
         self._arguments: tuple[Any, ...] | None = None
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 

@@ -170,6 +170,7 @@ class Engine:
             assert self.training is not None
             program = self.training.fused(window, [] if backup is None else backup.places)
             self._programs[key] = self._compile(program)
+            self._programs[key].steps = getattr(batches, "batch", batches).count // window
             self.outputs_with_rows = program.fn.is_row  # type: ignore[attr-defined]
         kept = []
         if backup is not None:

@@ -20,7 +20,7 @@ from jaxlit.core.state import Layout, TrainState, WindowStart
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.like_params import like_params
+from jaxlit.strategies.optimizer_shardings import like_params
 from jaxlit.strategies.program import ArraySpec
 
 

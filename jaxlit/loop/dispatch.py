@@ -1,7 +1,9 @@
 """Several steps in one dispatch: when, how many, and what their hooks see."""
 
+import logging
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +18,8 @@ from jaxlit.loop.results import Row
 from jaxlit.loop.rows import row_of_step
 from jaxlit.loop.run import Run
 
+_logger = logging.getLogger("jaxlit")
+
 _LONGEST_S = 0.05  # that a dispatch may take under "auto"
 _MOST = 32  # batches of one then
 _TIMED = range(4, 12)  # the single steps that are timed before that is decided
@@ -29,35 +33,32 @@ class Dispatch:
 
     Attributes:
         size: The batches of a dispatch, 1 while that is not decided.
-
         decided: Whether it is.
-
-    Raises:
-        ArgumentError: The strategy runs a step in parts.
     """
 
     def __init__(self, run: Run) -> None:
-        given, strategy = run.settings.steps_per_execution, run.engine.strategy
+        self._run, self._given, self._steps, self._began = run, None, 0, 0.0
+        self.decided, self.size = True, 1
+
+    def begin_epoch(self) -> None:
+        """Look at the argument and at the windows of the epoch.
+
+        Raises:
+            ArgumentError: The strategy runs a step in parts, or a dispatch would cut a window.
+        """
+        given, strategy = self._run.settings.steps_per_execution, self._run.engine.strategy
+        if given != self._given:
+            self._given, self._steps = given, 0
+            self.decided, self.size = given != "auto", given if isinstance(given, int) else 1
         if given != 1 and not strategy.fuses_steps:
             raise ArgumentError(
                 f"Trainer(steps_per_execution={given!r}): {strategy.describe().splitlines()[0]} runs a step in parts, "
                 "which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' or 'shard_map'."
             )
-        self._run, self._steps, self._began = run, 0, 0.0
-        self.decided, self.size = given != "auto", given if isinstance(given, int) else 1
-
-    def begin_epoch(self) -> None:
-        """Look at the windows of the epoch.
-
-        Raises:
-            ArgumentError: A dispatch would cut one.
-        """
         window = self._run.window.batches
-        if self.size % window == 0 or self.size == 1:
-            return
-        if self._run.settings.steps_per_execution == "auto":
+        if given == "auto":
             self.size = max(self.size // window * window, 1)
-        else:
+        elif self.size > 1 and self.size % window:
             raise ArgumentError(
                 f"Trainer(steps_per_execution={self.size}) counts batches, and would cut an optimizer step of {window} "
                 f"(accumulate_grad_batches). Pass a multiple of {window}, or 1."
@@ -86,40 +87,50 @@ class Dispatch:
             self.size = max(min(counts) // window * window, 1)
 
 
+@dataclass(frozen=True, eq=False)
 class StepOutputs(Mapping[str, Any]):
     """The `outputs` of one batch of a dispatch, on the host: they are read once for all of its batches.
 
     Args:
-        logs: The table of its step.
+        logs: The tables of the steps.
         loss: The losses of windows' batches; None where a step takes one batch.
         outputs: What else the steps returned.
         is_row: Whether each output has one row for each row of the batch, a pytree like them.
-        batch: Which batch of the dispatch.
+        step: Which step of the dispatch.
+        batch: Which batch.
     """
 
-    def __init__(self, logs: Any, loss: Any, outputs: dict[str, Any], is_row: Any, batch: int) -> None:
-        self.logs, self._loss, self._outputs, self._is_row, self._batch = logs, loss, outputs, is_row, batch
+    logs: Any
+    loss: Any
+    outputs: dict[str, Any]
+    is_row: Any
+    step: int = 0
+    batch: int = 0
 
     def __getitem__(self, name: str) -> Any:
-        i = self._batch
+        i = self.batch
         if name != "loss":
-            return jax.tree.map(
-                lambda rows, x: fetch(x)[:, i] if rows else fetch(x)[i], self._is_row[name], self._outputs[name]
-            )
-        if self._loss is not None:
-            return fetch(self._loss)[..., i].mean()
-        total, weight = fetch(self.logs)[:2, 0]
+            one = lambda rows, x: fetch(x)[:, i] if rows else fetch(x)[i]  # noqa: E731
+            return jax.tree.map(one, self.is_row[name], self.outputs[name])
+        if self.loss is not None:
+            return fetch(self.loss)[..., i].mean()
+        total, weight = fetch(self.logs)[self.step, :2, 0]
         return np.float32(total / weight)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(("loss", *self._outputs))
+        return iter(("loss", *self.outputs))
 
     def __len__(self) -> int:
-        return 1 + len(self._outputs)
+        return 1 + len(self.outputs)
 
 
-def take_steps(run: Run, batches: Batches) -> list[Row] | int:
+def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | int:
     """Take the optimizer steps of several batches in one dispatch, between the hooks of all of them.
+
+    Args:
+        run: The run.
+        batches: The batches.
+        begin: Whether they are the first of the epoch.
 
     Returns:
         The rows of its steps; or how many batches come before the one at which a hook ends the epoch, none of which
@@ -133,6 +144,8 @@ def take_steps(run: Run, batches: Batches) -> list[Row] | int:
     windows = start_batches(run, batches, each) if each else []
     if isinstance(windows, int):
         return windows
+    if begin:
+        run.begin_steps()
     latest, data = results.latest, position.data
     logs, loss, outputs = run.engine.fused_steps(window, batches.arrays)
     results.latest, run.prefetcher.token = (logs, count // window - 1), logs
@@ -142,19 +155,54 @@ def take_steps(run: Run, batches: Batches) -> list[Row] | int:
     period = run.in_flight.period
     if position.total_batch_idx // period > (position.total_batch_idx - count) // period:
         run.in_flight.wait(logs)
-    starts = []
+    starts: list[list[Any]] = []
+    is_row = run.engine.outputs_with_rows
     if run.engine.nan_policy == "raise":
         places = [data, *batches.positions[window - 1 : -1 : window]]
         starts = [
             [step + i, first + i * window, 0, at, (logs, i - 1) if i else latest, before] for i, at in enumerate(places)
         ]
         run.unchecked.starts += starts
-    rows, every = [], run.log_every
-    due = every > 0 and position.global_step % every == 0  # the last one
-    begin, stride = (0, 1) if each or not every else (every - step % every - 1, every)  # without hooks those with a row
-    for i in range(begin, count // window, stride) if each or every else ():
+    rows = end_batches(run, batches, each, windows, starts, StepOutputs(logs, loss, outputs, is_row))
+    results.latest = (logs, count // window - 1)
+    clock.follow(position)
+    if hooks.live is not None and not hooks.live.stale and "module" not in run.control.noted:
+        run.control.noted.add("module")
+        text = (
+            "A batch hook has read the module in a dispatch of %d batches: it holds the weights after all of its steps."
+        )
+        _logger.info(text, count)
+    if run.control.should_stop and not (run.log_every and position.global_step % run.log_every == 0):
+        rows += [row for row in [row_of_step(run)] if row is not None]  # the last one of a training has its row
+    return rows
+
+
+def end_batches(
+    run: Run,
+    batches: Batches,
+    each: list[StepHooks],
+    windows: list[dict[str, Any]],
+    starts: list[list[Any]],
+    outputs: "StepOutputs",
+) -> list[Row]:
+    """Call the hooks that end the batches of a dispatch, and return the rows of its steps.
+
+    Args:
+        run: The run, whose position is after the dispatch.
+        batches: The batches.
+        each: The hooks of each step; nothing if there are none.
+        windows: What the hooks that begin the batches have logged, by step.
+        starts: Where the steps begin, if that is noted.
+        outputs: What the steps have returned.
+    """
+    results, log, clock, window = run.results, run.hooks.log, run.hooks.clock, run.window.batches
+    rows: list[Row] = []
+    steps, every = len(batches.positions) // window, run.log_every
+    step, first = run.position.global_step - steps, run.position.batch_idx - len(batches.positions)
+    begin, stride = (0, 1) if each or not every else (every - step % every - 1, every)  # without hooks only rows
+    for i in range(begin, steps, stride) if each or every else ():
         ends = each[i][1] if each else None
-        results.latest, log.window = (logs, i), windows[i] if windows else log.window
+        results.latest, log.window = (outputs.logs, i), windows[i] if windows else log.window
         if starts and (log.window or log.epoch):
             starts[i][5] = log.so_far()
         for k in range(i * window, (i + 1) * window):
@@ -162,15 +210,10 @@ def take_steps(run: Run, batches: Batches) -> list[Row] | int:
                 break
             clock.global_step, clock.batch_idx = step + (k + 1) // window, first + k + 1
             log.batch = batches.host[k]
-            given = StepOutputs((logs, i), loss, outputs, run.engine.outputs_with_rows, k)
-            ends(given, log.batch, first + k)
+            ends(replace(outputs, step=i, batch=k), log.batch, first + k)
         clock.global_step = step + i + 1
         if (log.window or (every and clock.global_step % every == 0)) and (row := row_of_step(run)) is not None:
             rows.append(row)
-    results.latest = (logs, count // window - 1)
-    clock.follow(position)
-    if run.control.should_stop and not due and (row := row_of_step(run)) is not None:
-        rows.append(row)  # the last one of a training has its row
     return rows
 
 

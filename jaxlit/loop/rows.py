@@ -60,6 +60,8 @@ def _log_pending(run: Run, logs: Any, window: Mapping[str, Total], step: int) ->
         row |= added
     log_row(run, row, step)
     if read.bad_step >= 0 and read.bad_step != run.unchecked.warned_of:
+        if run.settings.nan_policy != "skip":  # later steps of the same dispatch are undone
+            run.results.pending = []
         check_finite(run)
     else:
         run.unchecked.settle(step + 1)

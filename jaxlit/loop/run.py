@@ -164,6 +164,18 @@ class Run(Setup):
             _logger.info(text, self.control.stop_reason, epochs, steps)
         return False
 
+    def begin_steps(self) -> None:
+        """Compile the programs on the first batch of a run; in each epoch show the steps' metrics again.
+
+        The epoch before shows its values under names that steps and epochs share, such as `loss`.
+        """
+        part = self.begin("compile")
+        self.engine.prepare_training(self.prefetcher.example)
+        self.begin(part)
+        self.results.show_steps(self.engine.step_table)
+        self.hooks.log.check_columns()
+        self.tracing.check(self.engine, self.results)
+
     def check_notice(self) -> None:
         """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted."""
         if self.times.team.decide(False):

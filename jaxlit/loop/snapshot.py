@@ -65,15 +65,12 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
-    if rows[1:]:
-        state["pending_before"] = rows[:-1]  # of a dispatch of several steps
-    if added:  # by lines of the module: its constructor takes no such argument
-        state["added_hparams"] = added
+    # Rows of a dispatch of several steps, and hyperparameters that the module's constructor does not take.
+    seldom: dict[str, Any] = {"pending_before": rows[:-1], "added_hparams": added, "not_finite": run.unchecked.bad}
     numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
     if {*numbers} != {run.window.batches}:
-        state["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
-    if run.unchecked.bad is not None:
-        state["not_finite"] = run.unchecked.bad
+        seldom["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
+    state |= {key: x for key, x in seldom.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
     try:

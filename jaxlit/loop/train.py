@@ -83,9 +83,7 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
     batches, shows_steps, run.checkpoints.resumed = batches_left(run, dispatch), False, False
     for batch in batches:
         if type(batch) is Batches:
-            if not shows_steps:
-                begin_steps(run)
-            if take_together(run, batch):
+            if take_together(run, batch, begin=not shows_steps):
                 break
             shows_steps = acts = True
             continue
@@ -102,7 +100,7 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
                 position.end_batches(batch.position)
                 break
         if not shows_steps:
-            begin_steps(run)
+            run.begin_steps()
             shows_steps = True
         logs, loss, outputs = take_step(run, batch)
         # The step is dispatched, not done: the hooks run while the device computes.
@@ -143,13 +141,19 @@ def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch | Batches]:
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
-def take_together(run: Run, batches: Batches) -> bool:
-    """Take several batches in one dispatch; returns whether no further batch is taken."""
+def take_together(run: Run, batches: Batches, *, begin: bool) -> bool:
+    """Take several batches in one dispatch; returns whether no further batch is taken.
+
+    Args:
+        run: The run.
+        batches: The batches.
+        begin: Whether they are the first of the epoch.
+    """
     position, hooks = run.position, run.hooks
     saves: list[Callable[[], None]] = []
     hooks.deferred = saves
     try:
-        rows = take_steps(run, batches)
+        rows = take_steps(run, batches, begin=begin)
     finally:
         hooks.deferred = None
     if isinstance(rows, list):
@@ -160,6 +164,8 @@ def take_together(run: Run, batches: Batches) -> bool:
         save()
     # A hook ends the epoch at one of them: those before it, whose hooks have begun them, are taken one by one.
     last = batches.positions[rows]
+    if rows and begin:
+        run.begin_steps()
     for batch in run.prefetcher.one_by_one(batches, rows):
         hooks.log.batch, position.phase = batch.host, Phase.STEP
         run.due.move(run, position.global_step)
@@ -205,19 +211,6 @@ def take_step(run: Run, batch: Batch) -> tuple[jax.Array, Any, Any]:
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     return logs, loss, outputs
-
-
-def begin_steps(run: Run) -> None:
-    """Compile the programs on the first batch of a run; in each epoch show the steps' metrics again.
-
-    The epoch before shows its values under names that steps and epochs share, such as `loss`.
-    """
-    part = run.begin("compile")
-    run.engine.prepare_training(run.prefetcher.example)
-    run.begin(part)
-    run.results.show_steps(run.engine.step_table)
-    run.hooks.log.check_columns()
-    run.tracing.check(run.engine, run.results)
 
 
 def after_step(

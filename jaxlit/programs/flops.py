@@ -34,6 +34,9 @@ class Flops:
     def __mul__(self, times: int) -> "Flops":
         return Flops(self.count * times, self.exact, {kind: n * times for kind, n in self.by_dtype.items()})
 
+    def __floordiv__(self, times: int) -> "Flops":
+        return Flops(self.count // times, self.exact, {kind: n // times for kind, n in self.by_dtype.items()})
+
 
 def count_flops(jaxpr: Any) -> Flops:
     """Return the operations of a program's matrix products and convolutions, on all devices together.

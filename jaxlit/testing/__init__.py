@@ -1,9 +1,12 @@
 """Checks for users: simulated devices, equal training under every strategy, injected faults."""
 
-from jaxlit.testing.devices import fake_devices
-from jaxlit.testing.faults import Crash, faults
-from jaxlit.testing.same_training import FACTORS, assert_same_training
-from jaxlit.testing.training import KeepFirstGrads, Training, keep_first_grads, train
+from jaxlit.faces import lazy_imports
+
+with lazy_imports(globals()):
+    from jaxlit.testing.devices import fake_devices
+    from jaxlit.testing.fault_injection import Crash, faults
+    from jaxlit.testing.same_training import FACTORS, assert_same_training
+    from jaxlit.testing.training import KeepFirstGrads, Training, keep_first_grads, train
 
 __all__ = [
     "FACTORS",
@@ -16,7 +19,3 @@ __all__ = [
     "keep_first_grads",
     "train",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__

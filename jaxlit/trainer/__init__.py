@@ -1,9 +1,8 @@
 """The Trainer: arguments become objects, and a run is set up, watched and torn down."""
 
-from jaxlit.trainer.trainer import Trainer
+from jaxlit.faces import lazy_imports
+
+with lazy_imports(globals()):
+    from jaxlit.trainer.trainer import Trainer
 
 __all__ = ["Trainer"]
-
-
-def __dir__() -> list[str]:
-    return __all__

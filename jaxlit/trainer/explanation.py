@@ -108,8 +108,12 @@ def step_flops(run: Setup | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
     if not isinstance(run, Run):
         return {}
-    counted = [(program.name, program.flops) for program in reversed(run.engine.programs)]
-    return {name: flops for name, flops in counted if flops is not None}
+    counted = {
+        program.name: program.flops // program.steps for program in reversed(run.engine.programs) if program.flops
+    }
+    if (fused := counted.pop("train_steps", None)) is not None:  # a step of a dispatch is a step
+        counted.setdefault("train_step", fused)
+    return counted
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:

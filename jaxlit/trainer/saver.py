@@ -94,6 +94,7 @@ class Saver:
         state = snapshot.take(run)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
+            saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             if run.settings.nan_policy == "rollback":  # each holds its state.json
                 run.checkpoints.written.append(saving)

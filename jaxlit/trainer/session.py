@@ -95,6 +95,8 @@ class Session:
         self.folder = RunFolder(settings.default_root_dir)
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
+        # The newest fit and where it is, which a fit that cannot begin leaves in place.
+        self._before: tuple[Run, Position, HookClock, TrainModule | None] | None = None
         self.running, self.compiles = False, CompileLog()
         # A trial run makes everything and writes nothing.
         self.media = MediaFolder(
@@ -238,7 +240,9 @@ class Session:
             resume: A checkpoint to begin with.
         """
         with contextlib.ExitStack() as stack:
-            stack.push(self._ending(module, (self.fitted, self.position, self.clock, self.module)))
+            if self.fitted is not None:
+                self._before = (self.fitted, self.position, self.clock, self.module)
+            stack.push(self._ending(module))
             self.running, self.current, self.module = True, None, module
             self.compiles = CompileLog(self._ask_again)
             self.current = setup = self._set_up(module, stage, loaders, resume)
@@ -272,13 +276,8 @@ class Session:
                 raise error
             return results
 
-    def _ending(self, module: TrainModule, before: tuple[Any, ...]) -> Callable[..., None]:
-        """Attach a module, and return what ends its run, given the error that it has raised.
-
-        Args:
-            module: The module.
-            before: The newest fit and where it is, which a fit that cannot begin leaves in place.
-        """
+    def _ending(self, module: TrainModule) -> Callable[..., None]:
+        """Attach a module, and return what ends its run, given the error that it has raised."""
         outer = attach(module, self._trainer)
 
         def end(kind: Any, error: BaseException | None, _: Any) -> None:
@@ -287,8 +286,9 @@ class Session:
             if self.current is not None:
                 self.current.times.ended = time.monotonic()
             self.running = False
-            if self.fitted is None and before[0] is not None:
-                self.fitted, self.position, self.clock, self.module = before
+            if self.fitted is None and self._before is not None:
+                self.fitted, self.position, self.clock, self.module = self._before
+            self._before = None
             if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
                 attach(module, outer)
 
@@ -377,7 +377,7 @@ class Session:
         )
         if data.is_fit:
             warn_of_eval_mode(run)
-            self.fitted = run
+            self.fitted, self._before = run, None  # which would hold the arrays of the fit before
         else:
             engine.state.count_from(run.position.global_step, run.position.epoch)
         # Hooks see the arrays through the module, which has them again at the end.

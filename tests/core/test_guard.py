@@ -105,18 +105,38 @@ class Deep(jl.TrainModule):
         return self.make()
 
 
+def programs(width: int, tx: Any) -> list[tuple[str, int]]:
+    """Return of the steps of a deep model without and with the guard what `program` does."""
+    batch = {"x": np.ones((16, width), np.float32)}
+    policies = ("ignore", "raise")
+    trainers = [fit(Deep(width, 10, tx, rngs=nnx.Rngs(0)), [batch], nan_policy=x, **BARE) for x in policies]
+    return [program(trainer, batch) for trainer in trainers]
+
+
 @pytest.mark.parametrize("width", thinned([128, 1024], 128, full=()))
 def test_the_guard_needs_no_memory_for_all_gradients(width) -> None:
-    batch = {"x": np.ones((16, width), np.float32)}
-    result = {}
-    for policy in ("ignore", "raise"):
-        trainer = fit(Deep(width, 10, optax.adamw(1e-3), rngs=nnx.Rngs(0)), [batch], nan_policy=policy, **BARE)
-        result[policy] = program(trainer, batch)
-    (without, least), (text, most) = result["ignore"], result["raise"]
+    (without, least), (text, most) = programs(width, optax.adamw(1e-3))
     gradients = 10 * (width * width + width) * 4
     assert " conditional(" not in text
     assert copied(text) <= copied(without)
     assert most - least <= gradients / 6
+
+
+def test_the_guard_adds_few_kernels_and_instructions() -> None:
+    """A kernel that selects reads one flag: with the flags of all gradients in each, instructions grow as a square."""
+    (without, _), (text, _) = programs(32, optax.adamw(1e-3))
+    assert text.count(" fusion(") <= 1.3 * without.count(" fusion(")
+    assert text.count(" = ") <= 1.7 * without.count(" = ")
+
+
+def test_the_guard_traces_the_optimizer_no_more_often() -> None:
+    (init, update), traces = optax.sgd(0.1), []
+    for policy in ("ignore", "raise"):
+        calls: list[Any] = []
+        tx = optax.GradientTransformation(init, lambda *args, calls=calls: [calls.append(1), update(*args)][1])
+        fit(Deep(4, 1, tx, rngs=nnx.Rngs(0)), [{"x": np.ones((16, 4), np.float32)}], nan_policy=policy, **BARE)
+        traces.append(len(calls))
+    assert traces[1] == traces[0]
 
 
 @pytest.mark.parametrize(("name", "accumulate"), thinned([("adamw", 1), ("momentum", 2)], ("adamw", 1)))

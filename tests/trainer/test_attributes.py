@@ -26,7 +26,12 @@ OTHERS |= {"max_epochs": 3, "min_epochs": 1, "max_steps": 9, "min_steps": 2, "ma
 OTHERS |= {f"limit_{stage}_batches": 3 for stage in ("train", "val", "test", "predict")}
 OTHERS |= {"overfit_batches": 2, "fast_dev_run": 1, "num_sanity_val_steps": 0, "log_every_n_steps": 7, "resume": "kept"}
 OTHERS |= {"val_check_interval": 2, "check_val_every_n_epoch": 2, "reload_dataloaders_every_n_epochs": 1}
-OTHERS |= {"accumulate_grad_batches": 2, "gradient_clip_val": 2.0, "gradient_clip_algorithm": "value"}
+OTHERS |= {
+    "steps_per_execution": 4,
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 2.0,
+    "gradient_clip_algorithm": "value",
+}
 OTHERS |= {"data_timeout": 3.0, "hang_timeout": 4.0, "prefetch": 0, "max_in_flight": 1, "max_recompiles": 3}
 OTHERS |= {"callbacks": [jl.Callback()], "debug": True, "compile_cache": False}
 

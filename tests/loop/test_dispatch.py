@@ -1,0 +1,386 @@
+"""Several steps in one dispatch: the numbers, rows, hooks and checkpoints of single steps, in fewer dispatches."""
+
+import itertools
+import signal
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit import by_hand
+from kit.batches import number_of, numbered, random, rows_of
+from kit.compiles import compiles
+from kit.costs import calls_per_step
+from kit.inside import engine_of
+from kit.journal import Losses, Rows, at_batch, hooks
+from kit.modules import Linear, Mean, Net, Wide, logging, module
+from kit.refusals import fit_refuses
+from kit.stages import Layered
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint, ThroughputMonitor, Timer, WeightAveraging
+from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
+
+
+def array_loader(batches: list[Any], **arguments: Any) -> jl.ArrayLoader:
+    rows = len(jax.tree.leaves(batches[0])[0])
+    return jl.ArrayLoader(jax.tree.map(lambda *x: np.concatenate(x), *batches), rows, **arguments)
+
+
+class Sizes(jl.Callback):
+    """Keeps how many batches each dispatch had, by what the program was given."""
+
+    def __init__(self) -> None:
+        self.sizes = list[int]()
+
+    def on_train_start(self, trainer: jl.Trainer, module: Any) -> None:
+        engine = engine_of(trainer)
+        fused = engine.fused_steps
+        engine.fused_steps = lambda window, x: (self.sizes.append(stack_of(x).count), fused(window, x))[1]  # type: ignore[method-assign]
+
+
+def stack_of(batches: Any) -> Any:
+    return batches if hasattr(batches, "count") else batches.batch
+
+
+def final(trainer: jl.Trainer) -> list[np.ndarray]:
+    return [np.asarray(x) for x in engine_of(trainer).state.leaves]
+
+
+def both(make: Any, data: Any, *callbacks: Any, k: int = 4, **arguments: Any) -> tuple[list[Any], list[int]]:
+    """Train step by step, and with dispatches of `k` batches; returns (trainer, rows) of each, and the dispatches."""
+    runs, sizes = [], Sizes()
+    for size in (1, k):
+        rows, made = Rows(rates=True), [make() for make in callbacks]
+        given = BARE | {"max_epochs": 2, "log_every_n_steps": 1, "steps_per_execution": size} | arguments
+        runs.append((fit(make(), data(), random(2), rows, sizes, *made, **given), rows.rows, made))
+    return runs, sizes.sizes
+
+
+def assert_same(runs: list[Any]) -> None:
+    (one, rows, _), (many, others, _) = runs
+    assert others == rows
+    for a, b in zip(final(one), final(many), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "shard_map", "simulate:8"))
+def test_dispatches_train_as_single_steps_do(strategy: str) -> None:
+    make = lambda: Wide(rngs=nnx.Rngs(0))  # noqa: E731
+    runs, sizes = both(make, lambda: array_loader(random(11), shuffle=True), strategy=strategy)
+    assert sizes == [4, 4] * 2
+    assert_same(runs)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_they_train_as_a_loop_by_hand(strategy: str) -> None:
+    losses, sizes, batches = Losses(), Sizes(), random(8)
+    model = Linear()
+    fit(model, batches, None, losses, sizes, strategy=strategy, steps_per_execution=4, **BARE)
+    hand = by_hand.HandLoop(Linear())(*batches)
+    assert sizes.sizes == [4, 4]
+    np.testing.assert_allclose(losses.losses, hand.losses, rtol=1e-5)
+    np.testing.assert_allclose(model.kernel[...], hand.module.kernel[...], rtol=1e-5)
+
+
+def test_accumulation_takes_entire_windows() -> None:
+    runs, sizes = both(Linear, lambda: random(11), accumulate_grad_batches=2)
+    assert sizes == [4, 4] * 2
+    assert_same(runs)
+    fit_refuses(ArgumentError, "multiple of 3", steps_per_execution=4, accumulate_grad_batches=3)
+
+
+# What comes between steps, and the dispatches of four that are left of twelve batches.
+BETWEEN: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [4, 4, 4]),
+    ({"val_check_interval": 6}, [4, 4]),
+    ({"val_check_interval": 4}, [4, 4, 4]),
+    ({"max_steps": 10}, [4, 4]),
+    ({"limit_train_batches": 7}, [4]),
+    ({"log_every_n_steps": 3}, [4, 4, 4]),
+    ({"debug": True}, []),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BETWEEN)
+def test_a_dispatch_ends_where_something_is_due(arguments: Any, expected: list[int]) -> None:
+    runs, sizes = both(Linear, lambda: random(12), max_epochs=1, **arguments)
+    assert sizes == expected
+    assert_same(runs)
+
+
+class Norms(jl.Callback):
+    trace_every_n_steps = 5
+
+    def __init__(self) -> None:
+        self.norms = list[Any]()
+
+    def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
+        return {"norm": optax.tree.norm(grads)}
+
+    def on_trace(self, trainer: Any, values: dict[str, np.ndarray], step: int) -> None:
+        self.norms.append((step, float(values["norm"])))
+
+
+def test_traced_steps_are_single_and_averages_exact() -> None:
+    runs, sizes = both(Linear, lambda: random(12), Norms, WeightAveraging)
+    assert sizes == [4, 4]  # steps 5, 10, 15 and 20 are traced, so that a dispatch is left in each epoch
+    assert_same(runs)
+    assert runs[0][2][0].norms == runs[1][2][0].norms
+    assert len(runs[0][2][0].norms) == 4
+
+
+def test_checkpoints_by_steps_are_where_single_steps_have_them() -> None:
+    def train(size: int) -> list[str]:
+        saver = ModelCheckpoint(f"every{size}", every_n_train_steps=6, save_top_k=-1)
+        fit(Linear(), random(12), None, saver, default_root_dir=f"run{size}", steps_per_execution=size)
+        return sorted(path.name for path in Path(f"every{size}").iterdir() if path.is_dir())
+
+    assert train(4) == train(1) == ["step_00000006", "step_00000012"]
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+def test_a_bad_step_in_the_middle_is_as_with_single_steps(strategy: str, policy: str) -> None:
+    batches = random(12)
+    batches[6]["x"][1] = np.nan
+
+    def train(size: int) -> tuple[str, jl.Trainer, Any]:
+        rows, message = Rows(), ""
+        trainer = make_trainer(rows, strategy=strategy, nan_policy=policy, steps_per_execution=size, **BARE)
+        try:
+            trainer.fit(Linear(), array_loader(batches))
+        except NonFiniteError as error:
+            message = str(error)
+        return message, trainer, [(step, sorted(values)) for step, values in rows.rows]
+
+    (message, one, rows), (other, many, others) = train(1), train(4)
+    assert (other, others) == (message, rows)
+    assert ("at optimizer step 6 " in message and "Batch 6, run again" in message) is (policy == "raise")
+    assert many.global_step == one.global_step == (6 if policy == "raise" else 12)
+    assert vars(many._session.position) == vars(one._session.position)
+    for a, b in zip(final(one), final(many), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_bad_window_restores_its_statistics() -> None:
+    batches = random(12)
+    batches[7]["x"][1] = np.nan
+
+    def train(size: int) -> Net:
+        net = Net(rngs=nnx.Rngs(0))
+        with pytest.raises(NonFiniteError, match="optimizer step 3 "):
+            fit(net, batches, None, accumulate_grad_batches=2, steps_per_execution=size, **BARE)
+        return net
+
+    one, many = train(1), train(4)
+    assert int(many.count[...]) == int(one.count[...]) == 6
+    np.testing.assert_allclose(many.norm.var[...], one.norm.var[...], rtol=1e-6)
+    np.testing.assert_array_equal(many.inner.kernel[...], one.inner.kernel[...])
+
+
+class Journal(jl.Callback):
+    """Writes down the calls of batch hooks, with what `trainer`, `outputs` and the batch say.
+
+    Args:
+        stop: The batch at whose start the epoch ends.
+    """
+
+    def __init__(self, stop: int = -1) -> None:
+        self.stop, self.starts, self.ends, self.order = stop, list[Any](), list[Any](), list[str]()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        self.starts.append((batch_idx, trainer.global_step, trainer.batches_done, number_of(batch)))
+        self.order.append(f"start {batch_idx}")
+        return -1 if batch_idx == self.stop else None
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ends.append((batch_idx, trainer.global_step, trainer.batches_done, number_of(batch)))
+        self.ends.append((float(outputs["loss"]), np.asarray(outputs["x"]).tolist(), float(outputs["sum"])))
+        self.order.append(f"end {batch_idx}")
+
+
+def with_outputs(self: Any, batch: Any) -> dict[str, Any]:
+    loss = jnp.mean(self.error(batch) ** 2)
+    return {"loss": loss, "x": batch["x"][:, 0], "sum": jnp.sum(self.w[...])}
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map", "pmap"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_see_their_own_batch_and_step(accumulate: int, strategy: str) -> None:
+    given = {"strategy": strategy, "accumulate_grad_batches": accumulate}
+    runs, _ = both(lambda: module(with_outputs), lambda: numbered(9), Journal, **given)
+    one, many = (made[0] for *_, made in runs)
+    assert many.starts == one.starts
+    assert many.ends == one.ends
+    together = [f"{when} {i}" for when in ("start", "end") for i in range(4)]
+    assert many.order[:8] == together
+
+
+@pytest.mark.parametrize("stop", [0, 2, 4, 7])
+def test_a_hook_that_ends_the_epoch_cuts_the_dispatch(stop: int) -> None:
+    runs, _ = both(lambda: module(with_outputs), lambda: numbered(9), lambda: Journal(stop))
+    assert_same(runs)
+    (one, _, (first,)), (many, _, (second,)) = runs
+    assert many.global_step == one.global_step == 2 * stop
+    assert sorted(second.starts) == sorted(first.starts)
+    assert second.ends == first.ends
+
+
+def test_what_hooks_log_is_in_the_row_of_its_step() -> None:
+    def log(name: str) -> Any:
+        return lambda self, trainer, module, *args: self.log(name, float(args[-1]), on_epoch=True)
+
+    made = type("Logs", (jl.Callback,), {f"on_train_batch_{x}": log(x) for x in ("start", "end")})
+    runs, sizes = both(Mean, lambda: numbered(9), made, log_every_n_steps=2)
+    assert sizes == [4, 4] * 2
+    assert_same(runs)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("at", [1, 5])
+def test_a_checkpoint_of_a_hook_is_of_the_end_of_its_dispatch(at: int, size: int) -> None:
+    whole, rest = Rows(), Rows()
+    saves = at_batch(at, lambda trainer, module: trainer.save_checkpoint("saved"))
+    given = BARE | {"max_epochs": 2, "log_every_n_steps": 1}
+    one = fit(Linear(), random(11), None, whole, **given)
+    fit(Linear(), random(11), None, saves, steps_per_execution=4, **given | {"max_epochs": 1})
+    many = fit(Linear(), random(11), None, rest, ckpt_path="saved", steps_per_execution=size, **given)
+    end = 4 if at == 1 else 8
+    assert rest.rows[0][0] == end - 4  # the rows of the dispatch were not read yet
+    assert rest.rows == whole.rows[-len(rest.rows) :]
+    for a, b in zip(final(one), final(many), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_begin_is_refused_between_the_steps_of_a_dispatch() -> None:
+    saves = at_batch(1, lambda trainer, module: trainer.saver.begin("saved"))
+    with pytest.raises(CheckpointError, match="on_safe_point"):
+        fit(Mean(), numbered(8), None, saves, steps_per_execution=4, **BARE)
+
+
+def kinds() -> dict[str, Any]:
+    """Return loaders of nine batches of `numbered`."""
+    records = [{"x": np.full(1, 1 + i // 8, np.float32)} for i in range(72)]
+    return {
+        "list": numbered(9),
+        "arrays": array_loader(numbered(9)),
+        "generator": (batch for batch in numbered(9)),
+        "grain": grain.MapDataset.source(records).batch(8),  # type: ignore[arg-type]
+        "int64": [{"x": batch["x"].astype(np.int64)} for batch in numbered(9)],
+        "tuple": [(batch["x"],) for batch in numbered(9)],
+        "number": [{**batch, "scale": np.float32(1)} for batch in numbered(9)],
+    }
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("kind", kinds())
+def test_every_loader_can_be_stacked(kind: str, prefetch: int) -> None:
+    def error(self: Any, batch: Any) -> jax.Array:
+        x = batch[0] if kind == "tuple" else batch["x"] * (batch["scale"] if kind == "number" else 1)
+        return x - self.w[...]
+
+    sizes, seen = Sizes(), list[Any]()
+    given = {"steps_per_execution": 4, "prefetch": prefetch, "strategy": "ddp", **BARE}
+    keep = hooks(on_train_batch_end=lambda t, m, outputs, batch, i: seen.append(jax.tree.leaves(batch)[-1].ravel()[0]))
+    model = module(error=error)
+    fit(model, kinds()[kind], None, sizes, keep, **given)
+    assert sizes.sizes == [4, 4]
+    assert seen == [*range(1, 10)]
+    assert float(model.w[0]) == pytest.approx(by_hand.mean([[k] for k in range(1, 10)]))
+
+
+def test_batches_of_two_shapes_are_not_stacked() -> None:
+    batches, sizes = [*numbered(4), *numbered(4, rows=16), *numbered(2), *numbered(2, rows=16)], Sizes()
+    fit(Mean(), batches, None, sizes, steps_per_execution=4, **BARE)
+    assert sizes.sizes == [4, 4]
+
+
+def test_host_keys_and_transfer_hooks_hold() -> None:
+    batches = [{**batch, "name": str(k)} for k, batch in enumerate(numbered(8))]
+    seen, sizes = list[str](), Sizes()
+    keep = hooks(on_train_batch_start=lambda trainer, module, batch, i: seen.append(batch["name"]))
+    model = module(on_before_batch_transfer=lambda self, batch, idx: batch | {"x": batch["x"] * 2})
+    fit(model, batches, None, keep, sizes, host_keys=("name",), steps_per_execution=4, **BARE)
+    assert seen == [str(k) for k in range(8)]
+    assert sizes.sizes == [4, 4]
+    assert float(model.w[0]) == by_hand.mean([[2 * k] for k in range(1, 9)])
+
+
+def test_signals_and_times_are_seen_between_dispatches() -> None:
+    sends = at_batch(1, lambda *_: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        fit(Mean(), numbered(12), None, sends, steps_per_execution=4, default_root_dir="run")
+    assert [path.name for path in Path("run/checkpoints").glob("step_*")] == ["step_00000004"]
+    stops = at_batch(5, lambda trainer, module: trainer.stop("enough"))
+    assert fit(Mean(), numbered(12), None, stops, steps_per_execution=4, **BARE).global_step == 8
+    endless = itertools.cycle(numbered(2))
+    given = BARE | {"max_epochs": None}
+    assert fit(Mean(), endless, None, Timer({"seconds": 1}), steps_per_execution=4, **given).global_step % 4 == 0
+
+
+def test_auto_decides_once_and_trains_alike() -> None:
+    sizes, one, many = Sizes(), Rows(), Rows()
+    fit(Linear(), random(64), None, one, log_every_n_steps=1, **BARE)
+    fit(Linear(), random(64), None, many, sizes, log_every_n_steps=1, steps_per_execution="auto", **BARE)
+    assert many.rows == one.rows
+    assert len(set(sizes.sizes)) <= 1 and max(sizes.sizes, default=1) <= 32
+
+
+@pytest.mark.parametrize(
+    "strategy", [jl.strategies.Pipeline(layers="layers"), jl.strategies.FSDP(body="explicit", min_size=0)]
+)
+def test_strategies_that_run_a_step_in_parts_refuse(strategy: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"steps_per_execution=4.*(Pipeline|FSDP)"):
+        fit(Layered(8, rngs=nnx.Rngs(0)), random(8), None, strategy=strategy, steps_per_execution=4, **BARE)
+
+
+def test_two_programs_are_compiled_whatever_the_cuts() -> None:
+    with compiles() as counts:
+        given = {"steps_per_execution": 4, "val_check_interval": 5, "max_epochs": 2, **BARE}
+        fit(Linear(), random(11), random(1), **given)
+    assert sorted(name for name in counts if "train_step" in name) == ["jit(train_step)", "jit(train_steps)"]
+
+
+def test_a_dispatch_reduces_as_often_as_its_steps() -> None:
+    trainer = fit(Linear(), random(9), None, strategy="ddp", steps_per_execution=4, **BARE)
+    costs = {program.name: program.cost.collectives for program in engine_of(trainer).programs}
+    (one, many) = (sum(x.calls for x in costs[name] or ()) for name in ("train_step", "train_steps"))
+    assert many == 4 * one > 0
+
+
+def test_a_batch_of_a_dispatch_costs_few_calls() -> None:
+    # Of a loader whose batches come one by one; from arrays it is a third of that.
+    assert calls_per_step(make_trainer(steps_per_execution=10, log_every_n_steps=0, **BARE), Mean()) <= 15
+
+
+def test_throughput_counts_the_steps_of_a_dispatch() -> None:
+    rows, monitor = Rows(), ThroughputMonitor(available_flops=1e12)
+    trainer = fit(Linear(), random(16), None, rows, monitor, steps_per_execution=4, log_every_n_steps=4, **BARE)
+    assert rows.of("train/samples") == [32, 64, 96, 128]
+    assert len(rows.of("train/flops_per_sec")) >= 2
+    assert trainer.step_flops["train_step"].count == 2 * 2 * 8 * 3  # forward, and for the gradient of the kernel
+
+
+def test_rows_come_from_the_loader_once() -> None:
+    seen = list[Any]()
+    keep = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: seen.append(batch))
+    loader = jl.ArrayLoader({"x": np.arange(90, dtype=np.float32)[:, None]}, 8, shuffle=True)
+    fit(Mean(), loader, None, keep, steps_per_execution=4, **BARE)
+    assert sorted(rows_of(seen)) == [*range(90)]
+    assert rows_of(seen) == np.random.default_rng((0, 0)).permutation(90).tolist()
+
+
+def test_nested_logs_of_the_module_are_equal() -> None:
+    def log(self: Any, batch: Any, batch_idx: Any) -> None:
+        self.log("sum", jnp.sum(batch["x"]), reduce_fx="sum", on_epoch=True)
+        self.log("most", jnp.max(batch["x"]), reduce_fx="max", on_epoch=True, on_step=False)
+
+    runs, _ = both(lambda: logging(log), lambda: numbered(9))
+    assert_same(runs)
