@@ -57,9 +57,9 @@ def compare(task: Task, contenders: dict[str, Callable[[Task], Callable[[Any], N
         for i in range(task.turns):
             for name, turn in turns.items():
                 wall, cpu = time.perf_counter(), time.process_time()
-                turn(calls[name] if i == task.turns - 1 else None)  # the last one is counted, and not timed
+                turn(calls[name] if i == task.turns - 2 else None)  # counted, not timed; fits end in the last
                 seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    times = {name: [*zip(*x[1:-1], strict=True)] for name, x in seconds.items()}  # the first one compiles
+    times = {name: [*zip(*x[1:-2], strict=True)] for name, x in seconds.items()}  # the first one compiles
     base = next(iter(times.values()))
 
     def ratios(mine: Any, theirs: Any) -> tuple[float, float]:
@@ -82,7 +82,7 @@ def rivals(given: Any) -> dict[str, dict[str, Result]]:
     results = {}
     for size in given.sizes:
         width, depth, rows, steps = SIZES[size]
-        task = Task(perceptron(width, depth), width, depth, rows, steps, given.rounds + 2)
+        task = Task(perceptron(width, depth), width, depth, rows, steps, given.rounds + 3)
         load = os.getloadavg()[0]
         results[size] = compare(task, {name: CONTENDERS[name] for name in wanted})
         title = f'"{size}": {depth} layers, {width} wide, {rows} rows'
@@ -123,7 +123,7 @@ def leaves(task: Task, count: int, callbacks: int = 0, metrics: int = 1, **argum
 
 def host(given: Any) -> None:
     """Print what more leaves, metrics, callbacks and devices cost."""
-    task = Task(lambda: None, 8, 0, 64, 200, given.rounds + 2)
+    task = Task(lambda: None, 8, 0, 64, 200, given.rounds + 3)
     results = {f"{n} leaves": leaves(task, n, **BARE) for n in given.leaves}
     results |= {f"10 leaves, {n} metrics": leaves(task, 10, metrics=n, **BARE) for n in (1, 10, 100)}
     results |= {f"10 leaves, {n} callbacks": leaves(task, 10, callbacks=n, **BARE) for n in (1, 4, 16)}
@@ -175,7 +175,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         if given.devices:
-            task = Task(lambda: None, 8, 0, 64, 100, given.rounds + 2)
+            task = Task(lambda: None, 8, 0, 64, 100, given.rounds + 3)
             print(json.dumps(leaves(task, 10, strategy="ddp", **BARE)))
             return
         libraries = ", ".join(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, jl))
