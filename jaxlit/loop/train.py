@@ -63,9 +63,6 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
     reload(run)  # first: the loader hook may return other data now, whose length the rest uses
     position, hooks = run.position, run.hooks
     hooks.clock.follow(position)
-    control, log, results = run.control, hooks.log, run.results
-    in_flight, due, acts = run.in_flight, run.due, True
-
     if position.phase <= Phase.EPOCH_START:
         position.phase = Phase.BATCH_START
         run.engine.begin_epoch(position.epoch)
@@ -76,9 +73,21 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
     dispatch.begin_epoch()
     if position.phase > Phase.STEP:  # resumed after a step: its row, validation or safe point may be left to do
         step = position.global_step + (position.filled > 0)
-        due.forget()
-        due.move(run, step - 1)
-        after_step(run, due.at(step)[2])
+        run.due.forget()
+        run.due.move(run, step - 1)
+        after_step(run, run.due.at(step)[2])
+    take_batches(run, dispatch)
+    run.print_signal()
+    if not position.over or run.evaluation is not None:
+        # Training stops inside an epoch. Checkpoints are taken now: the end of the epoch changes states of callbacks.
+        safe_point(run, hooks.bind("on_safe_point"), training_over=True)
+    end_epoch(run)
+
+
+def take_batches(run: Run, dispatch: Dispatch) -> None:
+    """Take the batches that are left of an epoch, until it is over or training is."""
+    position, control, log, results = run.position, run.control, run.hooks.log, run.results
+    in_flight, due, acts = run.in_flight, run.due, True
     due.forget()
     batches, shows_steps, run.checkpoints.resumed = batches_left(run, dispatch), False, False
     for batch in batches:
@@ -112,8 +121,10 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
         if not position.total_batch_idx % in_flight.period:
             in_flight.wait(logs)
         asked = control.interrupted or control.should_stop or log.window or not due.next
-        if due.time < math.inf:  # what is over is seen after the step in which it ends
-            asked = asked or time.perf_counter() >= due.time
+        if (
+            due.time < math.inf and time.perf_counter() >= due.time
+        ):  # a time that is over counts after this step already
+            asked, saves = True, due.at(position.global_step)[2]
         if acts or asked or batch.is_last or saves is not None or results.pending:
             if after_step(run, saves):
                 break
@@ -121,11 +132,6 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
             position.phase = Phase.BATCH_START
     else:
         end_batches(run)
-    run.print_signal()
-    if not position.over or run.evaluation is not None:
-        # Training stops inside an epoch. Checkpoints are taken now: the end of the epoch changes states of callbacks.
-        safe_point(run, hooks.bind("on_safe_point"), training_over=True)
-    end_epoch(run)
 
 
 def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch | Batches]:
@@ -157,9 +163,8 @@ def take_together(run: Run, batches: Batches, *, begin: bool) -> bool:
     finally:
         hooks.deferred = None
     if isinstance(rows, list):
-        return after_step(
-            run, run.due.each[2] if not run.due.next else run.due.at(position.global_step)[2], rows, saves
-        )
+        safe = run.due.at(position.global_step)[2]
+        return after_step(run, safe, rows, saves)
     for save in saves:
         save()
     # A hook ends the epoch at one of them: those before it, whose hooks have begun them, are taken one by one.
