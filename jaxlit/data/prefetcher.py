@@ -107,6 +107,7 @@ class Prefetcher:
         example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
         drawn: How many batches were asked for.
         now: The time of the newest draw, by `time.perf_counter()`.
+        seconds: How long all draws took.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Prefetcher:
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
-        self.drawn, self.now = 0, 0.0
+        self.drawn, self.now, self.seconds = 0, 0.0, 0.0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
@@ -201,6 +202,7 @@ class Prefetcher:
             self.now, size = time.perf_counter(), steps.size
             together = plain and 1 < size <= total - index and not index % size and steps.fits()
             batch = gather(index, size if together else 1)
+            self.seconds += time.perf_counter() - self.now
             if type(batch) is Stack:
                 index += size
                 after = range(index - size + 1, index + 1)
@@ -236,8 +238,7 @@ class Prefetcher:
             for k in itertools.count(start):
                 if slow and thread is None and type(drawn) is tuple:
                     stream = thread = _Thread(stream, depth, control)
-                begun = time.perf_counter()
-                self.drawn += 1
+                begun, self.drawn = time.perf_counter(), self.drawn + 1
                 try:
                     try:
                         if watchdog is not None:
@@ -255,8 +256,9 @@ class Prefetcher:
                         return
                     drawn = Failed(error)
                 self.now = time.perf_counter()
-                if timing or self.now - begun > _NOTED_S:
-                    timing = self._note(source, self.now - begun)
+                self.seconds += (took := self.now - begun)
+                if timing or took > _NOTED_S:
+                    timing = self._note(source, took)
                     slow = slow or (auto and not timing and _are_slow(source.times))
                 if k > start:
                     if agreement is not None:

@@ -12,7 +12,6 @@ import numpy as np
 from jaxlit.checkpoints.position import Phase
 from jaxlit.data.prefetcher import Batches
 from jaxlit.distributed.exchange import fetch
-from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.due import StepHooks
 from jaxlit.loop.results import Row
@@ -125,13 +124,12 @@ class StepOutputs(Mapping[str, Any]):
         return 1 + len(self.outputs)
 
 
-def take_steps(run: Run, batches: Batches, in_flight: Bound, *, begin: bool) -> list[Row] | int:
+def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | int:
     """Take the optimizer steps of several batches in one dispatch, between the hooks of all of them.
 
     Args:
         run: The run.
         batches: The batches.
-        in_flight: The bound on steps in flight.
         begin: Whether they are the first of the epoch.
 
     Returns:
@@ -154,8 +152,9 @@ def take_steps(run: Run, batches: Batches, in_flight: Bound, *, begin: bool) -> 
     position.advance(batches.positions[-1], stepping=count // window, last=batches.is_last, batches=count)
     if hooks.live is not None:
         hooks.live.stale = True
-    if position.total_batch_idx // in_flight.period > (position.total_batch_idx - count) // in_flight.period:
-        in_flight.wait(logs)
+    period = run.in_flight.period
+    if position.total_batch_idx // period > (position.total_batch_idx - count) // period:
+        run.in_flight.wait(logs)
     starts: list[list[Any]] = []
     is_row = run.engine.outputs_with_rows
     if run.engine.nan_policy == "raise":

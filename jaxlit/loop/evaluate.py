@@ -10,7 +10,6 @@ from jaxlit.checkpoints.position import Evaluation, Validating
 from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
 from jaxlit.distributed.exchange import fetch
-from jaxlit.engine.in_flight import Bound
 from jaxlit.errors import LogError
 from jaxlit.loop.rows import log_row
 from jaxlit.loop.run import Run
@@ -42,7 +41,7 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     Returns:
         The metrics of each loader; none if the run was interrupted.
     """
-    hooks, log = run.hooks, run.hooks.log
+    hooks, log, part = run.hooks, run.hooks.log, run.begin("evaluation")
     now = run.evaluation = run.evaluation or Evaluation()
     if now.phase <= Validating.START:
         now.phase = Validating.EPOCH_START
@@ -54,6 +53,7 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
         log.loader = idx if len(loaders) > 1 else None
         run_loader(run, stage, idx, loader, keep=False)
         if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
+            run.begin(part)
             return []
         end_loader(run, now)
     log.loader = None  # the hooks below log for all loaders
@@ -68,6 +68,7 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     # Before the hook: a checkpoint that it takes continues after the validation.
     run.evaluation = None
     hooks(f"on_{stage}_end")
+    run.begin(part)
     return now.found
 
 
@@ -107,6 +108,7 @@ def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list
     Returns:
         The outputs of each batch of each loader, as numpy; empty lists unless `keep`.
     """
+    run.begin("evaluation")
     run.control.num_predict_batches = [count(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
@@ -126,7 +128,6 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     # None for a hook that no callback has, so that a batch pays no call.
     starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
-    wait = Bound(run.max_in_flight)
     now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
     sums, kept, waiting = None, [], None
     for batch in prefetcher.batches(source, 0, limit, now.batch_idx):
@@ -148,7 +149,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
             waiting = outputs, batch.host, run.settings.host_keys
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
-        wait.drain(sums[1])
+        run.in_flight.drain(sums[1])
         if run.control.interrupted:
             break
     # A loader that had batches before and none now is used up; one that never had any was warned of at the start.
@@ -159,8 +160,9 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
 
 def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> list[Any]:
     """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
-    engine = run.engine
+    engine, part = run.engine, run.begin("compile")
     engine.prepare_eval(stage, run.prefetcher.example, loader)
+    run.begin(part)
     table = (traced := engine.eval_trace(stage, loader)).table
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
     # The sums of a checkpoint, unless the step logs other metrics now.

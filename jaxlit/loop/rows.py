@@ -1,6 +1,7 @@
 """What a run logs: the rows of steps, epochs and validations, and the guard that is read with them."""
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,7 +46,9 @@ def _log_pending(run: Run, logs: Any, window: Mapping[str, Total], step: int) ->
     if logs is None:  # only what was traced
         log_row(run, window, step)
         return
-    read = run.results.read(logs)
+    begun = time.perf_counter()
+    read = run.results.read(logs)  # waits for the device
+    run.in_flight.seconds += time.perf_counter() - begun
     run.results.newest_loss = read.values[0]
     row: dict[str, Any] = {**read.row, **window}
     # A step that logs nothing else gets no row for its rates, unless a callback asks for it.

@@ -12,6 +12,7 @@ from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.engine.engine import Engine
+from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import Logged
@@ -119,11 +120,21 @@ class Run(Setup):
     due: Due
     evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
     unchecked: Unchecked = field(default_factory=Unchecked)
+    part: str = "start"  # of the run's time, see `LoopPart`
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of the parts before, without what others time
 
-    @property
-    def max_in_flight(self) -> int:
-        """How many steps may be dispatched and not finished."""
-        return self.settings.steps_in_flight(self.engine.strategy.mesh.size)
+    def __post_init__(self) -> None:
+        self.in_flight = Bound(self.settings.steps_in_flight(self.engine.strategy.mesh.size))
+        self._counted = 0.0  # seconds that are in a part
+
+    def begin(self, part: str) -> str:
+        """Count the time from now on to another part, and return the part before."""
+        before, self.part = self.part, part
+        elsewhere = sum(f.seconds for _, f in self.hooks.functions()) + self.prefetcher.seconds + self.in_flight.seconds
+        took = self.times.seconds - elsewhere - self._counted
+        self.spent[before] = self.spent.get(before, 0.0) + took
+        self._counted += took
+        return before
 
     @property
     def progress(self) -> tuple[Any, ...]:
@@ -158,7 +169,9 @@ class Run(Setup):
 
         The epoch before shows its values under names that steps and epochs share, such as `loss`.
         """
+        part = self.begin("compile")
         self.engine.prepare_training(self.prefetcher.example)
+        self.begin(part)
         self.results.show_steps(self.engine.step_table)
         self.hooks.log.check_columns()
         self.tracing.check(self.engine, self.results)

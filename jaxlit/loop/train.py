@@ -16,7 +16,6 @@ import jax
 
 from jaxlit.checkpoints.position import Evaluation, Phase
 from jaxlit.data.prefetcher import Batch, Batches
-from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.dispatch import Dispatch, take_steps
 from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
@@ -32,6 +31,7 @@ _logger = logging.getLogger("jaxlit")
 
 def fit(run: Run) -> None:
     """Train until a limit or a stop."""
+    run.begin("steps")
     run.times.begin(run.settings)
     bind_measures(run.hooks)
     if not run.checkpoints.resumed:
@@ -87,12 +87,12 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
 def take_batches(run: Run, dispatch: Dispatch) -> None:
     """Take the batches that are left of an epoch, until it is over or training is."""
     position, control, log, results = run.position, run.control, run.hooks.log, run.results
-    in_flight, due, acts = Bound(run.max_in_flight), run.due, True
+    in_flight, due, acts = run.in_flight, run.due, True
     due.forget()
     batches, shows_steps, run.checkpoints.resumed = batches_left(run, dispatch), False, False
     for batch in batches:
         if type(batch) is Batches:
-            if take_together(run, batch, in_flight, begin=not shows_steps):
+            if take_together(run, batch, begin=not shows_steps):
                 break
             shows_steps = acts = True
             continue
@@ -147,24 +147,23 @@ def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch | Batches]:
     return run.prefetcher.batches(source, position.epoch, limit, position.batch_idx)
 
 
-def take_together(run: Run, batches: Batches, in_flight: Bound, *, begin: bool) -> bool:
+def take_together(run: Run, batches: Batches, *, begin: bool) -> bool:
     """Take several batches in one dispatch; returns whether no further batch is taken.
 
     Args:
         run: The run.
         batches: The batches.
-        in_flight: The bound on steps in flight.
         begin: Whether they are the first of the epoch.
     """
     position, hooks = run.position, run.hooks
     saves: list[Callable[[], None]] = []
     hooks.deferred = saves
     try:
-        rows = take_steps(run, batches, in_flight, begin=begin)
+        rows = take_steps(run, batches, begin=begin)
     finally:
         hooks.deferred = None
     if isinstance(rows, list):
-        safe = run.due.at(position.global_step)[2] if run.due.next else run.due.each[2]
+        safe = run.due.at(position.global_step)[2]
         return after_step(run, safe, rows, saves)
     for save in saves:
         save()
@@ -179,7 +178,7 @@ def take_together(run: Run, batches: Batches, in_flight: Bound, *, begin: bool) 
         logs, loss, outputs = take_step(run, batch)
         if ends is not None:
             ends(Outputs(logs, loss, outputs), batch.host, batch.index)
-        in_flight.wait(logs)
+        run.in_flight.wait(logs)
         if after_step(run, safe):
             return True
     position.phase = Phase.STEP

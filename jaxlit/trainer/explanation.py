@@ -18,6 +18,19 @@ from jaxlit.trainer.defaults import state_rows
 
 
 @dataclass(frozen=True)
+class LoopPart:
+    """The seconds of a run that one thing took; those of all parts sum to the run's.
+
+    `name` is "start" (loaders are opened, the state is created), "compile", "batches" (waiting for the loader), "steps"
+    (placing batches, dispatching steps, and the loop's own Python), "device" (waiting until steps are done),
+    "evaluation", "hooks" or "end".
+    """
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class HookTime:
     """How long one owner's hook kept the loop waiting, without hooks that ran inside it."""
 
@@ -45,7 +58,8 @@ class Explanation:
     Attributes:
         hooks: Each owner's hooks that ran, the longest first.
         seconds: How long the run took, or has taken so far.
-        compile_seconds: Seconds of compiling by step; part of the rest.
+        compile_seconds: Seconds of compiling by step, as jax reports them; in "compile" or "start" of the loop.
+        loop: Where these seconds went, the longest first.
         shardings: How the state is sharded: a part for each parameter, or for as many together as
             `ModelSummary(max_depth=...)` shows, then the rest and all of it.
         programs: What a call of each compiled program that ran costs, with a batch like the first one that it was
@@ -55,18 +69,15 @@ class Explanation:
     hooks: Sequence[HookTime]
     seconds: float
     compile_seconds: dict[str, float]
+    loop: tuple[LoopPart, ...] = ()
     shardings: tuple[StatePart, ...] = ()
     programs: tuple[ProgramCost, ...] = ()
 
     def __str__(self) -> str:
-        blocked = sum(hook.seconds for hook in self.hooks)
-        share = blocked / self.seconds if self.seconds else 0.0
-        lines = [f"Callbacks and hooks took {blocked:.3g} s of {self.seconds:.3g} s ({share:.1%})."]
-        if self.compile_seconds:
-            each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
-            lines.append(f"Compiling: {each}.")
-        hooks, *others = _tables(self)
-        return "\n\n".join("\n".join(block) for block in ([*lines, *hooks], *others) if len(block) > 1)
+        each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
+        loop, *others = _tables(self)
+        blocks = [[f"The run took {self.seconds:.3g} s."], loop, [f"Compiling: {each}."] if each else [], *others]
+        return "\n\n".join("\n".join(block) for block in blocks if block)
 
     __repr__ = __str__
 
@@ -82,9 +93,14 @@ def explain(run: Setup | None, compiles: Mapping[str, float]) -> Explanation:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from on_fit_start on.")
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
+    run.begin(run.part)  # until now
+    whole = run.times.seconds
+    parts = run.spent | {"batches": run.prefetcher.seconds, "device": run.in_flight.seconds}
+    parts["hooks"] = sum(hook.seconds for hook in hooks)
+    loop = tuple(LoopPart(*x) for x in sorted(parts.items(), key=lambda part: -part[1]) if x[1])
     seconds = dict(compiles)  # before programs that jax has forgotten meanwhile are compiled again
     programs = tuple(program.cost for program in run.engine.programs)
-    return Explanation(hooks, run.times.seconds, seconds, _parts(run, run.engine), programs)
+    return Explanation(hooks, whole, seconds, loop, _parts(run, run.engine), programs)
 
 
 @out_of_meshes
@@ -126,6 +142,7 @@ def _tables(x: Explanation) -> list[list[str]]:
     hooks = [
         (h.owner, h.hook, f"{h.calls:,}", *map(duration, (h.seconds, h.seconds / h.calls, h.longest))) for h in x.hooks
     ]
+    loop = [(part.name, duration(part.seconds), f"{part.seconds / x.seconds:.1%}") for part in x.loop]
     states = [(s.name, s.partition, size(s.bytes), size(s.bytes_per_device)) for s in x.shardings]
     programs, collectives = list[Sequence[str]](), list[Sequence[str]]()
     for program in x.programs:
@@ -135,12 +152,14 @@ def _tables(x: Explanation) -> list[list[str]]:
         none = ("-",) * 3 if program.collectives is None else ("none", "0", "0 B")
         sent = [(c.kind, _least(c, f"{c.calls:,}"), _least(c, size(c.bytes))) for c in program.collectives or ()]
         collectives += [(program.name, *cells) for cells in sent or [none]]
-    return [
+    tables = [
+        table([("part", "total", "share"), *loop]),
         table([("owner", "hook", "calls", "total", "mean", "longest"), *hooks], texts=2),
         table([("state", "partition", "global", "per device"), *states], texts=2),
         table([("program", "FLOP", *columns), *programs]),
         table([("program", "collective", "calls", "result bytes"), *collectives], texts=2),
     ]
+    return [lines if len(lines) > 1 else [] for lines in tables]
 
 
 def _least(count: Flops | Collective, text: str) -> str:

@@ -296,6 +296,8 @@ class Session:
 
     def _close_data(self) -> None:
         if (run := self.current) is not None:
+            if isinstance(run, Run):
+                run.begin("end")
             run.window.left = run.settings.accumulate_grad_batches
             run.data.close()
 

@@ -386,3 +386,12 @@ def test_nested_logs_of_the_module_are_equal() -> None:
 
     runs, _ = both(lambda: logging(log), lambda: numbered(9))
     assert_same(runs)
+
+
+@pytest.mark.parametrize("k", [1, 5, 10, 32])
+def test_a_safe_point_comes_after_the_dispatch_that_ends_there(k: int) -> None:
+    steps = list[int]()
+    callback = hooks(on_safe_point=lambda trainer, *_: steps.append(trainer.global_step))
+    callback.due_in = lambda step: 20 - step % 20
+    fit(Mean(), array_loader(numbered(50)), None, callback, steps_per_execution=k, **BARE)
+    assert steps == [20, 40, 50]

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from kit import trainers
 from kit.batches import numbered
@@ -14,6 +15,7 @@ from kit.refusals import refuses
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
+from jaxlit.engine.engine import Engine
 
 
 @pytest.fixture
@@ -144,3 +146,54 @@ def test_compile_seconds_are_those_jax_reports_for_the_run() -> None:
     assert set(newest) == {"eval_step"}
     refuses(ZeroDivisionError, lambda: fit(hooks(on_train_start=lambda *_: 1 / 0)))  # another Trainer's
     assert trainer.compile_seconds == newest and listeners() == before
+
+
+@pytest.mark.parametrize(("steps_per_execution", "limit"), [(1, 1), (2, 2)])
+def test_the_parts_of_a_run_are_what_took_its_time(clock, monkeypatch, steps_per_execution: int, limit: int) -> None:
+    passed = dict[str, float]()
+
+    def let(seconds: float, part: str) -> None:
+        clock.now += seconds
+        passed[part] = passed.get(part, 0) + seconds
+
+    def slow(cls: Any, name: str, seconds: float, part: str) -> None:
+        original = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *args: (let(seconds, part), original(*args))[1])
+
+    class Loader:
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Any:
+            for batch in numbered(5):
+                if begun:
+                    let(3, "batches")
+                yield batch
+
+    begun: list[bool] = []
+    slow(Engine, "_train", 7, "steps")
+    slow(Engine, "fused_steps", 14, "steps")
+    slow(Engine, "eval_step", 11, "evaluation")
+    slow(Engine, "prepare_training", 100, "compile")
+    slow(Engine, "prepare_eval", 200, "compile")
+    slow(type(jnp.zeros(())), "block_until_ready", 5, "device")
+    callback = hooks(
+        on_fit_start=lambda t, m: (let(30_000, "hooks"), begun.append(True)),
+        on_train_batch_end=lambda *_: let(17, "hooks"),
+        on_validation_end=lambda t, m: let(19, "hooks"),
+    )
+    model = module(name="Late", configure_optimizers=lambda self: (let(2000, "start"), optax.sgd(0.1))[1])
+    arguments = BARE | {"max_epochs": 2, "num_sanity_val_steps": 0, "prefetch": 0, "max_in_flight": limit}
+    begin = clock.now
+    trainer = trainers.fit(model, Loader(), numbered(2), callback, **arguments, steps_per_execution=steps_per_execution)
+    result = trainer.explain()
+    assert {part.name: part.seconds for part in result.loop} == passed
+    assert clock.now - begin == result.seconds == sum(passed.values())
+    assert {*passed} == {"start", "compile", "batches", "steps", "device", "evaluation", "hooks"}
+
+
+def test_the_parts_of_a_run_sum_to_its_time_by_real_clocks() -> None:
+    seen: list[Any] = []
+    trainer = fit(hooks(on_train_epoch_end=lambda t, m: seen.append(t.explain())), max_epochs=3)
+    for explanation in (*seen, trainer.explain()):  # inside a hook, and afterwards
+        assert sum(part.seconds for part in explanation.loop) == pytest.approx(explanation.seconds, rel=0.02)
