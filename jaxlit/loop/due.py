@@ -43,7 +43,7 @@ class Due:
         self._asked = {c: partial(self._wait_of, c, fitting(c, "due_in", ["step"])) for c in asked}
         self._waits: list[tuple[Callback, float, float]] = []  # with the step and the time
         self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
-        self._next_callback, self._time_callback = 0.0, math.inf
+        self._next_callback, self._time_callback, self._cut_callback = 0.0, math.inf, math.inf
         self._intervals = list[int]()
         self.next: float = 0
         self.cut: float = 0
@@ -70,13 +70,15 @@ class Due:
             ]
             self._waits = waits
             self._next_callback = min((at for _, at, _ in waits), default=math.inf)
+            # Between two batches callbacks may save, which a dispatch has no place for; batch hooks wait for its end.
+            saving = (at for c, at, _ in waits if overrides(c, "on_safe_point"))
+            self._cut_callback = min(saving, default=math.inf)
             self._time_callback = min((at for _, _, at in waits), default=math.inf)
         self.time, steps = self._time_callback, run.settings.max_steps
         if run.times.waits or run.times.team.announces:
             self.time = min(self.time, now + run.times.seconds_to_look)
         self.next = min(self._next_callback, step + MOST_QUIET)
-        # Between two batches callbacks may save, which no dispatch can be cut for; batch hooks wait for its end.
-        self.cut = min([at for c, at, _ in self._waits if overrides(c, "on_safe_point")], default=math.inf)
+        self.cut = self._cut_callback
         for _, every in self._tracing.every:
             self.cut = min(self.cut, step + every - step % every - 1)
         for every in self._intervals:  # no call: a row may be due in each step
