@@ -86,7 +86,9 @@ def rivals(given: Any) -> dict[str, dict[str, Result]]:
         load = os.getloadavg()[0]
         results[size] = compare(task, {name: CONTENDERS[name] for name in wanted})
         title = f'"{size}": {depth} layers, {width} wide, {rows} rows'
-        table(f"{title}; {given.rounds} rounds of {steps} steps, load {load:.1f}", "contender", results[size])
+        head(f"{title}; {given.rounds} rounds of {steps} steps, load {load:.1f}", "contender")
+        for name, result in results[size].items():
+            row(name, result)
     return results
 
 
@@ -124,23 +126,28 @@ def leaves(task: Task, count: int, callbacks: int = 0, metrics: int = 1, **argum
 def host(given: Any) -> None:
     """Print what more leaves, metrics, callbacks and devices cost."""
     task = Task(lambda: None, 8, 0, 64, 200, given.rounds + 3)
-    results = {f"{n} leaves": leaves(task, n, **BARE) for n in given.leaves}
-    results |= {f"10 leaves, {n} metrics": leaves(task, 10, metrics=n, **BARE) for n in (1, 10, 100)}
-    results |= {f"10 leaves, {n} callbacks": leaves(task, 10, callbacks=n, **BARE) for n in (1, 4, 16)}
+    head(f"Stripped Trainer over the same loop by hand, load {os.getloadavg()[0]:.1f}", "")
+    for n in given.leaves:
+        row(f"{n} leaves", leaves(task, n, **BARE))
+    for n in (1, 10, 100):
+        row(f"10 leaves, {n} metrics", leaves(task, 10, metrics=n, **BARE))
+    for n in (1, 4, 16):
+        row(f"10 leaves, {n} callbacks", leaves(task, 10, callbacks=n, **BARE))
     for devices in DEVICES:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         command = [sys.executable, "-m", "benchmarks", "--devices", str(devices), "--rounds", str(given.rounds)]
         out = subprocess.run(
             command, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True, check=True
         ).stdout
-        results[f"10 leaves, ddp on {devices} devices"] = Result(*json.loads(out.splitlines()[-1]))
-    table(f"Stripped Trainer over the same loop by hand, load {os.getloadavg()[0]:.1f}", "", results)
+        row(f"10 leaves, ddp on {devices} devices", Result(*json.loads(out.splitlines()[-1])))
 
 
-def table(title: str, first: str, results: dict[str, Result]) -> None:
-    print(f"\n{title}\n\n| {first} | us a step | {HEAD} |\n|---|{'---:|' * 7}")
-    for name, result in results.items():
-        print(f"| {name} | {result.microseconds:.0f} | {result} |", flush=True)
+def head(title: str, first: str) -> None:
+    print(f"\n{title}\n\n| {first} | us a step | {HEAD} |\n|---|{'---:|' * 7}", flush=True)
+
+
+def row(name: str, result: Result) -> None:
+    print(f"| {name} | {result.microseconds:.0f} | {result} |", flush=True)
 
 
 def plot(results: dict[str, dict[str, Result]], file: str) -> None:
