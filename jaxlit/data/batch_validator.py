@@ -73,6 +73,24 @@ class BatchValidator:
         """Whether a hook of the user's changes the batches."""
         return self._prepare is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step takes the loader's arrays, all but for 64-bit numbers."""
+        return not (self._prepare is not None or self._host_keys or self._debug)
+
+    def narrow(self, arrays: Any) -> Any:
+        """Return arrays of the newest kind of batch, or of several, as a step takes them.
+
+        Raises:
+            DataError: A number does not fit.
+        """
+        if not self.kind.narrowed:
+            return arrays
+        leaves, treedef = jax.tree.flatten(arrays)
+        for i, name in self.kind.narrowed:
+            leaves[i] = self._narrow(leaves[i], name)
+        return treedef.unflatten(leaves)
+
     def __call__(self, batch: Any) -> tuple[Any, Any]:
         """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step.
 

@@ -146,13 +146,12 @@ class Prefetcher:
         self, source: Source, epoch: int, limit: int | None, start: int, steps: Dispatches
     ) -> Iterator[Batch | Batches]:
         """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
-        left = None if limit is None else max(limit - start, 0)
-        gather = source.gatherer(epoch) if team().size == 1 else None
+        left, validator = None if limit is None else max(limit - start, 0), self._validator_of(source)
+        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain else None
         if gather is not None and (total := source.length):
             batches = self._gathered(source, gather, start, total if limit is None else min(total, limit), steps)
         else:
-            draws = self._batches(source, epoch, left, start, placing=False)
-            batches = self._grouped(draws, self._validator_of(source), steps)
+            batches = self._grouped(self._batches(source, epoch, left, start, placing=False), validator, steps)
         self._open.add(batches)
         return batches
 
@@ -170,22 +169,29 @@ class Prefetcher:
         self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches
     ) -> Iterator[Batch | Batches]:
         """Stack batches of a kind, as many as a dispatch takes."""
-        group, kind, alike = list[Batch](), validator.kind, True
+        group, kind, alike, fits = list[Batch](), validator.kind, True, False
+        together = lambda: Batches(  # noqa: E731
+            *(None, [x.host for x in group], [x.arrays for x in group], group[0].index),
+            *(group[-1].is_last, [x.position for x in group]),
+        )
         try:
             for batch in draws:
-                alike = alike and (not group or validator.kind is kind)
-                kind = validator.kind
+                if not group:
+                    kind, alike, fits = validator.kind, type(batch.arrays) is not ReplicatedBatch, steps.fits()
+                alike = alike and validator.kind is kind
                 group += (batch,)
-                if (batch.index + 1) % steps.size and not batch.is_last:
+                if fits and alike and len(group) < steps.size and not batch.is_last:
                     continue
-                inputs, hosts = [x.arrays for x in group], [x.host for x in group]
-                batches = Batches(None, hosts, inputs, group[0].index, batch.is_last, [x.position for x in group])
-                alike = alike and type(inputs[0]) is not ReplicatedBatch
-                if alike and len(group) == steps.size > 1 and steps.fits():
-                    yield batches._replace(arrays=self._placed(stacked(inputs)))
+                batches, whole = together(), fits and alike and len(group) == steps.size
+                group = []
+                if whole:
+                    yield batches._replace(arrays=self._placed(stacked(batches.inputs)))
                 else:
-                    yield from self.one_by_one(batches, len(group))
-                group, alike = [], True
+                    yield from self.one_by_one(batches, len(batches.positions))
+        except Exception:  # of the loader: the batches before it come first
+            if group:
+                yield from self.one_by_one(together(), len(group))
+            raise
         finally:
             draws.close()  # type: ignore[attr-defined]
 
@@ -194,19 +200,19 @@ class Prefetcher:
     ) -> Iterator[Batch | Batches]:
         """Take the batches of a dispatch from arrays at once."""
         validator, index, source.waited = self._validator_of(source), start, 0.0
-        # Where a step takes the loader's arrays as they are, one batch stands for all.
-        self.example = gather(start, 1) if start < total else None
-        plain = not validator.prepares and start < total and validator(self.example)[1] is self.example
+        if start < total:  # one batch stands for all
+            self.example = validator(gather(start, 1))[1]
         while index < total:
             self.drawn += 1
             self.now, size = time.perf_counter(), steps.size
-            together = plain and 1 < size <= total - index and not index % size and steps.fits()
+            together = size <= total - index and steps.fits()
             batch = gather(index, size if together else 1)
             self.seconds += time.perf_counter() - self.now
             if type(batch) is Stack:
                 index += size
                 after = range(index - size + 1, index + 1)
-                yield Batches(self._placed(batch), batch, batch, index - size, index == total, after)
+                inputs = validator.narrow(batch)
+                yield Batches(self._placed(inputs), batch, inputs, index - size, index == total, after)
                 continue
             try:
                 host, batch = validator(batch)

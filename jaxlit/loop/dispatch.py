@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jaxlit.data.prefetcher import Batches
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.due import StepHooks
+from jaxlit.loop.host_sums import Logged
 from jaxlit.loop.results import Row
 from jaxlit.loop.rows import row_of_step
 from jaxlit.loop.run import Run
@@ -55,21 +56,27 @@ class Dispatch:
                 f"Trainer(steps_per_execution={given!r}): {strategy.describe().splitlines()[0]} runs a step in parts, "
                 "which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' or 'shard_map'."
             )
-        window = self._run.window.batches
+        window, epoch = self._run.window.batches, self._run.control.num_training_batches
         if given == "auto":
-            self.size = max(self.size // window * window, 1)
+            self.size = max(int(min(self.size, epoch)) // window * window, 1)
         elif self.size > 1 and self.size % window:
             raise ArgumentError(
                 f"Trainer(steps_per_execution={self.size}) counts batches, and would cut an optimizer step of {window} "
                 f"(accumulate_grad_batches). Pass a multiple of {window}, or 1."
             )
+        elif self.size > epoch and "steps" not in self._run.control.noted:
+            self._run.control.noted.add("steps")
+            text = "steps_per_execution=%d is more than an epoch has batches, %d: each step is a dispatch."
+            _logger.warning(text, self.size, epoch)
 
     def fits(self) -> bool:
         """Return whether the next `size` batches may be one dispatch: nothing is due before its end."""
         run, position, due, control = self._run, self._run.position, self._run.due, self._run.control
-        if position.filled or position.phase > Phase.BATCH_START or control.interrupted or control.should_stop:
+        if self.size == 1 or position.filled or position.phase > Phase.BATCH_START:
             return False
-        if not due.next or position.global_step >= due.next:
+        if control.interrupted or control.should_stop:
+            return False
+        if not due.next or position.global_step >= due.next or run.prefetcher.now >= due.time:
             due.move(run, position.global_step)
         return position.global_step + self.size // run.window.batches <= due.cut
 
@@ -83,8 +90,8 @@ class Dispatch:
             token.block_until_ready()
             self.decided, window = True, self._run.window.batches
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
-            counts = self._run.times.team.agree("steps_per_execution", min(_MOST, fastest))
-            self.size = max(min(counts) // window * window, 1)
+            most = int(min(_MOST, fastest, self._run.control.num_training_batches))
+            self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +131,14 @@ class StepOutputs(Mapping[str, Any]):
         return 1 + len(self.outputs)
 
 
-def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | int:
+class Refused(NamedTuple):
+    """A dispatch of which nothing was taken: at one of its batches a hook ends the epoch."""
+
+    batch: int  # its number in the dispatch
+    logged: list[Logged]  # what the hooks that begin the batches have logged, those of this batch last
+
+
+def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | Refused:
     """Take the optimizer steps of several batches in one dispatch, between the hooks of all of them.
 
     Args:
@@ -133,109 +147,116 @@ def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | int:
         begin: Whether they are the first of the epoch.
 
     Returns:
-        The rows of its steps; or how many batches come before the one at which a hook ends the epoch, none of which
-        was taken yet.
+        The rows of its steps.
     """
-    position, hooks, results, log = run.position, run.hooks, run.results, run.hooks.log
-    clock, window, first, step = hooks.clock, run.window.batches, position.batch_idx, position.global_step
-    count = len(batches.positions)
-    each = run.due.of_steps(run, step, count // window)
-    before = log.so_far() if log.window or log.epoch else None
-    windows = start_batches(run, batches, each) if each else []
-    if isinstance(windows, int):
-        return windows
+    position, hooks, results = run.position, run.hooks, run.results
+    window, first, step = run.window.batches, position.batch_idx, position.global_step
+    count, latest, data = len(batches.positions), results.latest, position.data
+    steps = count // window
+    each = run.due.of_steps(step, steps)
+    begun = start_batches(run, batches, each) if each else []
+    if isinstance(begun, Refused):
+        return begun
     if begin:
         run.begin_steps()
-    latest, data = results.latest, position.data
     logs, loss, outputs = run.engine.fused_steps(window, batches.arrays)
-    results.latest, run.prefetcher.token = (logs, count // window - 1), logs
-    position.advance(batches.positions[-1], stepping=count // window, last=batches.is_last, batches=count)
+    results.latest, run.prefetcher.token = (logs, steps - 1), logs
+    position.advance(batches.positions[-1], stepping=steps, last=batches.is_last, batches=count)
     if hooks.live is not None:
         hooks.live.stale = True
     period = run.in_flight.period
     if position.total_batch_idx // period > (position.total_batch_idx - count) // period:
         run.in_flight.wait(logs)
-    starts: list[list[Any]] = []
-    is_row = run.engine.outputs_with_rows
+    log = hooks.log
+    logged = log.so_far() if log.window or log.epoch else None
     if run.engine.nan_policy == "raise":
         places = [data, *batches.positions[window - 1 : -1 : window]]
-        starts = [
-            [step + i, first + i * window, 0, at, (logs, i - 1) if i else latest, before] for i, at in enumerate(places)
+        run.unchecked.starts += [
+            [step + i, first + i * window, 0, at, (logs, i - 1) if i else latest, logged] for i, at in enumerate(places)
         ]
-        run.unchecked.starts += starts
-    rows = end_batches(run, batches, each, windows, starts, StepOutputs(logs, loss, outputs, is_row))
-    results.latest = (logs, count // window - 1)
-    clock.follow(position)
+    rows: list[Row] = []
+    try:
+        end_batches(run, batches, each, begun, rows, StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows))
+    except BaseException:
+        results.pending = [*results.pending, *rows]
+        raise
+    finally:
+        results.latest = (logs, steps - 1)
+        hooks.clock.follow(position)
     if hooks.live is not None and not hooks.live.stale and "module" not in run.control.noted:
         run.control.noted.add("module")
         text = (
-            "A batch hook has read the module in a dispatch of %d batches: it holds the weights after all of its steps."
+            "A batch hook has read the module in a dispatch of %d batches: it has the weights after all of its steps."
         )
         _logger.info(text, count)
-    if run.control.should_stop and not (run.log_every and position.global_step % run.log_every == 0):
-        rows += [row for row in [row_of_step(run)] if row is not None]  # the last one of a training has its row
     return rows
+
+
+def start_batches(run: Run, batches: Batches, each: list[StepHooks]) -> list[Logged] | Refused:
+    """Call the hooks that begin the batches of a dispatch, and return what each batch's have logged."""
+    log, clock, position, window = run.hooks.log, run.hooks.clock, run.position, run.window.batches
+    before, begun = log.take(), list[Logged]()
+    try:
+        for k, host in enumerate(batches.host):
+            if (starts := each[k // window][0]) is not None:
+                clock.global_step, clock.batch_idx = position.global_step + k // window, position.batch_idx + k
+                log.batch = host
+                if starts(host, batches.index + k):
+                    return Refused(k, [*begun, log.take()])
+            begun.append(log.take())
+    finally:  # after an error as well: what is saved then is the state before the dispatch
+        log.go_back(before)
+        clock.follow(position)
+    return begun
 
 
 def end_batches(
     run: Run,
     batches: Batches,
     each: list[StepHooks],
-    windows: list[dict[str, Any]],
-    starts: list[list[Any]],
-    outputs: "StepOutputs",
-) -> list[Row]:
-    """Call the hooks that end the batches of a dispatch, and return the rows of its steps.
+    begun: list[Logged],
+    rows: list[Row],
+    outputs: StepOutputs,
+) -> None:
+    """Call the hooks that end the batches of a dispatch, and make the rows of its steps.
 
     Args:
         run: The run, whose position is after the dispatch.
         batches: The batches.
         each: The hooks of each step; nothing if there are none.
-        windows: What the hooks that begin the batches have logged, by step.
-        starts: Where the steps begin, if that is noted.
+        begun: What the hooks that begin the batches have logged.
+        rows: Takes the rows.
         outputs: What the steps have returned.
     """
     results, log, clock, window = run.results, run.hooks.log, run.hooks.clock, run.window.batches
-    rows: list[Row] = []
-    steps, every = len(batches.positions) // window, run.log_every
-    step, first = run.position.global_step - steps, run.position.batch_idx - len(batches.positions)
-    begin, stride = (0, 1) if each or not every else (every - step % every - 1, every)  # without hooks only rows
-    for i in range(begin, steps, stride) if each or every else ():
-        ends = each[i][1] if each else None
-        results.latest, log.window = (outputs.logs, i), windows[i] if windows else log.window
-        if starts and (log.window or log.epoch):
-            starts[i][5] = log.so_far()
-        for k in range(i * window, (i + 1) * window):
-            if ends is None:
-                break
-            clock.global_step, clock.batch_idx = step + (k + 1) // window, first + k + 1
-            log.batch = batches.host[k]
-            ends(replace(outputs, step=i, batch=k), log.batch, first + k)
-        clock.global_step = step + i + 1
-        if (log.window or (every and clock.global_step % every == 0)) and (row := row_of_step(run)) is not None:
-            rows.append(row)
-    return rows
-
-
-def start_batches(run: Run, batches: Batches, each: list[StepHooks]) -> list[dict[str, Any]] | int:
-    """Call the hooks that begin the batches of a dispatch.
-
-    Returns:
-        What they have logged, by optimizer step, nothing if there are none; or the number of the batch at which one
-        ends the epoch.
-    """
-    log, clock, position, window = run.hooks.log, run.hooks.clock, run.position, run.window.batches
-    windows = []
-    for i, (starts, _, _) in enumerate(each):
-        for k in range(i * window, (i + 1) * window):
-            if starts is None:
-                break
-            clock.global_step, clock.batch_idx = position.global_step + i, position.batch_idx + k
-            log.batch = batches.host[k]
-            if starts(log.batch, batches.index + k):
-                clock.follow(position)
-                return k
-        windows += (log.window,)
-        log.window = {}
-    clock.follow(position)
-    return windows
+    count, every = len(batches.positions), run.log_every
+    steps = count // window
+    step, first = run.position.global_step - steps, run.position.batch_idx - count
+    starts = run.unchecked.starts[-steps:] if run.engine.nan_policy == "raise" else None
+    failed: BaseException | None = None
+    if not each:  # only rows
+        for i in range(every - step % every - 1, steps, every) if every else ():
+            results.latest, clock.global_step = (outputs.logs, i), step + i + 1
+            rows += [row for row in [row_of_step(run)] if row is not None]
+    for k, host in enumerate(batches.host) if each else ():
+        i, ends = k // window, each[k // window][1]
+        log.give(begun[k])
+        if k % window == 0:
+            results.latest = (outputs.logs, i)
+            if starts is not None and (log.window or log.epoch):
+                starts[i][5] = log.so_far()
+        clock.global_step, clock.batch_idx = step + (k + 1) // window, first + k + 1
+        if ends is not None and failed is None:
+            log.batch = host
+            try:
+                ends(replace(outputs, step=i, batch=k), host, first + k)
+            except BaseException as error:  # the steps are taken: those after it have their rows
+                failed = error
+        if (k + 1) % window == 0:
+            rows += [row for row in [row_of_step(run, last=k + 1 == count)] if row is not None]
+    if failed is not None:
+        raise failed
+    if not each and run.control.should_stop:
+        clock.global_step, results.latest = step + steps, (outputs.logs, steps - 1)
+        if not (every and clock.global_step % every == 0):
+            rows += [row for row in [row_of_step(run)] if row is not None]

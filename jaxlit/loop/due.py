@@ -31,8 +31,8 @@ class Due:
 
     Attributes:
         next: After how many optimizer steps something acts next; 0 before it was asked.
-        cut: After how many optimizer steps a dispatch of several has to end: a validation, a checkpoint or a limit
-            comes then, or a step that is taken alone.
+        cut: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a callback comes
+            then, or a step that is taken alone.
         time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
         each: The hooks of a step in which none of those callbacks acts.
     """
@@ -43,20 +43,22 @@ class Due:
         self._asked = {c: partial(self._wait_of, c, fitting(c, "due_in", ["step"])) for c in asked}
         self._waits: list[tuple[Callback, float, float]] = []  # with the step and the time
         self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
-        self._next_callback, self._time_callback, self._cut_callback = 0.0, math.inf, math.inf
+        self._next_callback, self._time_callback = 0.0, math.inf
         self._intervals = list[int]()
+        self._forgotten = 0  # how often
         self.next: float = 0
         self.cut: float = 0
         self.time = math.inf
         self.each: StepHooks = (None, None, None)
 
     def forget(self) -> None:
-        """Ask all again before the next step: an interval has changed, or steps are undone."""
+        """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
+        self._forgotten += 1
         self.next = 0
 
     def move(self, run: "Run", step: int) -> None:
         """Find what acts next, after so many optimizer steps."""
-        now = time.perf_counter()
+        now, forgotten = time.perf_counter(), self._forgotten
         if not self.next:
             self._next_callback, self.each = 0, self._of([])
             self._intervals = [
@@ -70,15 +72,12 @@ class Due:
             ]
             self._waits = waits
             self._next_callback = min((at for _, at, _ in waits), default=math.inf)
-            # Between two batches callbacks may save, which a dispatch has no place for; batch hooks wait for its end.
-            saving = (at for c, at, _ in waits if overrides(c, "on_safe_point"))
-            self._cut_callback = min(saving, default=math.inf)
             self._time_callback = min((at for _, _, at in waits), default=math.inf)
         self.time, steps = self._time_callback, run.settings.max_steps
         if run.times.waits or run.times.team.announces:
             self.time = min(self.time, now + run.times.seconds_to_look)
         self.next = min(self._next_callback, step + MOST_QUIET)
-        self.cut = self._cut_callback
+        self.cut = self._next_callback
         for _, every in self._tracing.every:
             self.cut = min(self.cut, step + every - step % every - 1)
         for every in self._intervals:  # no call: a row may be due in each step
@@ -89,20 +88,17 @@ class Due:
         if step < steps:
             self.next, self.cut = min(self.next, steps), min(self.cut, steps)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
-            at = step - (-(run.position.filled + batches) // run.window.batches)
-            self.next, self.cut = min(self.next, at), min(self.cut, at)
+            batches += run.position.filled
+            self.next = min(self.next, step - (-batches // run.window.batches))
+            # One that comes inside a window is of a step that is taken alone.
+            self.cut = min(self.cut, step + batches // run.window.batches)
+        if self._forgotten != forgotten:  # meanwhile
+            self.next = 0
 
-    def of_steps(self, run: "Run", step: int, count: int) -> list[StepHooks]:
+    def of_steps(self, step: int, count: int) -> list[StepHooks]:
         """Return the hooks of each of several optimizer steps after `step`; nothing where none has any."""
-        if self._next_callback > step + count and time.perf_counter() < self._time_callback:
-            return [] if self.each[:2] == (None, None) else [self.each] * count
-        each = list[StepHooks]()
-        for at in range(step, step + count):
-            if at >= self._next_callback:
-                self.move(run, at)
-            each.append(self.at(at + 1))
-        self.forget()  # none of them has acted yet
-        return each
+        last = self.at(step + count)  # a dispatch ends where a callback acts
+        return [] if self.each[:2] == last[:2] == (None, None) else [*[self.each] * (count - 1), last]
 
     @staticmethod
     def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int, now: float) -> tuple[float, float]:
@@ -117,9 +113,9 @@ class Due:
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1, in which something acts."""
-        if step < self._next_callback and (now := time.perf_counter()) < self._time_callback:
-            return self.each
         now = time.perf_counter()
+        if step < self._next_callback and now < self._time_callback:
+            return self.each
         return self._of([c for c, due, due_time in self._waits if step >= due or now >= due_time])
 
     def _of(self, acting: list[Callback]) -> StepHooks:

@@ -179,6 +179,20 @@ class HostLog:
         totals, self.epoch = self.epoch, {}
         return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
 
+    def take(self) -> Logged:
+        """Return what hooks have logged of the window and of the epoch, and begin both again."""
+        logged, self.window, self.epoch = (self.window, self.epoch), {}, {}
+        return logged
+
+    def give(self, logged: Logged) -> None:
+        """Add what `take` has returned, of batches after those that are logged."""
+        for mine, theirs in zip((self.window, self.epoch), logged, strict=True):
+            for key, total in theirs.items():
+                if key in mine:
+                    mine[key].waiting += total.waiting
+                else:
+                    mine[key] = total
+
     def so_far(self) -> Logged:
         """Return what hooks have logged of the window and of the epoch, for `go_back`."""
         return tuple({k: replace(x, waiting=[*x.waiting]) for k, x in y.items()} for y in (self.window, self.epoch))

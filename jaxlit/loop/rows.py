@@ -15,15 +15,20 @@ from jaxlit.loop.run import Run
 _logger = logging.getLogger("jaxlit")
 
 
-def row_of_step(run: Run) -> Row | None:
-    """Return the row of the optimizer step, to be read one step late, when its values are ready."""
+def row_of_step(run: Run, *, last: bool = True) -> Row | None:
+    """Return the row of the optimizer step, to be read one step late, when its values are ready.
+
+    Args:
+        run: The run.
+        last: Whether training stops after it if a stop was asked for: the last step has a row.
+    """
     control, clock, log = run.control, run.hooks.clock, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
     every = control.log_every if isinstance(every, str) else every
     step = clock.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
-    if every and (clock.global_step % every == 0 or control.should_stop):
+    if every and (clock.global_step % every == 0 or (last and control.should_stop)):
         if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
         return run.results.latest, window, step

@@ -160,18 +160,21 @@ def take_together(run: Run, batches: Batches, *, begin: bool) -> bool:
     hooks.deferred = saves
     try:
         rows = take_steps(run, batches, begin=begin)
+    except Exception:
+        hooks.deferred = None
+        for save in saves:
+            save()
+        raise
     finally:
         hooks.deferred = None
     if isinstance(rows, list):
         safe = run.due.at(position.global_step)[2]
         return after_step(run, safe, rows, saves)
-    for save in saves:
-        save()
     # A hook ends the epoch at one of them: those before it, whose hooks have begun them, are taken one by one.
-    last = batches.positions[rows]
-    if rows and begin:
+    if rows.batch and begin:
         run.begin_steps()
-    for batch in run.prefetcher.one_by_one(batches, rows):
+    for batch, logged in zip(run.prefetcher.one_by_one(batches, rows.batch), rows.logged, strict=False):
+        hooks.log.give(logged)
         hooks.log.batch, position.phase = batch.host, Phase.STEP
         run.due.move(run, position.global_step)
         _, ends, safe = run.due.at(position.global_step + 1)
@@ -181,8 +184,11 @@ def take_together(run: Run, batches: Batches, *, begin: bool) -> bool:
         run.in_flight.wait(logs)
         if after_step(run, safe):
             return True
+    hooks.log.give(rows.logged[-1])
     position.phase = Phase.STEP
-    position.end_batches(last)
+    position.end_batches(batches.positions[rows.batch])
+    for save in saves:
+        save()
     return True
 
 

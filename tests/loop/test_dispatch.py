@@ -132,7 +132,7 @@ class Norms(jl.Callback):
 
 def test_traced_steps_are_single_and_averages_exact() -> None:
     runs, sizes = both(Linear, lambda: random(12), Norms, WeightAveraging)
-    assert sizes == [4, 4]  # steps 5, 10, 15 and 20 are traced, so that a dispatch is left in each epoch
+    assert sizes == [4] * 4  # between the steps 5, 10, 15 and 20, which are traced
     assert_same(runs)
     assert runs[0][2][0].norms == runs[1][2][0].norms
     assert len(runs[0][2][0].norms) == 4
@@ -319,7 +319,9 @@ def test_signals_and_times_are_seen_between_dispatches() -> None:
     sends = at_batch(1, lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         fit(Mean(), numbered(12), None, sends, steps_per_execution=4, default_root_dir="run")
-    assert [path.name for path in Path("run/checkpoints").glob("step_*")] == ["step_00000004"]
+    assert [path.name for path in Path("run/checkpoints").glob("step_*")] == [
+        "step_00000005"
+    ]  # the bar has the first step alone
     stops = at_batch(5, lambda trainer, module: trainer.stop("enough"))
     assert fit(Mean(), numbered(12), None, stops, steps_per_execution=4, **BARE).global_step == 8
     endless = itertools.cycle(numbered(2))
