@@ -140,6 +140,9 @@ def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
     context.array.saving.use_compression = False
     # The devices that hold the same array write a part each: for a small one this costs a compiled slice a device.
     context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
+    # A GPU copies to page-locked memory 30 times as fast, of which jax gives a process 64 GB unless told otherwise.
+    size = sum(shard.data.nbytes for x in arrays.values() for shard in x.addressable_shards)
+    context.array.saving.enable_pinned_host_transfer = jax.default_backend() == "gpu" and size < 2**35
     # In the background, a folder that cannot be made would leave its threads waiting for ever.
     context.asynchronous.create_directories_asynchronously = False
     with context:
