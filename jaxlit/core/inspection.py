@@ -16,6 +16,7 @@ from jaxlit.core.step_notes import RETURN_THE_LOSS
 from jaxlit.errors import ModuleError, StateError
 from jaxlit.leaf_names import is_key, named_leaves
 from jaxlit.programs import jaxpr
+from jaxlit.programs.flops import Flops, count_flops
 
 _logger = logging.getLogger("jaxlit")
 
@@ -42,6 +43,14 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             f"{pure.name}.training_step writes to {pure.leaves(*args[:3])[traced.changed.index(True)].name}, which is "
             f"trained, and under precision={precision.name!r} it sees it as {jnp.dtype(precision.compute).name}: each "
             "step would round the weights to that. Use precision='32-true'."
+        )
+    flops = count_flops(closed.jaxpr) if precision.compute is not None else Flops()
+    wide = sum(count for kind, count in flops.by_dtype.items() if kind.startswith("float32"))
+    if 2 * wide > flops.count:
+        _logger.warning(
+            f"Under precision={precision.name!r}, {wide / flops.count:.0%} of the matrix products of "
+            f"{pure.name}.training_step take float32: a layer or constant of float32 makes what comes after it so. "
+            f"Pass dtype=jnp.{jnp.dtype(precision.compute).name} to such layers, for example to each nnx.Embed."
         )
     reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
     if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):

@@ -112,3 +112,31 @@ def test_a_step_may_train_its_parameters_itself(caplog: pytest.LogCaptureFixture
     for batch in random(3):
         by_hand.training_step(batch)
     assert_same(model, by_hand)
+
+
+class Words(jl.TrainModule):
+    def __init__(self, dtype: Any) -> None:
+        rngs = nnx.Rngs(0)
+        self.embed, self.head = nnx.Embed(8, 4, dtype=dtype, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        return jnp.mean(self.head(self.embed(batch)) ** 2)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_products_that_a_layer_made_float32_are_warned_of(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Words(None), [np.zeros((2, 3), np.int32)] * 2, precision=precision)
+    (message,) = [m for m in warnings_of(caplog) if "matrix products" in m]
+    assert "100% of the matrix products of Words.training_step take float32" in message
+    assert ("dtype=jnp.float16" if precision == "16-mixed" else "dtype=jnp.bfloat16") in message
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", jnp.bfloat16), ("32-true", None)])
+def test_products_in_the_dtype_of_the_precision_are_not(
+    precision: str, dtype: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(Words(dtype), [np.zeros((2, 3), np.int32)], precision=precision)
+    assert not [m for m in warnings_of(caplog) if "matrix products" in m]
