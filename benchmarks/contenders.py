@@ -96,17 +96,11 @@ class Turns:
         self._wait()
 
 
-def by_hand(task: Task, strategy: str = "single") -> Callable[[Any], None]:
-    """Return a turn of a loop around a flat jit that donates its state."""
-    model, arrays, rng = task.make(), task.arrays(1), np.random.default_rng(0)
+def flat_step(model: Any) -> tuple[Callable[[list[Any], Any], tuple[list[Any], jax.Array]], list[Any]]:
+    """Return a flat jit of a step, which donates its state, and that state."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     tx = model.configure_optimizers()
     leaves, treedef = jax.tree.flatten((params, tx.init(params)))
-    place: Any = None
-    if jax.device_count() > 1:
-        mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        place = jax.sharding.NamedSharding(mesh, jax.P("data"))
-        leaves = jax.device_put(leaves, jax.sharding.NamedSharding(mesh, jax.P()))
 
     def update(leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
         params, opt_state = jax.tree.unflatten(treedef, leaves)
@@ -114,7 +108,18 @@ def by_hand(task: Task, strategy: str = "single") -> Callable[[Any], None]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return jax.tree.leaves((optax.apply_updates(params, updates), opt_state)), loss
 
-    step = jax.jit(update, donate_argnums=0)
+    return jax.jit(update, donate_argnums=0), leaves
+
+
+def by_hand(task: Task) -> Callable[[Any], None]:
+    """Return a turn of a loop around a flat jit that donates its state."""
+    arrays, rng = task.arrays(1), np.random.default_rng(0)
+    step, leaves = flat_step(task.make())
+    place: Any = None
+    if jax.device_count() > 1:
+        mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        place = jax.sharding.NamedSharding(mesh, jax.P("data"))
+        leaves = jax.device_put(leaves, jax.sharding.NamedSharding(mesh, jax.P()))
 
     def turn(profile: Any = None) -> None:
         nonlocal leaves

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu.py [--tiny] [--rounds 15] [--sections dispatch fused transfers leaves gpt checkpoint start]
 
-- dispatch: microseconds inside the call that dispatches a step, and of the step, by nan_policy; peak bytes.
+- dispatch: microseconds inside the call that dispatches a step, and of the step, by hand and by nan_policy.
 - fused: microseconds of a step at 1, 8 and 32 steps per execution, from `ArrayLoader`.
 - transfers: a large batch as numpy into the jit, by `device_put` one step ahead, and from pinned host memory.
-- leaves: microseconds to dispatch a step of so many parameters.
+- leaves: the same for so many parameters.
 - gpt: `fit` in bf16-mixed over a hand-written step of the same model, MFU, and with several devices the collectives.
-- checkpoint: the longest gap between two steps with an asynchronous save, over the median gap.
+- checkpoint: the longest gap between two steps around the first asynchronous save and a later one, and the median gap.
 - start: seconds until the first step is done, in new processes, with an empty and with a warm compile cache.
 """
 
@@ -31,7 +31,7 @@ import optax
 from flax import nnx
 
 import jaxlit as jl
-from benchmarks.contenders import BARE
+from benchmarks.contenders import BARE, flat_step
 from benchmarks.perceptron import Perceptron, make_batches
 from jaxlit.programs.peaks import peak_flops
 
@@ -39,15 +39,13 @@ SECTIONS = ("dispatch", "fused", "transfers", "leaves", "gpt", "checkpoint", "st
 
 
 class Gaps(jl.Callback):
-    """Keeps when each step was dispatched; saves in one of them."""
+    """Keeps when each step was dispatched."""
 
-    def __init__(self, save_at: int = -1) -> None:
-        self.at, self.save_at = list[float](), save_at
+    def __init__(self) -> None:
+        self.at = list[float]()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.at.append(time.perf_counter())
-        if batch_idx == self.save_at:
-            trainer.save_checkpoint("one")
 
 
 class Epochs(jl.Callback):
@@ -70,29 +68,39 @@ class Many(jl.TrainModule):
     def __init__(self, leaves: int) -> None:
         self.parts = nnx.List([nnx.Param(jnp.ones(8)) for _ in range(leaves)])
 
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
+    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
         return sum((jnp.mean(part[...]) for part in self.parts), jnp.mean(batch["x"]))
+
+    training_step = loss
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.sgd(1e-3)
 
 
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, **_: Any) -> jax.Array:
+    """Attention to what came before, by cuDNN's fused kernel on a GPU."""
+    fused = "cudnn" if jax.default_backend() == "gpu" and query.dtype == jnp.bfloat16 else None
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=fused)
+
+
 class GPT(jl.TrainModule):
     def __init__(self, layers: int, width: int, vocabulary: int, length: int, *, rngs: nnx.Rngs) -> None:
-        self.embed, self.place = nnx.Embed(vocabulary, width, rngs=rngs), nnx.Embed(length, width, rngs=rngs)
+        # An Embed without a dtype of its own returns that of its parameters when it was made, float32.
+        self.embed = nnx.Embed(vocabulary, width, dtype=jnp.bfloat16, rngs=rngs)
+        self.place = nnx.Embed(length, width, dtype=jnp.bfloat16, rngs=rngs)
         self.blocks = nnx.List([self.block(width, rngs) for _ in range(layers)])
 
     @staticmethod
     def block(width: int, rngs: nnx.Rngs) -> nnx.List:
-        attention = nnx.MultiHeadAttention(max(width // 64, 1), width, decode=False, rngs=rngs)
+        heads = max(width // 64, 1)
+        attention = nnx.MultiHeadAttention(heads, width, decode=False, attention_fn=attend, rngs=rngs)
         up, down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
         return nnx.List([nnx.LayerNorm(width, rngs=rngs), attention, nnx.LayerNorm(width, rngs=rngs), up, down])
 
     def loss(self, text: jax.Array) -> jax.Array:
-        x, mask = self.embed(text[:, :-1]), nnx.make_causal_mask(text[:, :-1])
-        x = x + self.place(jnp.arange(x.shape[1]))
+        x = self.embed(text[:, :-1]) + self.place(jnp.arange(text.shape[1] - 1))
         for norm, attention, norm_2, up, down in self.blocks:
-            x = x + attention(norm(x), mask=mask)
+            x = x + attention(norm(x))
             x = x + down(nnx.gelu(up(norm_2(x))))
         logits = self.embed.attend(x).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
@@ -130,16 +138,35 @@ def table(title: str, *rows: tuple[Any, ...]) -> None:
             print("|" + "---|" * len(row), flush=True)
 
 
+def both(model: Any, batch: Any, rounds: int, **arguments: Any) -> tuple[float, ...]:
+    """Return the microseconds of a step, see `timed`: by hand, and the Trainer's."""
+    step, state = flat_step(model)
+    state = [jnp.copy(x) for x in state]
+
+    def by_hand() -> jax.Array:
+        nonlocal state
+        state, loss = step(state, batch)
+        return loss
+
+    def train_step() -> jax.Array:
+        return engine.train_step(batch)[0]
+
+    jax.block_until_ready(by_hand())
+    hand = timed(by_hand, 8 * rounds)
+    engine: Any = fit(model, [batch], **arguments)._session.engine
+    return *hand, *timed(train_step, 8 * rounds)
+
+
+TIMES = ("by hand: inside the call, us", "step, us", "Trainer: inside the call, us", "step, us")
+
+
 def dispatch(tiny: bool, rounds: int) -> None:
-    rows: list[tuple[Any, ...]] = [("width", "nan_policy", "inside the call, us", "step, us", "peak MiB")]
+    rows: list[tuple[Any, ...]] = [("width", "nan_policy", *TIMES)]
     for width in (16,) if tiny else (256, 1024, 4096):
         (batch,) = make_batches(width, 64, 1)
         for policy in ("ignore", "raise", "skip"):
-            trainer = fit(Perceptron(width, 3, rngs=nnx.Rngs(0)), [batch], nan_policy=policy)
-            engine: Any = trainer._session.engine
-            inside, step = timed(lambda engine=engine, batch=batch: engine.train_step(batch)[0], 8 * rounds)
-            stats = jax.devices()[0].memory_stats() or {}
-            rows.append((width, policy, inside, step, stats.get("peak_bytes_in_use", 0) / 2**20))
+            times = both(Perceptron(width, 3, rngs=nnx.Rngs(0)), batch, rounds, nan_policy=policy)
+            rows.append((width, policy, *times))
     table("Whether a dispatch blocks", *rows)
 
 
@@ -181,11 +208,10 @@ def transfers(tiny: bool, rounds: int) -> None:
 
 
 def leaves(tiny: bool, rounds: int) -> None:
-    rows: list[tuple[Any, ...]] = [("leaves", "inside the call, us", "step, us")]
+    rows: list[tuple[Any, ...]] = [("leaves", *TIMES)]
     batch = {"x": np.ones((8, 8), np.float32)}
     for count in (4, 16) if tiny else (150, 600, 3000):
-        engine: Any = fit(Many(count), [batch])._session.engine
-        rows.append((count, *timed(lambda engine=engine: engine.train_step(batch)[0], 8 * rounds)))
+        rows.append((count, *both(Many(count), batch, rounds)))
     table("Leaves", *rows)
 
 
@@ -228,12 +254,16 @@ def gpt(tiny: bool, rounds: int) -> None:
 
 
 def checkpoint(tiny: bool, rounds: int) -> None:
-    width, steps = (64, 40) if tiny else (4096, 200)
-    (batch,), gaps = make_batches(width, 64, 1), Gaps(steps // 2)
+    width, steps = (64, 40) if tiny else (4096, 6000)
+    (batch,), gaps = make_batches(width, 64, 1), Gaps()
     model = Perceptron(width, 2 if tiny else 8, rngs=nnx.Rngs(0))  # 1.6 GB of state
-    fit(model, [batch] * steps, gaps)
+    with tempfile.TemporaryDirectory() as folder:
+        saves = jl.callbacks.ModelCheckpoint(folder, every_n_train_steps=steps // 2 - 10, save_last=False)
+        fit(model, [batch] * steps, gaps, saves, enable_checkpointing=True)
     each = np.diff(gaps.at)[5:] * 1e3
-    table("A save", ("median gap, ms", "longest gap, ms"), (float(np.median(each)), float(each.max())))
+    first, second = np.array_split(each, 2)
+    rows = ("median gap, ms", "longest with the first save, ms", "with the second, ms")
+    table("A save", rows, (float(np.median(each)), float(first.max()), float(second.max())))
 
 
 def start(tiny: bool, rounds: int) -> None:
@@ -241,7 +271,8 @@ def start(tiny: bool, rounds: int) -> None:
     rows: list[tuple[Any, ...]] = [("cache", "first step after imports, s")]
     with tempfile.TemporaryDirectory() as folder:
         for name in ("empty", "warm"):
-            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+            path = os.pathsep.join((str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+            environment = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
             command = [sys.executable, "-c", script, folder]
             out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
             rows.append((name, float(out.splitlines()[-1])))
