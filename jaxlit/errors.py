@@ -6,6 +6,9 @@ Every message has the rule, what was given, and what to do.
 import difflib
 import functools
 from collections.abc import Iterable
+from typing import TypeVar
+
+_E = TypeVar("_E", bound=BaseException)
 
 __all__ = [
     "ArgumentError",
@@ -18,6 +21,7 @@ __all__ = [
     "ModuleError",
     "NonFiniteError",
     "OutOfMemoryError",
+    "PeerError",
     "ProcessError",
     "StateError",
 ]
@@ -67,12 +71,24 @@ class ProcessError(JaxlitError, RuntimeError):
     """The processes of a training did not meet, or do not run the same thing."""
 
 
+class PeerError(ProcessError):
+    """Another process of the job has failed or died, so that this one cannot continue."""
+
+
 class NonFiniteError(JaxlitError, FloatingPointError):
     """The loss or a gradient was NaN or infinite."""
+
+    in_all = True  # read from the device, where all processes have the same value
 
 
 class OutOfMemoryError(JaxlitError, MemoryError):
     """A device's memory is too small for the state, a batch or a step."""
+
+
+def in_all(error: _E) -> _E:
+    """Mark an error as raised by every process of the job at the same place, so that none waits for another."""
+    error.in_all = True  # type: ignore[attr-defined]
+    return error
 
 
 def did_you_mean(name: str, known: Iterable[str], least: float = 0.6) -> str:

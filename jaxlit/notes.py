@@ -19,6 +19,12 @@ def note_place(error: BaseException, place: str) -> BaseException:
     return error
 
 
+def noted_place(error: BaseException) -> str | None:
+    """Return where an error was raised, if it has a note of that."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(_RAISED_BY)]
+    return notes[0].removeprefix(_RAISED_BY).rstrip(".") if notes else None
+
+
 def note_step(error: BaseException, step: int) -> None:
     """Add the number of optimizer steps taken to the note of where an error was raised."""
     notes = getattr(error, "__notes__", [])

@@ -43,9 +43,11 @@ class Saving(Background[None]):
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
-        self.join()
-        self.was_awaited, error = True, self.error
-        team().same_error("the checkpoint is written", None if error is None else _unwritten(self.path, error))
+        processes = team()
+        done, self.was_awaited, error = self.join(processes.seconds_left), True, self.error
+        if not done:  # it waits for processes that have failed
+            raise CheckpointError(f"The checkpoint {self.path} was not finished when the job ended.")
+        processes.same_error("the checkpoint is written", None if error is None else _unwritten(self.path, error))
 
     def _run(self) -> None:
         super()._run()

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxlit.distributed.team import team
-from jaxlit.errors import ProcessError
+from jaxlit.errors import ProcessError, in_all
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
@@ -30,10 +30,10 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
     # A download may take hours; a process that dies is noticed by jax itself.
     failures = processes.agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
     if failure is not None:
-        raise failure
+        raise in_all(failure)
     for process, error in enumerate(failures):
         if error is not None:
-            raise ProcessError(f"{topic} failed in process {process}: {error}")
+            raise in_all(ProcessError(f"{topic} failed in process {process}: {error}"))
 
 
 def fetch(x: Any) -> np.ndarray:

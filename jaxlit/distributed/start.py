@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxlit import checks as check
+from jaxlit.distributed.fate import DEAD_AFTER_S, fate
 from jaxlit.errors import ArgumentError, ProcessError
 
 
@@ -19,6 +21,9 @@ def initialize(
     *,
     local_device_ids: int | Sequence[int] | None = None,
     timeout: float = 300.0,
+    dead_after: float = DEAD_AFTER_S,
+    heartbeat_timeout: float = 100.0,
+    shutdown_timeout: float = 300.0,
 ) -> None:
     """Join the processes of one training; call it first in the script, before anything else uses jax.
 
@@ -31,6 +36,9 @@ def initialize(
         process_id: Which one this is, from 0.
         local_device_ids: The devices that this process uses; None for all that it sees.
         timeout: Seconds to wait for the other processes.
+        dead_after: Seconds without a sign of life after which a process counts as dead, and the others end.
+        heartbeat_timeout: The same of jax's own watch, which aborts the others; it must be larger.
+        shutdown_timeout: Seconds that a process which has ended waits for the others to end.
 
     Raises:
         ArgumentError: Some of the first three arguments are given, but not all, or one is out of its range.
@@ -41,18 +49,12 @@ def initialize(
         >>> jl.distributed.initialize()  # alone, nothing happens
     """
     given = coordinator_address, num_processes, process_id
-    is_complete = None not in given
-    if is_complete:
-        fits = re.fullmatch(r".+:\d+", str(coordinator_address)) and 0 <= int(process_id or 0) < int(num_processes or 0)
-    else:
-        fits = given == (None, None, None)
-    if not fits:
-        raise ArgumentError(
-            "distributed.initialize takes coordinator_address='host:port', num_processes and process_id, which counts "
-            f"from 0, got {', '.join(map(repr, given))}. Pass all three, or none to let jax detect them."
-        )
+    is_complete = _check_given(*given)
+    _check_seconds(dead_after, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout)
     if jax.distributed.is_initialized() or not (is_complete or _cluster_is_present()):
         return
+    from jax._src.distributed import global_state  # jax has no public way to ask before its devices are initialized
+
     if jax_runs():
         raise ProcessError(
             "distributed.initialize came after the first use of jax, which runs as one process already. Call it at the "
@@ -61,9 +63,42 @@ def initialize(
     if coordinator_address is not None and process_id:
         _wait_for(coordinator_address, timeout)
     try:
-        jax.distributed.initialize(*given, local_device_ids, initialization_timeout=max(1, round(timeout)))
+        jax.distributed.initialize(
+            *given,
+            local_device_ids,
+            initialization_timeout=max(1, round(timeout)),
+            heartbeat_timeout_seconds=round(heartbeat_timeout),
+            shutdown_timeout_seconds=round(shutdown_timeout),
+        )
     except RuntimeError as error:
         raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
+    if global_state.num_processes > 1:
+        fate(dead_after)
+
+
+def _check_given(address: str | None, count: int | None, index: int | None) -> bool:
+    """Return whether all three are given; all may be left out."""
+    if None not in (address, count, index):
+        fits = re.fullmatch(r".+:\d+", str(address)) and 0 <= int(index or 0) < int(count or 0)
+    else:
+        fits = address is count is index is None
+    if not fits:
+        raise ArgumentError(
+            "distributed.initialize takes coordinator_address='host:port', num_processes and process_id, which counts "
+            f"from 0, got {address!r}, {count!r}, {index!r}. Pass all three, or none to let jax detect them."
+        )
+    return address is not None
+
+
+def _check_seconds(dead_after: float, **of_jax: float) -> None:
+    rule, owner = "takes seconds above 0", "distributed.initialize"
+    check.positive("dead_after", dead_after, owner=owner, rule=rule)
+    for name, seconds in of_jax.items():
+        if check.positive(name, seconds, owner=owner, rule=rule) <= dead_after:
+            raise ArgumentError(
+                f"distributed.initialize({name}={seconds:g}, dead_after={dead_after:g}): jax would abort the processes "
+                "before they have said which one is dead. Make it larger than dead_after."
+            )
 
 
 def jax_runs() -> bool:

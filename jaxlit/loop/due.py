@@ -74,7 +74,7 @@ class Due:
             self._next_callback = min((at for _, at, _ in waits), default=math.inf)
             self._time_callback = min((at for _, _, at in waits), default=math.inf)
         self.time, steps = self._time_callback, run.settings.max_steps
-        if run.times.waits or run.times.team.announces:
+        if run.times.waits or run.times.team.size > 1:
             self.time = min(self.time, now + run.times.seconds_to_look)
         self.next = min(self._next_callback, step + MOST_QUIET)
         self.cut = self._next_callback

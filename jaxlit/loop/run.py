@@ -22,6 +22,7 @@ from jaxlit.loop.run_data import RunData
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.time_limits import TimeLimits
 from jaxlit.loop.tracing import Tracing
+from jaxlit.notes import noted_place
 from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
@@ -103,6 +104,10 @@ class Setup:
         hook, position = self.hooks.log.hook, self.position
         return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
+    def fail(self, error: BaseException) -> None:
+        """End the other processes of the job, unless they raise the same error."""
+        self.times.team.fail(error, f"in {noted_place(error)}" if noted_place(error) else self.place)
+
     @property
     def log_every(self) -> int:
         """The optimizer steps between rows, 0 for none."""
@@ -176,8 +181,13 @@ class Run(Setup):
         self.hooks.log.check_columns()
         self.tracing.check(self.engine, self.results)
 
-    def check_notice(self) -> None:
-        """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted."""
+    def check_processes(self) -> None:
+        """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted.
+
+        Raises:
+            PeerError: Another process has failed.
+        """
+        self.times.team.check()
         if self.times.team.decide(False):
             self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
 

@@ -60,6 +60,7 @@ class Arguments:
     max_recompiles: int | None
     data_timeout: float | None  # seconds
     hang_timeout: float | None
+    fail_timeout: float
     max_in_flight: int | str
     compile_cache: bool | str | Path
     debug: bool
@@ -177,6 +178,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_recompiles": _int(0, None),
     "data_timeout": check.seconds,
     "hang_timeout": check.seconds,
+    "fail_timeout": check.seconds,
     "max_in_flight": _int(1, "auto"),
     **dict.fromkeys(("debug", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), check.boolean),
 }

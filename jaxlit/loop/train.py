@@ -49,6 +49,7 @@ def fit(run: Run) -> None:
             train_epoch(run, dispatch)
         run.print_signal()  # one that came when the epoch had ended
     except BaseException as error:
+        run.fail(error)  # first: what follows may wait for the device, and so for the other processes
         if isinstance(error, Exception):
             with contextlib.suppress(Exception):  # the last row, if the device still has it
                 log_pending(run)
@@ -243,8 +244,8 @@ def after_step(
         log_pending(run)  # one step late, when its values have arrived; a rollback in it leaves this step without a row
     if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
         run.times.check(run.control)
-    if run.times.team.announces:
-        run.check_notice()
+    if run.times.team.size > 1:
+        run.check_processes()
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
         is_due = position.global_step >= run.due.next or run.control.should_stop or run.hooks.log.window

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxlit.checkpoints import files
+from jaxlit.data.watchdog import EXIT_CODE
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import StateError
 from jaxlit.loop.rewind import end_before_bad_step
@@ -54,7 +55,8 @@ def rescue(trainer: Any, run: Setup | None) -> str:
     """
     if not isinstance(run, Run):
         return "Nothing was there to be saved."
-    error = TimeoutError("nothing moves")
+    error = TimeoutError("nothing moved")
+    failed = run.times.team.fail(error, run.place, EXIT_CODE)
     with contextlib.suppress(Exception):  # else the checkpoint would be of after a step that was not finite
         end_before_bad_step(run, error)
     before, texts = run.progress, []
@@ -68,4 +70,4 @@ def rescue(trainer: Any, run: Setup | None) -> str:
             texts.append("It moved while it was saved: that checkpoint was deleted.")
         elif callback.last_model_path:
             texts.append(f"The newest checkpoint is {callback.last_model_path}.")
-    return " ".join(texts) or "Nothing was there to be saved."
+    return " ".join([*texts, failed]).strip() or "Nothing was there to be saved."

@@ -246,6 +246,7 @@ class Session:
             self.running, self.current, self.module = True, None, module
             self.compiles = CompileLog(self._ask_again)
             self.current = setup = self._set_up(module, stage, loaders, resume)
+            setup.times.team.watch(lambda: self.current.place if self.current else "", self.settings.fail_timeout)
             stack.enter_context(self.compiles.listening())
             watchdog, hooks = stack.enter_context(self._watchdog()), setup.hooks
             results, error = None, None
@@ -268,6 +269,7 @@ class Session:
                         hooks("on_fit_end")
             except BaseException as raised:
                 error = explained(raised, self.current)
+                setup.fail(error)
                 # Every callback is called and torn down, whatever another one raises meanwhile.
                 hooks.call_all("on_exception", error, error)
             # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.

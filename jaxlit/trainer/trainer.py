@@ -88,6 +88,8 @@ class Trainer(TrainerProperties):
         data_timeout: Seconds, or a timedelta, that a loader may take for a batch; then the stacks are printed, what can
             be saved is, and the process ends with code 76. None for no limit.
         hang_timeout: The same for all that happens: a step, its compiling, a hook, a save or a batch may take as long.
+        fail_timeout: Seconds, or a timedelta, that each of several processes has for its end once one of them has
+            failed: for `teardown`, and for what writes in the background.
         max_in_flight: The most steps dispatched and not finished; "auto": 32 on one device, 4 on several.
         compile_cache: Store compiled programs, so that a later start loads them: True for `~/.cache/jaxlit/compiled`,
             a folder, or False. A cache that you have configured in jax is used instead.
@@ -145,6 +147,7 @@ class Trainer(TrainerProperties):
         max_recompiles: int | None = None,
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
+        fail_timeout: float | timedelta = 10.0,
         max_in_flight: int | str = "auto",
         compile_cache: bool | str | Path = True,
         debug: bool = False,

@@ -17,7 +17,8 @@ PAID = {"Profiler": 2, "ThroughputMonitor": 2}
 
 def trainer_with(name: str, *others: jl.Callback, log_every: int, **more: Any) -> jl.Trainer:
     made = [] if name == "none" else [MADE[name]()]
-    arguments = BARE | {"log_every_n_steps": log_every} | ({KINDS[name]: True} if name in KINDS else {})
+    # With prefetch="auto" a machine that is busy starts a thread, whose calls count as well.
+    arguments = BARE | {"log_every_n_steps": log_every, "prefetch": 0} | ({KINDS[name]: True} if name in KINDS else {})
     return make_trainer(*others, *made, **arguments | more)
 
 

@@ -49,6 +49,7 @@ def launch(
     join: bool = True,
     timeout: float = 600.0,  # on a busy machine; only what hangs takes as long
     grace: float = 10.0,
+    dead_after: float = 30.0,
 ) -> list[Ended]:
     """Run a function at the top of a test file in several processes, and stop those that do not end.
 
@@ -63,7 +64,7 @@ def launch(
     children, ended = [], []
     for index in range(count):
         told = {"file": inspect.getfile(work), "name": work.__name__, "port": port if join else None}
-        told |= {"index": index, "count": count, "devices": devices}
+        told |= {"index": index, "count": count, "devices": devices, "dead_after": dead_after}
         command = [sys.executable, __file__, json.dumps(told)]
         with (folder / f"output{index}").open("w") as output, (folder / f"errors{index}").open("w") as errors:
             children.append(subprocess.Popen(command, stdout=output, stderr=errors, cwd=folder, env=environment))
@@ -109,7 +110,7 @@ if __name__ == "__main__":
     jl.testing.fake_devices(_told["devices"])
     if _told["port"] is not None:
         address = f"127.0.0.1:{_told['port']}"
-        jl.distributed.initialize(address, _told["count"], _told["index"], timeout=60)
+        jl.distributed.initialize(address, _told["count"], _told["index"], timeout=60, dead_after=_told["dead_after"])
     spec = importlib.util.spec_from_file_location("child", _told["file"])
     assert spec is not None and spec.loader is not None
     sys.modules["child"] = module = importlib.util.module_from_spec(spec)

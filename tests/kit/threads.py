@@ -11,6 +11,8 @@ import pytest
 
 from jaxlit.data import agreement
 from jaxlit.distributed import team as team_file
+from jaxlit.distributed.fate import Fate
+from jaxlit.errors import PeerError
 
 
 class Store:
@@ -25,9 +27,19 @@ class Store:
             self.values[key] = value
             self.changed.notify_all()
 
-    def key_value_delete(self, key: str) -> None:
+    def key_value_increment(self, key: str, by: int) -> int:
         with self.changed:
-            del self.values[key]
+            self.values[key] = str(int(self.values.get(key, "0")) + by)
+            return int(self.values[key])
+
+    def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
+        with self.changed:
+            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+    def key_value_delete(self, folder: str) -> None:
+        with self.changed:
+            for key in [key for key in self.values if key.startswith(f"{folder}/")]:
+                del self.values[key]
 
     def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
         with self.changed:
@@ -41,6 +53,14 @@ class Store:
         with self.changed:
             self.is_broken = True
             self.changed.notify_all()
+
+
+class Watched(Fate):
+    """What tells a process that another one has failed."""
+
+    def check(self) -> None:
+        if self._client.is_broken:
+            raise PeerError("another process has failed")
 
 
 def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], count: int = 2) -> list[Any]:
@@ -67,6 +87,7 @@ def as_processes(monkeypatch: pytest.MonkeyPatch, work: Callable[[int], Any], co
         patch.setattr(jax, "process_index", lambda: mine.index)
         patch.setattr(team_file, "_client", lambda: store)
         patch.setattr(team_file, "_agreements", Agreements())
+        patch.setattr(team_file, "fate", lambda: Watched(store, mine.index, count, ""))
         patch.setattr(agreement, "join_rows", join_rows)
         threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
         for thread in threads:

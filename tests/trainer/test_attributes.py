@@ -32,7 +32,14 @@ OTHERS |= {
     "gradient_clip_val": 2.0,
     "gradient_clip_algorithm": "value",
 }
-OTHERS |= {"data_timeout": 3.0, "hang_timeout": 4.0, "prefetch": 0, "max_in_flight": 1, "max_recompiles": 3}
+OTHERS |= {
+    "data_timeout": 3.0,
+    "hang_timeout": 4.0,
+    "fail_timeout": 5.0,
+    "prefetch": 0,
+    "max_in_flight": 1,
+    "max_recompiles": 3,
+}
 OTHERS |= {"callbacks": [jl.Callback()], "debug": True, "compile_cache": False}
 
 

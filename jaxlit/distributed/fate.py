@@ -1,0 +1,277 @@
+"""Fate sharing: when one process of a job fails or dies, all of them end soon, and say which one and why."""
+
+import atexit
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxlit.background import Background
+from jaxlit.errors import PeerError
+
+DEAD_AFTER_S = 30.0
+"""Seconds without a sign of life after which a process counts as dead, unless `initialize` is given others."""
+
+RESTART = 75
+"""The exit code of a process that another one's death has ended, EX_TEMPFAIL: the job may be started again."""
+
+_FAILURE, _BEATS, _GONE, _COUNT = (f"jaxlit/fate/{name}" for name in ("failure", "beat/", "gone/", "failures"))
+_BEAT_S = 1.0
+_BY_A_PEER = re.compile("gloo|nccl|peer|socket|connection", re.IGNORECASE)  # what a collective fails of
+_LINGER_S = 3.0  # that process 0 waits for the others after they had to be gone
+
+
+class Failure(NamedTuple):
+    """Why a job ends."""
+
+    text: str  # the process, its host, its place and the reason
+    code: int  # what other processes end with
+    process: int
+
+
+class Fate:
+    """Watches the other processes of a job over jax's coordination service, from one daemon thread.
+
+    Once a second each process writes a beat and reads one small key, where the first process that fails puts its
+    reason; process 0 alone reads all beats, in one request. After a failure nothing waits for other processes any more,
+    and a process that has not ended by itself after `fail_timeout` seconds, for example because it is in a collective,
+    is ended. The thread waits for the service at most `dead_after` seconds: a thread that waits there when jax shuts
+    its client down would abort the process.
+
+    Args:
+        client: jax's client of the service.
+        index: Which process this is.
+        size: How many there are.
+        address: "host:port" of the service, which process 0 holds.
+        dead_after: Seconds without a beat after which a process counts as dead.
+
+    Attributes:
+        failure: Why the job ends; None while it does not.
+        fail_timeout: Seconds that a process takes at most to end, for teardown hooks and checkpoint writers.
+        place: Returns where this process is, in words.
+    """
+
+    def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
+        self._client, self._index, self._size, self._address = client, index, size, address
+        self._dead_after, self._host, self._count = dead_after, socket.gethostname(), 0
+        self.failure: Failure | None = None
+        self.fail_timeout, self._deadline = 10.0, 0.0
+        self.place: Callable[[], str] = lambda: "outside of a run"
+        self._code, self._error, self._is_shown = 0, None, False  # of this process, once it fails
+        self._seen: dict[str, tuple[str, float]] = {}  # beats of the others, and when they last changed
+        self._thread = Background("jaxlit-fate", self._watch)
+
+    def start(self) -> None:
+        """Start to watch, until the process ends."""
+        with suppress(Exception):  # a process before this one has made it
+            self._client.key_value_set(_FAILURE, "")
+        self._beat()
+        _speak_on_abort(self._aborted)
+        hook = sys.excepthook
+
+        def uncaught(kind: type[BaseException], error: BaseException, where: Any) -> None:
+            self.fail(error, self.place())
+            hook(kind, error, where)
+            self._is_shown = True
+
+        sys.excepthook = uncaught
+        atexit.register(self._end)  # after jax has registered its own function, and so called before it
+        self._thread.start()
+
+    def fail(self, error: BaseException, place: str, code: int | None = None) -> None:
+        """Tell the other processes that this one fails. The first reason of a job counts.
+
+        Args:
+            error: What it has raised.
+            place: Where.
+            code: The exit code of this process; None for that of the error.
+        """
+        if isinstance(error, jax.errors.JaxRuntimeError) and _BY_A_PEER.search(str(error)):
+            self._wait_for_reason()  # the connections to a process break before its reason is heard
+        if self.failure is not None:
+            return
+        self._error, self._code = error, _code_of(error) if code is None else code
+        lines = str(error).strip().splitlines() or [""]
+        text = f"{self._name(self._index)} failed {place}: {type(error).__name__}: {lines[0]}"
+        restarts = self._code >= RESTART and self._code != 128 + signal.SIGINT
+        self._fail(Failure(text, RESTART if restarts else 1, self._index))
+
+    def check(self) -> None:
+        """Raise what another process has failed of.
+
+        Raises:
+            PeerError: One has.
+        """
+        if self.failure is not None:
+            raise PeerError(f"{self.failure.text}. So this process ends as well.")
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds in which this process has to end; None while the job goes on."""
+        return None if self.failure is None else max(self._deadline - time.monotonic() - 1.0, 0.0)
+
+    def _fail(self, failure: Failure, *, publish: bool = True) -> None:
+        self._deadline, self.failure = time.monotonic() + self.fail_timeout, failure
+        with suppress(Exception):  # without the service jax ends every process in a moment
+            if publish and self._client.key_value_increment(_COUNT, 1) == 1:
+                self._client.key_value_set(_FAILURE, json.dumps(failure), allow_overwrite=True)
+
+    def _wait_for_reason(self) -> None:
+        end = time.monotonic() + self._dead_after + 3 * _BEAT_S
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.05)
+
+    def _name(self, index: int, host: str | None = None) -> str:
+        return f"process {index} on {host or self._host}"
+
+    # The thread ---------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._thread.stopping.wait(_BEAT_S):
+            if self.failure is not None:
+                if time.monotonic() >= self._deadline:
+                    self._leave()
+                continue
+            with suppress(Exception):  # the service is gone, and jax ends this process in a moment
+                self._listen()
+
+    def _listen(self) -> None:
+        try:
+            text = self._client.blocking_key_value_get(_FAILURE, int(self._dead_after * 1000))
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error) or self._thread.stopping.is_set():
+                raise
+            silent = f"process 0 gave no sign of life for {self._dead_after:g} s"
+            self._fail(Failure(silent, RESTART, 0), publish=False)  # each process finds it
+            return self._say(silent)
+        self._beat()
+        if text and self.failure is None:  # this process may have failed meanwhile
+            self._fail(told := Failure(*json.loads(text)), publish=False)
+            self._say(told.text)  # the main thread may be in a collective, where nothing reaches it
+        elif self._index == 0 and (dead := self._find_dead()) is not None:
+            self._fail(dead)
+            self._say(dead.text)
+
+    def _beat(self) -> None:
+        self._count += 1
+        beat = json.dumps([self._count, self._host, self.place()])
+        self._client.key_value_set(f"{_BEATS}{self._index}", beat, allow_overwrite=True)
+
+    def _find_dead(self) -> Failure | None:
+        """Return a failure if a process gives no beat any more; one that has ended has written an empty one."""
+        now = time.monotonic()
+        for key, beat in self._client.key_value_dir_get(_BEATS):
+            before, since = self._seen.get(key, ("", now))
+            self._seen[key] = (beat, since if before == beat else now)
+            if beat and before == beat and now - since > self._dead_after:
+                (_, host, place), index = json.loads(beat), int(key.removeprefix(_BEATS))
+                silent = f"gave no sign of life for {self._dead_after:g} s; it was last seen {place}"
+                return Failure(f"{self._name(index, host)} {silent}", RESTART, index)
+        return None
+
+    # The end ------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """End the thread where the process ends; after a failure leave without jax's barrier, which waits for all."""
+        self._thread.stop()
+        self._thread.join(2 * _BEAT_S)
+        if self.failure is not None:
+            self._leave()
+        with suppress(Exception):
+            self._client.key_value_set(f"{_BEATS}{self._index}", "", allow_overwrite=True)
+
+    def _leave(self) -> None:
+        assert self.failure is not None
+        if self._error is not None and not self._is_shown:  # something has kept it from being raised in time
+            with suppress(Exception):
+                traceback.print_exception(self._error)
+        if self._index == 0:
+            self._linger()
+        elif self.failure.process:
+            with suppress(Exception):
+                self._client.key_value_set(f"{_GONE}{self._index}", "")
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        self._say(self.failure.text)
+        os._exit(self._code or self.failure.code)
+
+    def _linger(self) -> None:
+        """Wait for the others: the service ends with process 0, and jax then aborts those that still use it."""
+        others = self._size - 1 - (self.failure is not None and self.failure.process > 0 and not self._error)
+        end = self._deadline + _LINGER_S
+        while time.monotonic() < end:
+            try:
+                if len(self._client.key_value_dir_get(_GONE)) >= others:
+                    return
+            except Exception as error:
+                if "NOT_FOUND" not in str(error):
+                    return
+            time.sleep(0.05)
+
+    def _say(self, text: str) -> None:
+        """Write to stderr from any thread, without Python's streams, which another thread may hold."""
+        here = "" if self._error is not None else f"; {self._name(self._index)} was {self.place()}"
+        with suppress(OSError):
+            os.write(2, f"jaxlit: {text}{here}\n".encode(errors="replace"))
+
+    def _aborted(self) -> int | None:
+        """Return the exit code of a process that jax aborts; None if it is for another reason than the job's end."""
+        if self.failure is None:
+            host, port = self._address.rsplit(":", 1)
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+                return None
+            except OSError:
+                gone = "process 0, which coordinates the job, is gone"
+                self.failure = Failure(gone, RESTART, 0)
+        self._say(self.failure.text)
+        return self._code or self.failure.code
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and error.code else 1
+    return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _speak_on_abort(aborted: Callable[[], int | None]) -> None:
+    """End with the exit code that `aborted` returns when the process is aborted, which jax does from a thread of C++.
+
+    No Python code runs after that, and no handler of Python's own: so it is one of C, by ctypes.
+    """
+
+    def handle(number: int) -> None:
+        code = aborted()
+        if code is not None:
+            os._exit(code)
+
+    libc = ctypes.CDLL(None)
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    _handlers.append(handler)
+    libc.signal(int(signal.SIGABRT), handler)
+
+
+_handlers: list[Any] = []  # ctypes does not keep them
+_fate: Fate | None = None
+
+
+def fate(dead_after: float = DEAD_AFTER_S) -> Fate:
+    """Return what watches the processes of this job; it starts at the first call."""
+    global _fate
+    if _fate is None:
+        from jax._src.distributed import global_state as job  # jax has no public way to its key-value store
+
+        _fate = Fate(job.client, job.process_id, job.num_processes, str(job.coordinator_address), dead_after)
+        _fate.start()
+    return _fate

@@ -1,0 +1,212 @@
+"""One process of several fails or dies: all end soon, and say which one, where and why."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.processes import Ended, launch, say
+from kit.trainers import BARE, make_trainer
+
+import jaxlit as jl
+
+AT = 6  # the optimizer step after which the fault comes
+DEAD_AFTER = 8.0  # in place of 30 s
+
+
+class Rows:
+    """A loader without a length, each process with its own rows."""
+
+    def __init__(self, fault: str, count: int) -> None:
+        self.fault, self.count = fault, count
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for k in range(self.count):
+            if k == AT and self.fault == "loader":
+                raise OSError("the file is gone")
+            yield {"x": np.full((4, 3), 1.0 + k + jax.process_index(), np.float32)}
+
+
+class Net(jl.TrainModule):
+    def __init__(self, fault: str) -> None:
+        self.fault, self.w = fault, nnx.Param(jnp.ones(3))
+
+    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
+        if self.fault == "compile":
+            raise TypeError("no such layer")
+        return jnp.mean(batch["x"] @ self.w[...])
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        if self.fault == "configure_optimizers":
+            raise KeyError("no rate")
+        return optax.sgd(1e-3)
+
+
+class Faulty(jl.Callback):
+    """Fails in one process, after `AT` steps; with a save in flight, which all have begun."""
+
+    runs_last = True
+
+    def __init__(self, fault: str, saving: bool) -> None:
+        self.fault, self.saving, self.save = fault, saving, None
+
+    def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+        if trainer.global_step != AT or epoch_over:
+            return
+        if self.saving:
+            self.save = trainer.saver.begin("kept")
+        if self.fault in ("", "loader", "starve"):
+            return
+        os.write(2, f"FAULT {time.time()}\n".encode())
+        if self.fault == "exit":
+            sys.exit(3)
+        if self.fault == "collective":
+            jax.experimental.multihost_utils.process_allgather(np.ones(1))
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+        if self.fault in numbers:
+            os.kill(os.getpid(), numbers[self.fault])
+        raise ValueError("bad sample 123")
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        if self.fault == "on_exception":
+            raise ValueError("raised in on_exception")
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        if self.save is not None:
+            self.save.wait()
+        if self.fault == "teardown":
+            raise ValueError("raised in teardown")
+
+
+def train() -> None:
+    """Train with the fault that the environment names: `<kind> <process>[ saving]`."""
+    kind, process, *saving = os.environ["FAULT"].split()
+    fault = kind if process in (str(jax.process_index()), "all") else ""
+    say("began", socket.gethostname())
+    trainer = make_trainer(
+        Faulty(fault, bool(saving)),
+        **BARE | {"strategy": "ddp", "max_epochs": 1, "fail_timeout": 4.0, "num_sanity_val_steps": 0},
+    )
+    trainer.fit(Net(fault), Rows(fault, AT + 4 if fault == "starve" else 200 if kind != "none" else AT + 4))
+    say("done", trainer.global_step)
+
+
+def run(fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[Ended]:
+    monkeypatch.setenv("FAULT", fault)
+    return launch(train, folder, devices=2, dead_after=DEAD_AFTER, **{"grace": 60.0} | more)
+
+
+def last_line(ended: Ended) -> str:
+    return ended.errors.strip().splitlines()[-1]
+
+
+def check(fault: str, ended: list[Ended], text: str, codes: list[int | None]) -> None:
+    assert [one.code for one in ended] == codes, "\n\n".join(one.errors[-3000:] for one in ended)
+    for code, one in zip(codes, ended, strict=True):
+        if code is not None and code > 0:
+            assert re.search(text, last_line(one)), one.errors[-3000:]
+        assert "done" not in one.said
+
+
+def here(index: int, reason: str) -> str:
+    return rf"jaxlit: process {index} on {re.escape(socket.gethostname())} {reason}"
+
+
+# By the fault: the process, the exit codes, and what the last line of each process that has ended by itself says.
+RAISED = r"failed in Faulty\.on_safe_point in epoch 0, batch 6 \(global_step 6\): ValueError: bad sample 123"
+SILENT = rf"gave no sign of life for {DEAD_AFTER:g} s"
+CASES: dict[str, tuple[list[int | None], str]] = {
+    "hook 1": ([1, 1], here(1, RAISED)),
+    "hook 0": ([1, 1], here(0, RAISED)),
+    "hook 1 saving": ([1, 1], here(1, RAISED)),
+    "loader 1": ([1, 1], here(1, r"failed in Trainer\.fit\(.*\) in epoch 0, batch 6: OSError: the file is gone")),
+    "configure_optimizers 1": ([1, 1], here(1, r"failed in Net\.configure_optimizers: KeyError: 'no rate'")),
+    "compile 1": ([1, 1], here(1, r"failed after step 0 of epoch 0: TypeError: no such layer")),
+    "on_exception 1": ([1, 1], here(1, RAISED)),
+    "on_exception 1 saving": ([1, 1], here(1, RAISED)),
+    "teardown 1": ([1, 1], here(1, RAISED)),
+    "teardown 1 saving": ([1, 1], here(1, RAISED)),
+    "hook all": ([1, 1], here(0, RAISED) + "|" + here(1, RAISED)),
+    "exit 1": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
+    "exit 1 saving": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
+    "kill 1": ([75, -signal.SIGKILL], here(1, f"{SILENT}; it was last seen ")),
+    "kill 1 saving": ([75, -signal.SIGKILL], here(1, f"{SILENT}; it was last seen ")),
+    "kill 0": (
+        [-signal.SIGKILL, 75],
+        r"jaxlit: process 0, which coordinates the job, is gone; process 1 on .* was after",
+    ),
+    "stop 1": ([75, None], here(1, f"{SILENT}; it was last seen ")),
+    "stop 0": ([None, 75], f"jaxlit: process 0 {SILENT}; process 1 on .* was after"),
+}
+SAMPLED = ("hook 1 saving", "kill 0")
+FULL = ("compile 1", "exit 1", "kill 1")
+
+
+def marked(fault: str) -> Any:
+    marks = () if fault in SAMPLED else (pytest.mark.full,) if fault in FULL else (pytest.mark.sweep,)
+    return pytest.param(fault, marks=marks)
+
+
+@pytest.mark.parametrize("fault", [marked(fault) for fault in CASES])
+def test_a_fault_of_one_process_ends_both(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, text = CASES[fault]
+    grace = 20.0 if None in codes else 60.0  # one that is stopped never ends
+    check(fault, run(fault, tmp_path, monkeypatch, grace=grace), text, codes)
+
+
+@pytest.mark.full
+def test_two_of_three_processes_name_the_one_that_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run("kill 2", tmp_path, monkeypatch, count=3)
+    check("kill 2", ended, here(2, SILENT), [75, 75, -signal.SIGKILL])
+
+
+def test_a_clean_end_of_two_processes_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for one in run("none 9", tmp_path, monkeypatch):
+        assert one.code == 0
+        assert one.errors == ""
+        assert one.said["done"] == AT + 4
+
+
+def outside() -> None:
+    """Fail before a run, of which the other process knows nothing."""
+    if jax.process_index() == 1:
+        raise RuntimeError("no such folder")
+    train()
+
+
+@pytest.mark.full
+def test_an_error_outside_of_a_run_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAULT", "none 9")
+    ended = launch(outside, tmp_path, devices=2, grace=60.0, dead_after=DEAD_AFTER)
+    check("outside", ended, here(1, "failed outside of a run: RuntimeError: no such folder"), [1, 1])
+
+
+def hang() -> None:
+    """Wait for a collective that the other process does not begin."""
+    kind = "collective" if jax.process_index() == 1 else ""
+    arguments = BARE | {"strategy": "ddp", "max_epochs": 1, "hang_timeout": 12.0}
+    make_trainer(Faulty(kind, False), **arguments).fit(Net(""), Rows("", 200))
+
+
+@pytest.mark.full
+def test_a_collective_of_one_process_ends_all_by_hang_timeout(tmp_path: Path) -> None:
+    ended = launch(hang, tmp_path, devices=2, grace=60.0)
+    check("hang", ended, r"process \d on .* failed .*: TimeoutError: nothing moved", [76, 76])
+
+
+def test_jax_must_wait_longer_than_a_death_takes() -> None:
+    with pytest.raises(jl.errors.ArgumentError, match=r"heartbeat_timeout=20, dead_after=30.*larger than dead_after"):
+        jl.distributed.initialize("a:1", 2, 0, heartbeat_timeout=20)
+    with pytest.raises(jl.errors.ArgumentError, match="shutdown_timeout=30"):
+        jl.distributed.initialize("a:1", 2, 0, shutdown_timeout=30)
