@@ -16,7 +16,7 @@ from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
+from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
@@ -149,11 +149,6 @@ class ModelCheckpoint(Callback):
             return
         self._reset()
         self._folder, self._fitting = self.folder(trainer.run_dir), True
-        if self.train_time_interval is not None and team().size > 1:
-            raise ArgumentError(
-                "ModelCheckpoint(train_time_interval=...) goes by a clock, and each process has its own. Use "
-                "every_n_train_steps in several processes."
-            )
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
@@ -190,6 +185,8 @@ class ModelCheckpoint(Callback):
 
     def due_in_seconds(self) -> float | None:
         """Return the seconds to the next checkpoint by time."""
+        if self.train_time_interval is not None and team().size > 1:  # another process may ask first
+            return 0.0
         return self._deadline - time.monotonic()
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
@@ -203,7 +200,9 @@ class ModelCheckpoint(Callback):
             # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
             rested = self._saving is None and time.monotonic() >= self._rests_until
             due = due or not self._relaxed or rested or team().size > 1
-        if (due or time.monotonic() >= self._deadline) and trainer.saver.may_begin:
+        if self.train_time_interval is not None:
+            due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", time.monotonic() >= self._deadline)
+        if due:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, forced=training_over)
             self._restart_clock()
@@ -211,9 +210,8 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write what was reached, unless the state was lost or is not to be kept."""
         kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        # All processes write a checkpoint together. The others may be elsewhere, except after an error that all of them
-        # read from the device.
-        meets = team().meets(isinstance(exception, NonFiniteError))
+        # All processes write a checkpoint together. The others are elsewhere, except after an error that all raise.
+        meets = not team().over
         begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
         if not (self.save_on_exception and self._fitting and kept and meets and begun):
             return

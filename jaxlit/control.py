@@ -27,7 +27,9 @@ class Control:
         signal: The signal that came first in the fit that runs; None for none.
         again: The signal that asked it to end at once; None for none.
         drawing: The main thread waits for a batch, which a signal may cut by `Interrupted`.
-        together: All processes end at this step, as jax has announced.
+        asked: In several processes what this one asks for, until all do it at the same step: "signal 15", "stop" or
+            "interrupt" and a reason, or what a callback has named. None in one process, where it is done at once.
+        agreed: What callbacks have named and all processes do now.
         shielded: What runs must not be cut, not even by a second signal.
         sanity_checking: The validation that runs is the one before training.
         num_training_batches: Batches of an epoch; inf where the loader has no length.
@@ -45,7 +47,8 @@ class Control:
     signal: int | None = None
     again: int | None = None
     drawing: bool = False
-    together: bool = False
+    asked: list[str] | None = None
+    agreed: set[str] = field(default_factory=set)
     shielded: bool = False
     sanity_checking: bool = False
     num_training_batches: int | float = 0
@@ -55,9 +58,56 @@ class Control:
     noted: set[str] = field(default_factory=set)
     predict_outputs: Any = None
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: str | None) -> None:
         """Ask for a stop; the first reason is kept."""
-        self.should_stop, self.stop_reason = True, self.stop_reason or reason
+        if self.asked is None:
+            self.should_stop, self.stop_reason = True, self.stop_reason or reason
+        elif not self.should_stop:
+            self._ask(f"stop {reason or ''}")
+
+    def interrupt(self, reason: str) -> None:
+        """Ask for the end of training after the step that runs, as by a signal."""
+        if self.asked is None:
+            self.interrupted, self.stop_reason = True, self.stop_reason or reason
+        else:
+            self._ask(f"interrupt {reason}")
+
+    def receive(self, number: int) -> None:
+        """Note a signal that ends training after the step that runs."""
+        self.signal = number
+        if self.asked is None:
+            self.interrupted = True
+        else:
+            self._ask(f"signal {number}")
+
+    def _ask(self, text: str) -> None:
+        if self.asked is not None and text not in self.asked:
+            self.asked.append(text)
+
+    def agree(self, name: str, wanted: bool) -> bool:
+        """See `Trainer.agreed`."""
+        if self.asked is None:
+            return wanted
+        done = name in self.agreed
+        self.agreed.discard(name)
+        if wanted and not done:
+            self._ask(name)
+        return done
+
+    def take(self, agreed: list[str]) -> None:
+        """Do what all processes do now."""
+        for text in agreed:
+            what, _, rest = text.partition(" ")
+            if what == "signal":
+                self.signal, self.interrupted = self.signal or int(rest), True
+            elif what in ("stop", "interrupt"):
+                self.should_stop |= what == "stop"
+                self.interrupted |= what == "interrupt"
+                self.stop_reason = self.stop_reason or rest or None
+            else:
+                self.agreed.add(text)
+        if self.asked and agreed:
+            self.asked = [text for text in self.asked if text not in agreed]
 
     @contextmanager
     def shield(self) -> Iterator[None]:

@@ -1,7 +1,10 @@
 """Agreement of several processes on the batches of one loader."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +19,9 @@ from jaxlit.distributed.start import own_rows
 from jaxlit.distributed.team import team
 from jaxlit.errors import DataError
 from jaxlit.strategies.program import ReplicatedBatch
+
+_MOST_AHEAD = 8  # batches that are drawn before the processes compare how many they have
+_logger = logging.getLogger("jaxlit")
 
 
 class Agreement:
@@ -101,6 +107,60 @@ class Agreement:
                 "jl.distributed.shard_options() for a grain.DataLoader, or a jl.ArrayLoader, which shares by itself."
             )
         return sizes
+
+
+class InStep:
+    """The batches of a loader that may end earlier in one process than in another: as many as every process has.
+
+    The processes draw a few batches ahead and compare how many they have got, so that none begins a step that another
+    one has no batch for. Loaders of an exact length do not need it.
+
+    Args:
+        stream: Yields the loader's batches; a thread may take its place between two draws.
+        argument: Where the loader was given, for messages.
+    """
+
+    def __init__(self, stream: Iterator[Any], argument: str) -> None:
+        self.stream, self._argument = stream, argument
+        self._ready: deque[Any] = deque()
+        self._size, self._count, self._over = 1, 0, False
+        self._error: Exception | None = None
+
+    def __iter__(self) -> "InStep":
+        return self
+
+    def __next__(self) -> Any:
+        if not self._ready and not self._over:
+            self._draw()
+        if not self._ready:
+            raise self._error or StopIteration
+        return self._ready.popleft()
+
+    def _draw(self) -> None:
+        try:
+            for batch in itertools.islice(self.stream, self._size):
+                self._ready.append(batch)
+        except Exception as error:  # of the loader: the batches before it come first
+            self._error = error
+        mine, processes = len(self._ready), team()
+        given = processes.agree(f"batches of {self._argument} after batch {self._count}", mine)
+        least, self._over = min(given), min(given) < self._size
+        for _ in range(mine - least):
+            self._ready.pop()
+        self._count, self._size = self._count + least, min(2 * self._size, _MOST_AHEAD)
+        if least < max(given) and processes.index == 0 and self._error is None:
+            ended = ", ".join(str(process) for process, count in enumerate(given) if count == least)
+            left = ", ".join(f"{count - least} in process {i}" for i, count in enumerate(given) if count > least)
+            _logger.warning(
+                "%s: process %s has no batch left after %d batches, so the epoch ends there in all processes. At least "
+                "so many batches are left out: %s.",
+                *(self._argument, ended, self._count, left),
+            )
+
+
+def has_exact_length(loader: Any) -> bool:
+    """Return whether a loader gives as many batches as its length says, which the processes have compared."""
+    return type(loader) in (ArrayLoader, list, tuple)
 
 
 def joined(batch: Any, rows: Sequence[int]) -> ReplicatedBatch:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, final
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
 from jaxlit.core.stack import Stack, stacked
-from jaxlit.data.agreement import Agreement
+from jaxlit.data.agreement import Agreement, InStep, has_exact_length
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
@@ -234,7 +234,11 @@ class Prefetcher:
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
         draws, thread, auto = source.epoch(epoch), None, self._prefetch == "auto"
-        stream: Iterator[Any] = itertools.islice(draws, limit)
+        drawing: Iterator[Any] = itertools.islice(draws, limit)
+        in_step = None
+        if agreement is not None and not has_exact_length(source.loader):
+            in_step = InStep(drawing, source.argument)
+        stream: Any = in_step or drawing
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
         timing, slow = len(source.times) < _TIMED, _are_slow(source.times) if auto else depth > 0
         host = batch = placed = at = None  # of the batch that waits: the draw after it shows if it is the last
@@ -243,7 +247,11 @@ class Prefetcher:
             # Each step comes through here, so it makes no call that can be spared.
             for k in itertools.count(start):
                 if slow and thread is None and type(drawn) is tuple:
-                    stream = thread = _Thread(stream, depth, control)
+                    thread = _Thread(drawing, depth, control)
+                    if in_step is None:
+                        stream = thread
+                    else:
+                        in_step.stream = thread
                 begun, self.drawn = time.perf_counter(), self.drawn + 1
                 try:
                     try:

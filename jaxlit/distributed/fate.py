@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -56,14 +57,17 @@ class Fate:
         dead_after: Seconds without a beat after which a process counts as dead.
 
     Attributes:
+        listeners: What the thread calls once a second.
         failure: Why the job ends; None while it does not.
         fail_timeout: Seconds that a process takes at most to end, for teardown hooks and checkpoint writers.
         place: Returns where this process is, in words.
     """
 
     def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
-        self._client, self._index, self._size, self._address = client, index, size, address
-        self._dead_after, self._host, self._count = dead_after, socket.gethostname(), 0
+        self.client, self.index, self.size, self._address = client, index, size, address
+        self.dead_after, self._host, self._count = dead_after, socket.gethostname(), 0
+        self.listeners: list[Callable[[], None]] = []
+        self._now = threading.Event()
         self.failure: Failure | None = None
         self.fail_timeout, self._deadline = 10.0, 0.0
         self.place: Callable[[], str] = lambda: "outside of a run"
@@ -74,7 +78,7 @@ class Fate:
     def start(self) -> None:
         """Start to watch, until the process ends."""
         with suppress(Exception):  # a process before this one has made it
-            self._client.key_value_set(_FAILURE, "")
+            self.client.key_value_set(_FAILURE, "")
         self._beat()
         _speak_on_abort(self._aborted)
         hook = sys.excepthook
@@ -102,9 +106,13 @@ class Fate:
             return
         self._error, self._code = error, _code_of(error) if code is None else code
         lines = str(error).strip().splitlines() or [""]
-        text = f"{self._name(self._index)} failed {place}: {type(error).__name__}: {lines[0]}"
+        text = f"{self._name(self.index)} failed {place}: {type(error).__name__}: {lines[0]}"
         restarts = self._code >= RESTART and self._code != 128 + signal.SIGINT
-        self._fail(Failure(text, RESTART if restarts else 1, self._index))
+        self._fail(Failure(text, RESTART if restarts else 1, self.index))
+
+    def listen_now(self) -> None:
+        """Have the thread call its listeners now."""
+        self._now.set()
 
     def check(self) -> None:
         """Raise what another process has failed of.
@@ -123,11 +131,11 @@ class Fate:
     def _fail(self, failure: Failure, *, publish: bool = True) -> None:
         self._deadline, self.failure = time.monotonic() + self.fail_timeout, failure
         with suppress(Exception):  # without the service jax ends every process in a moment
-            if publish and self._client.key_value_increment(_COUNT, 1) == 1:
-                self._client.key_value_set(_FAILURE, json.dumps(failure), allow_overwrite=True)
+            if publish and self.client.key_value_increment(_COUNT, 1) == 1:
+                self.client.key_value_set(_FAILURE, json.dumps(failure), allow_overwrite=True)
 
     def _wait_for_reason(self) -> None:
-        end = time.monotonic() + self._dead_after + 3 * _BEAT_S
+        end = time.monotonic() + self.dead_after + 3 * _BEAT_S
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.05)
 
@@ -137,7 +145,9 @@ class Fate:
     # The thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._thread.stopping.wait(_BEAT_S):
+        while not self._thread.stopping.is_set():
+            self._now.wait(_BEAT_S)
+            self._now.clear()
             if self.failure is not None:
                 if time.monotonic() >= self._deadline:
                     self._leave()
@@ -147,35 +157,38 @@ class Fate:
 
     def _listen(self) -> None:
         try:
-            text = self._client.blocking_key_value_get(_FAILURE, int(self._dead_after * 1000))
+            text = self.client.blocking_key_value_get(_FAILURE, int(self.dead_after * 1000))
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error) or self._thread.stopping.is_set():
                 raise
-            silent = f"process 0 gave no sign of life for {self._dead_after:g} s"
+            silent = f"process 0 gave no sign of life for {self.dead_after:g} s"
             self._fail(Failure(silent, RESTART, 0), publish=False)  # each process finds it
             return self._say(silent)
         self._beat()
         if text and self.failure is None:  # this process may have failed meanwhile
             self._fail(told := Failure(*json.loads(text)), publish=False)
             self._say(told.text)  # the main thread may be in a collective, where nothing reaches it
-        elif self._index == 0 and (dead := self._find_dead()) is not None:
+        elif self.index == 0 and (dead := self._find_dead()) is not None:
             self._fail(dead)
             self._say(dead.text)
+        else:
+            for listener in self.listeners:
+                listener()
 
     def _beat(self) -> None:
         self._count += 1
         beat = json.dumps([self._count, self._host, self.place()])
-        self._client.key_value_set(f"{_BEATS}{self._index}", beat, allow_overwrite=True)
+        self.client.key_value_set(f"{_BEATS}{self.index}", beat, allow_overwrite=True)
 
     def _find_dead(self) -> Failure | None:
         """Return a failure if a process gives no beat any more; one that has ended has written an empty one."""
         now = time.monotonic()
-        for key, beat in self._client.key_value_dir_get(_BEATS):
+        for key, beat in self.client.key_value_dir_get(_BEATS):
             before, since = self._seen.get(key, ("", now))
             self._seen[key] = (beat, since if before == beat else now)
-            if beat and before == beat and now - since > self._dead_after:
+            if beat and before == beat and now - since > self.dead_after:
                 (_, host, place), index = json.loads(beat), int(key.removeprefix(_BEATS))
-                silent = f"gave no sign of life for {self._dead_after:g} s; it was last seen {place}"
+                silent = f"gave no sign of life for {self.dead_after:g} s; it was last seen {place}"
                 return Failure(f"{self._name(index, host)} {silent}", RESTART, index)
         return None
 
@@ -184,22 +197,23 @@ class Fate:
     def _end(self) -> None:
         """End the thread where the process ends; after a failure leave without jax's barrier, which waits for all."""
         self._thread.stop()
+        self._now.set()
         self._thread.join(2 * _BEAT_S)
         if self.failure is not None:
             self._leave()
         with suppress(Exception):
-            self._client.key_value_set(f"{_BEATS}{self._index}", "", allow_overwrite=True)
+            self.client.key_value_set(f"{_BEATS}{self.index}", "", allow_overwrite=True)
 
     def _leave(self) -> None:
         assert self.failure is not None
         if self._error is not None and not self._is_shown:  # something has kept it from being raised in time
             with suppress(Exception):
                 traceback.print_exception(self._error)
-        if self._index == 0:
+        if self.index == 0:
             self._linger()
         elif self.failure.process:
             with suppress(Exception):
-                self._client.key_value_set(f"{_GONE}{self._index}", "")
+                self.client.key_value_set(f"{_GONE}{self.index}", "")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -208,11 +222,11 @@ class Fate:
 
     def _linger(self) -> None:
         """Wait for the others: the service ends with process 0, and jax then aborts those that still use it."""
-        others = self._size - 1 - (self.failure is not None and self.failure.process > 0 and not self._error)
+        others = self.size - 1 - (self.failure is not None and self.failure.process > 0 and not self._error)
         end = self._deadline + _LINGER_S
         while time.monotonic() < end:
             try:
-                if len(self._client.key_value_dir_get(_GONE)) >= others:
+                if len(self.client.key_value_dir_get(_GONE)) >= others:
                     return
             except Exception as error:
                 if "NOT_FOUND" not in str(error):
@@ -221,7 +235,7 @@ class Fate:
 
     def _say(self, text: str) -> None:
         """Write to stderr from any thread, without Python's streams, which another thread may hold."""
-        here = "" if self._error is not None else f"; {self._name(self._index)} was {self.place()}"
+        here = "" if self._error is not None else f"; {self._name(self.index)} was {self.place()}"
         with suppress(OSError):
             os.write(2, f"jaxlit: {text}{here}\n".encode(errors="replace"))
 

@@ -4,23 +4,23 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from jaxlit import errors
+from jaxlit.distributed.decisions import Decisions
 from jaxlit.distributed.fate import fate
+from jaxlit.distributed.store import arrive, arrived, gather
 from jaxlit.errors import JaxlitError, PeerError, ProcessError
 
 PATIENCE_S = 300.0
 """Seconds that a process waits for the others, where all are about to do the same."""
 
 _SILENT_S = 60.0  # after which it says whom it waits for
-_FOR_THE_TIME_S = 24 * 3600.0  # a process may wait for data; one that ends is noticed by jax
-_MOST_S = 10.0  # between two exchanges of times
 _logger = logging.getLogger("jaxlit")
 
 _agreements = itertools.count()
@@ -35,13 +35,9 @@ class Alone:
         size: How many there are.
         announces: Whether jax announces a SIGTERM of one process to all of them, as it does by default.
         over: Whether a process has failed, so that none may wait for another.
-        now: The result of the last `elapsed`.
     """
 
     index, size, announces, over = 0, 1, False, False
-
-    def __init__(self) -> None:
-        self._began, self.now = time.monotonic(), 0.0
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
         """Exchange a JSON value.
@@ -106,71 +102,58 @@ class Alone:
         if error is not None:
             raise error
 
-    def decide(self, flag: bool) -> bool:
-        """Return whether training ends here: what this process asks for, or jax announces to all of several."""
-        return flag
+    def begin(self) -> None:
+        """Begin a run: what processes have asked for in the one before is forgotten."""
 
-    def meets(self, shared: bool) -> bool:
-        """Return whether all processes come here; of several, only if what has led this one here is `shared` by all."""
-        return True
+    def decide(self, asked: Sequence[str]) -> list[str]:
+        """Return what all processes do now, in the same step: what one of them asks for; see `Decisions`."""
+        return list(asked)
 
-    def elapsed(self, due: float | None = None, *, ask: bool = False) -> float:
-        """Return the seconds since this object was made, where they decide something the same in every process.
-
-        Args:
-            due: The earliest time that is waited for, None for none.
-            ask: Exchange the times now, and at the next call as well.
-        """
-        self.now = time.monotonic() - self._began
-        return self.now
+    def is_preempted(self) -> bool:
+        """Return whether jax announces here, to all of several processes, that one of them will be preempted."""
+        return False
 
 
 class Several(Alone):
     """The processes of a job; see `Alone`."""
 
     def __init__(self) -> None:
-        super().__init__()
         from jax._src.distributed import global_state  # jax has no public way to ask
 
         self.index, self.size = jax.process_index(), jax.process_count()
         self.announces = global_state.preemption_sync_manager is not None
         self._fate = fate()
-        self._calls = 0  # of `elapsed` since the last exchange
-        self._rest = 0  # how many go without one
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
         """See `Alone`."""
         client, number = _client(), next(_agreements)
         self.check()
         folder = f"jaxlit/agree/{number}"
-        client.key_value_set(f"{folder}/value/{self.index}", json.dumps([topic, value]))
-        if client.key_value_increment(f"{folder}/count", 1) == self.size:
-            client.key_value_set(f"{folder}/all", "")
-        elif self.index == 0 and number >= 2:  # all that are at the last agreement have read the one before it
-            client.key_value_delete(f"jaxlit/agree/{number - 2}")
-        self._wait_for_all(folder, topic, timeout)
-        values: list[Any] = [None] * self.size
-        for key, text in client.key_value_dir_get(f"{folder}/value/"):
-            process = int(key.rsplit("/", 1)[1])
-            their_topic, values[process] = json.loads(text)
+        arrive(client, folder, self.index, self.size, json.dumps([topic, value]))
+        values = []
+        for process, text in enumerate(self._all(folder, topic, timeout)):
+            their_topic, theirs = json.loads(text)
             if their_topic != topic:
                 raise ProcessError(
                     f"Process {self.index} is at '{topic}' while process {process} is at '{their_topic}'. Every "
                     "process must run the same script with the same arguments, and give the same number of batches."
                 )
+            values.append(theirs)
+        if self.index == 0 and number:  # all that are at this agreement have read the one before it
+            client.key_value_delete(f"jaxlit/agree/{number - 1}")
         return values
 
-    def _wait_for_all(self, folder: str, topic: str, timeout: float) -> None:
-        """Wait until the last process has come, and look once a second for one that has failed."""
+    def _all(self, folder: str, topic: str, timeout: float) -> list[str]:
+        """Wait for all processes; once a second look for one that has failed."""
         client, begun, silent = _client(), time.monotonic(), True
         while True:
             left = begun + timeout - time.monotonic()
-            with suppress(jax.errors.JaxRuntimeError):
-                return client.blocking_key_value_get(f"{folder}/all", max(1, int(min(left, 1.0) * 1000))) and None
+            if (values := gather(client, folder, self.size, min(left, 1.0))) is not None:
+                return values
             self.check()
-            if left > 1.0 and (not silent or left > timeout - _SILENT_S):
+            if left > 1.0 and (not silent or timeout - left < _SILENT_S):
                 continue
-            there = {int(key.rsplit("/", 1)[1]) for key, _ in client.key_value_dir_get(f"{folder}/value/")}
+            there = arrived(client, folder)
             missing = ", ".join(str(process) for process in range(self.size) if process not in there)
             if left <= 1.0:
                 raise ProcessError(
@@ -214,40 +197,28 @@ class Several(Alone):
             first = error if str(error) == text and error is not None else getattr(errors, name)(text)
             raise errors.in_all(first)
 
-    def decide(self, flag: bool) -> bool:
+    def begin(self) -> None:
         """See `Alone`."""
-        return reached_preemption_sync_point(next(_looks)) if self.announces else flag
+        _decisions(self._fate).begin()
 
-    def meets(self, shared: bool) -> bool:
+    def decide(self, asked: Sequence[str]) -> list[str]:
         """See `Alone`."""
-        return shared
+        return _decisions(self._fate).decide(asked)
 
-    def elapsed(self, due: float | None = None, *, ask: bool = False) -> float:
-        """See `Alone`.
-
-        The clocks of processes differ, and each reaches a step at another time: if each used its clock, one would
-        stop a step before the others, which would wait for it forever. So they exchange their times, and the latest
-        counts. An exchange takes a millisecond, so the next one follows after half of the time that is left, at most
-        ten seconds, counted in calls at the pace of the last ones.
-        """
-        self._calls += 1
-        if not ask and self._calls <= self._rest:
-            return self.now
-        mine = time.monotonic() - self._began
-        before, self.now = self.now, max(self.agree("the time", mine, timeout=_FOR_THE_TIME_S))
-        pace, left = (self.now - before) / self._calls, _MOST_S
-        if due is not None:
-            left = max(min(left, (due - self.now) / 2), 0.0)
-        self._calls, self._rest = 0, 0 if ask or pace <= 0 else int(left / pace)
-        return self.now
+    def is_preempted(self) -> bool:
+        """See `Alone`."""
+        return self.announces and reached_preemption_sync_point(next(_looks))
 
 
 Team: TypeAlias = Alone | Several
 
 
 def team() -> Team:
-    """Return the processes of this job, with a time that begins now."""
+    """Return the processes of this job."""
     return Several() if jax.process_count() > 1 else Alone()
+
+
+_decisions = cache(Decisions)  # one for all runs: its places must be counted alike in every process
 
 
 def _client() -> Any:

@@ -150,8 +150,8 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         run.in_flight.drain(sums[1])
-        if run.times.team.over:
-            run.times.team.check()
+        if run.times.team.size > 1:
+            run.meet()
         if run.control.interrupted:
             break
     # A loader that had batches before and none now is used up; one that never had any was warned of at the start.

@@ -181,15 +181,19 @@ class Run(Setup):
         self.hooks.log.check_columns()
         self.tracing.check(self.engine, self.results)
 
-    def check_processes(self) -> None:
-        """End training here, as by SIGTERM, if jax announces to all processes that one of them will be preempted.
+    def meet(self) -> None:
+        """Do what one of several processes asks for, if all of them do it now.
 
         Raises:
             PeerError: Another process has failed.
         """
-        self.times.team.check()
-        if self.times.team.decide(False):
-            self.control.signal, self.control.interrupted, self.control.together = signal.SIGTERM, True, True
+        processes, control = self.times.team, self.control
+        if processes.size == 1:
+            return
+        processes.check()
+        if processes.is_preempted():
+            control.take([f"signal {int(signal.SIGTERM)}"])
+        control.take(processes.decide(control.asked or ()))
 
     def print_signal(self) -> None:
         """Print once that a signal ends training here, if one does."""
@@ -203,7 +207,7 @@ class Run(Setup):
     def batches_to_validation(self) -> int | None:
         """Batches until a validation inside the epoch; None if there is none, or if a clock decides."""
         position, every = self.position, self.settings.check_val_every_n_epoch
-        if self.data.val_every is None or not self.data.validates or self.times.validation_is_due() is not None:
+        if self.data.val_every is None or not self.data.validates or self.times.has_interval:
             return None
         count = position.total_batch_idx if every is None else position.batch_idx
         return self.data.val_every - count % self.data.val_every
@@ -219,7 +223,7 @@ class Run(Setup):
             return False
         if self.control.should_stop and self.may_stop:
             return True
-        if (by_clock := self.times.validation_is_due()) is not None:
+        if (by_clock := self.times.validation_is_due(self.control)) is not None:
             return by_clock
         if self.data.val_every is None:
             return last

@@ -17,7 +17,7 @@ from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import fetch
-from jaxlit.errors import CheckpointError, DataError
+from jaxlit.errors import CheckpointError, DataError, in_all
 from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
 
@@ -120,10 +120,12 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
         source.load_state_dict(theirs[jax.process_index()])
         return
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
-        raise DataError(
-            f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader continues "
-            f"only with as many processes as before: {len(theirs)}, not {processes}. Resume with as many, use a "
-            "jl.ArrayLoader or a grain MapDataset, or resume from the end of an epoch."
+        raise in_all(
+            DataError(
+                f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader "
+                f"continues only with as many processes as before: {len(theirs)}, not {processes}. Resume with as "
+                "many, use a jl.ArrayLoader or a grain MapDataset, or resume from the end of an epoch."
+            )
         )
     # The fingerprint of another kind of loader is of each process's share.
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})

@@ -29,6 +29,7 @@ class TimeLimits:
 
     def __init__(self) -> None:
         self.team, self.waits, self._started = team(), False, time.monotonic()
+        self._checked = 0.0  # seconds at the newest check
         self.ended: float | None = None
         self._limits: list[Limit] = []
         self._next_validation: float | None = None
@@ -39,13 +40,10 @@ class TimeLimits:
         if self.team.size > 1:
             return -math.inf
         # A limit that is over has asked for its stop. A validation may be late, where others are every n epochs.
-        left = [due for due in self._dues if due > self.team.now or due == self._next_validation]
+        left = [limit.due for limit in self._limits if not limit.at_epoch_end and limit.due > self._checked]
+        if self._next_validation is not None:
+            left.append(self._next_validation)
         return min(left, default=math.inf) - self.seconds
-
-    @property
-    def _dues(self) -> list[float]:
-        dues = [limit.due for limit in self._limits if not limit.at_epoch_end]
-        return dues if self._next_validation is None else [*dues, self._next_validation]
 
     @property
     def seconds(self) -> float:
@@ -59,29 +57,31 @@ class TimeLimits:
         self.restart_interval(settings)
 
     def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
-        """Ask for a stop once so many seconds from now are over; in several processes all must come here."""
-        self._limits.append(Limit(self._elapsed(ask=True) + seconds, reason, at_epoch_end))
+        """Ask for a stop once so many seconds from now are over."""
+        self._limits.append(Limit(self.seconds + seconds, reason, at_epoch_end))
         self.waits = True
 
     def restart_interval(self, settings: Settings) -> None:
         """Count a `val_check_interval` that is a duration again, from the end of a validation."""
         if isinstance(interval := settings.val_check_interval, datetime.timedelta):
-            self._next_validation, self.waits = self._elapsed(ask=True) + interval.total_seconds(), True
+            self._next_validation, self.waits = self.seconds + interval.total_seconds(), True
 
-    def validation_is_due(self) -> bool | None:
+    @property
+    def has_interval(self) -> bool:
+        """Whether validations go by the clock."""
+        return self._next_validation is not None
+
+    def validation_is_due(self, control: Control) -> bool | None:
         """Return whether to validate by the clock; None if its interval is no duration."""
-        return None if self._next_validation is None else self.team.now >= self._next_validation
+        if self._next_validation is None:
+            return None
+        return control.agree("validation by time", self.seconds >= self._next_validation)
 
     def check(self, control: Control, *, epoch_over: bool = False) -> None:
         """Ask for a stop once a limit is over."""
-        # One process alone may be interrupted: the others would not exchange their times with it.
-        if not self.waits or (control.interrupted and not self.team.meets(False)):
+        if not self.waits:
             return
-        now = self._elapsed(ask=epoch_over)
+        self._checked = self.seconds
         for limit in self._limits:
-            if now >= limit.due and (epoch_over or not limit.at_epoch_end):
+            if self._checked >= limit.due and (epoch_over or not limit.at_epoch_end):
                 control.stop(limit.reason)
-
-    def _elapsed(self, *, ask: bool) -> float:
-        """Return the seconds; the next limit decides when processes compare their clocks."""
-        return self.team.elapsed(min((due for due in self._dues if due > self.team.now), default=None), ask=ask)

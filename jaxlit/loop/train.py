@@ -43,6 +43,7 @@ def fit(run: Run) -> None:
         return
     note_monitor(run)
     run.hooks("on_train_start")
+    run.meet()
     dispatch = Dispatch(run)
     try:
         while not run.done:
@@ -69,6 +70,7 @@ def train_epoch(run: Run, dispatch: Dispatch) -> None:
         run.engine.begin_epoch(position.epoch)
         run.results.newest_loss = None
         hooks("on_train_epoch_start")
+        run.meet()
         # After the hook, which may set it; all windows of an epoch have one length.
         run.window.batches = run.settings.accumulate_grad_batches
     dispatch.begin_epoch()
@@ -245,7 +247,7 @@ def after_step(
     if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
         run.times.check(run.control)
     if run.times.team.size > 1:
-        run.check_processes()
+        run.meet()
     if position.phase <= Phase.ROW:
         position.phase = Phase.VALIDATION
         is_due = position.global_step >= run.due.next or run.control.should_stop or run.hooks.log.window
@@ -263,6 +265,7 @@ def after_step(
             run.evaluation = Evaluation()
     if run.evaluation is not None and not run.control.interrupted:  # an interrupted one stays for the resume
         validate(run)
+        run.meet()
     done = run.done
     if not (position.over or done):
         safe_point(run, hook, training_over=False)
@@ -320,10 +323,12 @@ def end_epoch(run: Run) -> None:
         position.phase = position.phase if cut else Phase.EPOCH_ROW
         log.show_epoch()
         run.hooks("on_train_epoch_end")
+        run.meet()
     if cut or position.phase <= Phase.EPOCH_ROW:
         position.phase = position.phase if cut else Phase.DONE
         log_row(run, {**row, **log.take_epoch()}, max(run.hooks.clock.global_step - 1, 0))
     run.times.check(run.control, epoch_over=True)
+    run.meet()
     if cut:
         run.hooks.clock.epoch += 1
     else:

@@ -96,7 +96,11 @@ class TrainerProperties(Arguments):
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
-        self._session.control.should_stop = value
+        control = self._session.control
+        if value:
+            control.stop(None)
+        else:
+            control.should_stop = False
 
     @property
     def stop_reason(self) -> str | None:

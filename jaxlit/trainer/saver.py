@@ -113,9 +113,6 @@ class Saver:
         Args:
             first: An error that came before.
         """
-        run = self._fitted()
-        if first is not None and run is not None and not run.times.team.meets(False):
-            return first  # the other processes may be elsewhere, and all of them must wait together
         while left := [saving for saving in self._open if not saving.was_awaited]:
             try:
                 left[0].wait()
@@ -176,12 +173,6 @@ class Saver:
             CheckpointError: There was no fit that could have written it.
         """
         self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether all processes are at the same step: a signal that came to one of them may have ended it alone."""
-        run = self._training()
-        return run.times.team.meets(not run.control.interrupted or run.control.together)
 
     @property
     def has_trained(self) -> bool:

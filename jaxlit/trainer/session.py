@@ -17,6 +17,7 @@ from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import once_per_node
+from jaxlit.distributed.team import team
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
@@ -322,8 +323,12 @@ class Session:
 
     def _set_up(self, module: TrainModule, stage: Stage, loaders: Loaders, resume: Resume | None) -> Setup:
         """Forget what the run before has left, and return what the new one begins with."""
-        self.control.interrupted = self.control.signal is not None  # one may have come in the meantime
-        self.control.noted.clear()
+        control, processes = self.control, team()
+        control.interrupted = control.signal is not None and processes.size == 1  # one may have come in the meantime
+        control.noted.clear()
+        control.agreed.clear()
+        control.asked = None if processes.size == 1 else [x for x in control.asked or () if x.startswith("signal ")]
+        processes.begin()
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         # Cleared now and not at the end of a run, whose metrics a program reads after it.

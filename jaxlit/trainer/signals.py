@@ -18,8 +18,8 @@ def interruptible(control: Control) -> Iterator[None]:
     """Turn a first SIGINT, SIGTERM or SIGHUP into `control.interrupted` inside the block.
 
     Handlers that a program has installed stay, as does a signal that is ignored, for example SIGHUP under `nohup`; only
-    the main thread has handlers. SIGUSR1 counts in a job of SLURM, which announces its end with it. In several
-    processes jax handles SIGTERM, and announces it to all of them.
+    the main thread has handlers. SIGUSR1 counts in a job of SLURM, which announces its end with it. A signal to one
+    of several processes ends all of them at the same step; SIGTERM is handled by jax there, which announces it.
 
     Machines send several of them, so only a Ctrl-C makes a second one end the block at once.
 
@@ -32,15 +32,16 @@ def interruptible(control: Control) -> Iterator[None]:
     # It may run between any two operations: it only notes, and writes to nothing.
     def handle(number: int, frame: FrameType | None) -> None:
         if control.signal is None:
-            control.signal, control.interrupted = number, True
-            if control.drawing:
+            control.receive(number)
+            if control.drawing and control.interrupted:
                 raise Interrupted
         elif signal.SIGINT in (control.signal, number):
             control.again = number
             if not control.shielded:
                 raise ending(number)
 
-    control.together, installed = False, {}
+    processes, installed = team(), {}
+    control.asked = [] if processes.size > 1 else None
     if threading.current_thread() is threading.main_thread():
         for number, default in _defaults().items():
             if signal.getsignal(number) == default:
@@ -59,6 +60,8 @@ def interruptible(control: Control) -> Iterator[None]:
         control.signal, control.again, control.shielded = None, None, False
     if again is not None:  # what it raised was lost in a callback of a library
         raise ending(again)
+    if first is not None and not control.interrupted:  # it came after the last step at which processes agree
+        processes.fail(ending(first), "after its last step")
     if first not in (None, signal.SIGINT):
         raise ending(first)
 

@@ -362,6 +362,29 @@ class Trainer(TrainerProperties):
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
         self._session.control.stop(reason)
 
+    def request_stop(self, reason: str) -> None:
+        """End training after the step that runs, with a checkpoint, as a first Ctrl-C does; any thread may call this.
+
+        Where training runs in another thread than the main one, Python delivers it no signals: the program's own
+        handler calls this. `fit` then returns, with `trainer.interrupted` and `trainer.stop_reason` set.
+
+        Args:
+            reason: Why, for the last lines.
+        """
+        self._session.control.interrupt(reason)
+
+    def agreed(self, name: str, wanted: bool) -> bool:
+        """Return whether something is done now that goes by a clock, or by anything else that processes do not share.
+
+        In one process that is `wanted`. In several processes, each of which calls this in a hook of each step, it is
+        True in all of them at the same step, after one of them has wanted it.
+
+        Args:
+            name: A name for it, the same in all processes.
+            wanted: Whether this process wants it; repeated until it is done.
+        """
+        return self._session.control.agree(name, wanted)
+
     def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
         """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
         self._session.stop_after(seconds, reason, at_epoch_end)

@@ -1,116 +1,153 @@
 """What processes decide together: the time is over for all at the same step, and an error is that of all."""
 
-import time
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from kit.batches import random
+from kit.batches import Stream, random, sized
 from kit.journal import hooks
 from kit.modules import Linear
 from kit.processes import launch, say
 from kit.threads import as_processes
-from kit.trainers import BARE, fit
+from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import Timer
-from jaxlit.distributed.team import Several, team
+from jaxlit.distributed.decisions import Decisions
+from jaxlit.distributed.team import team
 from jaxlit.errors import CheckpointError, DataError
 
 
-def decided(monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], steps: int) -> list[Any]:
-    """Return of each process the look that found the time over, its clock's time there, and how often it asked.
+class Steps:
+    """Steps that wait for each other as collectives do: none is dispatched more than `ahead` before the slowest one."""
 
-    Args:
-        monkeypatch: Of the test.
-        due: The time.
-        paces: Of each process, the seconds that step k takes by its clock.
-        steps: The most looks.
-    """
-    now, asks, ask = [100.0 * k for k in range(len(paces))], [0] * len(paces), Several.agree
+    def __init__(self, count: int, ahead: int) -> None:
+        self.taken, self.ahead, self.moved = [0] * count, ahead, threading.Condition()
 
-    def asking(*args: Any, **named: Any) -> Any:
-        asks[jax.process_index()] += 1
-        return ask(*args, **named)
-
-    def work(index: int) -> tuple[int, float, int]:
-        clock, first = Several(), now[index]
-        end = clock.elapsed(ask=True) + due
-        for k in range(steps):
-            now[index] += paces[index](k)
-            if clock.elapsed(end) >= end:
-                return k, now[index] - first, asks[index]
-        return steps, now[index] - first, asks[index]
-
-    monkeypatch.setattr(Several, "agree", asking)
-    monkeypatch.setattr(time, "monotonic", lambda: now[jax.process_index()])
-    return as_processes(monkeypatch, work, len(paces))
+    def take(self, index: int) -> None:
+        with self.moved:
+            self.taken[index] += 1
+            self.moved.notify_all()
+            assert self.moved.wait_for(lambda: self.taken[index] - min(self.taken) <= self.ahead, 30), "a deadlock"
 
 
-@pytest.mark.parametrize(
-    ("due", "paces", "latest"),
-    [
-        # One that is slower in each step is the one that counts: 100 s are over in its step 199.
-        (100.0, [lambda k: 0.4, lambda k: 0.5], 199),
-        (100.0, [lambda k: 0.5, lambda k: 0.1 if k % 2 else 0.7], 199),
-        # A first step that compiles.
-        (100.0, [lambda k: 0.25 if k else 50.0, lambda k: 0.25], 200),
-        # It is over in the first.
-        (1.0, [lambda k: 2.0, lambda k: 0.0], 0),
-    ],
-)
-def test_all_processes_find_the_time_over_at_one_step(
-    monkeypatch: pytest.MonkeyPatch, due: float, paces: list[Any], latest: int
-) -> None:
-    result = decided(monkeypatch, due, paces, 1000)
-    assert len({(step, asks) for step, _, asks in result}) == 1
-    assert result[0][0] == latest
+def places_of(index: int, steps: Steps, count: int, asks: dict[int, str]) -> dict[str, int]:
+    """Return the place at which a process is told to do what any of them asks for, by what it is."""
+    fate, done, stop = team()._fate, dict[str, int](), threading.Event()  # type: ignore[union-attr]
+    decisions = Decisions(fate)
+
+    def listen() -> None:
+        while not stop.is_set():
+            fate._now.wait(0.001 * (1 + index))
+            decisions._listen()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    decisions.begin()
+    asked = list[str]()
+    while len(done) < count:
+        steps.take(index)
+        asked += [asks[steps.taken[index]]] if steps.taken[index] in asks else []
+        for text in decisions.decide(asked):
+            done[text], asked = steps.taken[index], [x for x in asked if x != text]
+    team().agree("all have ended", None)
+    stop.set()
+    listener.join()
+    return done
 
 
-def test_exchanges_are_rare_and_follow_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 20 000 steps of 10 ms, 200 s: an exchange each 10 s and at each halving of the last 20.
-    (step, seconds, asks), other = decided(monkeypatch, 200.0, [lambda k: 0.01, lambda k: 0.01], 30_000)
-    assert (step, asks) == (other[0], other[2]) and 200.0 <= seconds + 1e-6 < 200.1 and asks < 50
-    (_, seconds, _), _ = decided(monkeypatch, 200.0, [lambda k: 0.01 if k < 100 else 0.1] * 2, 30_000)
-    assert 200.0 <= seconds + 1e-6 < 210.0
+@pytest.mark.parametrize("ahead", [0, 1, 4])
+def test_all_processes_do_what_one_asks_for_at_one_place(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asks, steps = [{5: "a"}, {5: "b", 60: "c"}, {30: "d"}], Steps(3, ahead)
+    one, *others = as_processes(monkeypatch, lambda index: places_of(index, steps, 4, asks[index]), 3)
+    assert one.keys() == {*"abcd"}
+    assert others == [one, one]
+    assert one["a"] >= 5 and one["b"] >= 5 and one["c"] >= 60 and one["d"] >= 30
 
 
-def train_in_a_process() -> None:
-    """Train with a clock of this process's own: a batch takes 3 s in the first process and 1 s in the other."""
-    now, seconds = [1000.0 * jax.process_index()], 3.0 - 2.0 * jax.process_index()
-    real, validated = time.monotonic, list[int]()
-    time.monotonic = lambda: now[0]
+def test_what_all_ask_for_at_one_place_is_done_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(3, 4)
+    result = as_processes(monkeypatch, lambda index: places_of(index, steps, 1, {40: "stop"}), 3)
+    assert result == [{"stop": 40}] * 3
 
-    def tick(*_: Any) -> None:
-        now[0] += seconds
 
-    watch = hooks(
-        on_train_batch_end=tick, on_validation_start=lambda trainer, module: validated.append(trainer.global_step)
-    )
-    (rows,) = random(1, rows=32)
+STEPS = 400
+
+
+class Stopping(jl.Callback):
+    """Ends training in some processes only, after a step."""
+
+    def __init__(self, how: str, at: int, processes: tuple[int, ...]) -> None:
+        self.how, self.at = how, at if jax.process_index() in processes else -1
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self.at:
+            return
+        if self.how == "stop":
+            trainer.should_stop = True
+        elif self.how == "request":
+            trainer.request_stop("the machine is needed")
+        else:
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def train_together() -> None:
+    """End trainings in ways that only one process knows of, and say where each process is then."""
+    os.environ["SLURM_JOB_ID"] = "1"
+    (rows,) = random(1, rows=8 * STEPS)
     loader = jl.ArrayLoader(rows, 8)
-    by_timer = Timer({"seconds": 20})
-    given = {
-        "strategy": "ddp",
-        "max_epochs": None,
-        "num_sanity_val_steps": 0,
-        "val_check_interval": {"seconds": 10},
-    } | BARE
-    for name, callbacks, more in (("max_time", [], {"max_time": {"seconds": 20}}), ("Timer", [by_timer], {})):
-        validated.clear()
-        trainer = fit(Linear(), loader, loader, watch, *callbacks, **given, **more)
-        say(name, [trainer.global_step, validated, trainer.stop_reason.split("=")[0].split("(")[0]])
-    time.monotonic = real
+    cases = {how: Stopping(how, 5, (1,)) for how in ("SIGINT", "SIGHUP", "SIGUSR1", "request")}
+    cases |= {"stop": Stopping("stop", 5, (0,)), "stop of all": Stopping("stop", 5, (0, 1))}
+    given = BARE | {"strategy": "ddp", "max_epochs": 1, "enable_checkpointing": True}
+    for name, callback in cases.items():
+        trainer = make_trainer(callback, jl.callbacks.ModelCheckpoint(), default_root_dir=name, **given)
+        code = None
+        try:
+            trainer.fit(Linear(), loader)
+        except SystemExit as error:
+            code = error.code
+        saved = sorted(path.name for path in Path(name, "checkpoints").glob("step_*"))
+        say(name, [trainer.global_step, code, trainer.interrupted, trainer.stop_reason, saved])
+    forever = given | {"max_epochs": None, "num_sanity_val_steps": 0}
+    steps = list[int]()
+    watch = hooks(on_validation_start=lambda trainer, module: steps.append(trainer.global_step))
+    saves = jl.callbacks.ModelCheckpoint(train_time_interval={"seconds": 1 + jax.process_index()}, save_top_k=-1)
+    trainer = make_trainer(watch, saves, default_root_dir="timed", max_time={"seconds": 4}, **forever)
+    trainer.val_check_interval = {"seconds": 1 + 0.5 * jax.process_index()}
+    trainer.fit(Linear(), loader, loader)
+    saved = sorted(path.name for path in Path("timed", "checkpoints").glob("step_*"))
+    say("timed", [trainer.global_step, steps, trainer.stop_reason, saved])
+    uneven = Stream(sized(*[8] * (12 - 5 * jax.process_index()), seed=jax.process_index()))
+    trainer = make_trainer(**BARE | {"strategy": "ddp", "max_epochs": 2})
+    trainer.fit(Linear(), uneven)
+    say("uneven", [trainer.global_step, trainer.current_epoch])
 
 
 @pytest.mark.full
-def test_processes_with_other_clocks_stop_at_one_step(tmp_path: Path) -> None:
-    ended = launch(train_in_a_process, tmp_path)
-    assert [one.code for one in ended] == [0, 0], ended[0].errors + ended[1].errors
-    # 3 s a batch, by the slower: 10 s are over in the fourth and the eighth; 20 s in the seventh, which validates.
-    for name in ("max_time", "Timer"):
-        assert [one.said[name] for one in ended] == [[7, [4, 7], name]] * 2
+def test_two_processes_end_at_one_step_whichever_is_asked(tmp_path: Path) -> None:
+    first, second = launch(train_together, tmp_path, devices=2)
+    assert [first.code, second.code] == [0, 0], first.errors + second.errors
+    assert first.said == second.said
+    said = first.said
+    codes = {"SIGINT": None, "SIGHUP": 129, "SIGUSR1": 138, "request": None}
+    for name, code in codes.items():
+        step, ended, interrupted, reason, saved = said[name]
+        assert 5 <= step < STEPS
+        assert ended == code
+        assert interrupted
+        assert reason == ("the machine is needed" if name == "request" else None)
+        assert saved == [f"step_{step:08d}"]
+    assert 5 <= said["stop"][0] < STEPS
+    assert said["stop of all"][0] == 5, "what all ask for in one step is done in it"
+    step, validated, reason, saved = said["timed"]
+    assert reason.startswith("max_time")
+    assert len(validated) >= 2 and len(saved) >= 2
+    assert said["uneven"] == [14, 2]
+    assert first.errors.count("process 1 has no batch left after 7 batches") == 2
+    assert "left out: " in first.errors
 
 
 def test_an_error_of_one_process_is_raised_in_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ class Store:
 
     def key_value_dir_get(self, folder: str) -> list[tuple[str, str]]:
         with self.changed:
-            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+            return [(key, value) for key, value in self.values.items() if key.startswith(f"{folder.rstrip('/')}/")]
 
     def key_value_delete(self, folder: str) -> None:
         with self.changed:
@@ -59,7 +59,7 @@ class Watched(Fate):
     """What tells a process that another one has failed."""
 
     def check(self) -> None:
-        if self._client.is_broken:
+        if self.client.is_broken:
             raise PeerError("another process has failed")
 
 

@@ -270,10 +270,10 @@ def test_a_folder_stays_locked_while_a_writer_works(signals, monkeypatch) -> Non
         assert go.wait(60)
         real_seal(*arguments)
 
-    def join(saving: Any) -> None:
+    def join(saving: Any, timeout: float | None = None) -> bool:
         if threading.current_thread() is threading.main_thread() and not go.is_set():
             signal.raise_signal(signal.SIGINT)
-        real_join(saving)
+        return real_join(saving, timeout)
 
     real_seal, real_join = manifest.seal, Saving.join
     monkeypatch.setattr(manifest, "seal", seal)
