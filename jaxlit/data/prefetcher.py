@@ -147,7 +147,9 @@ class Prefetcher:
     ) -> Iterator[Batch | Batches]:
         """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
         left, validator = None if limit is None else max(limit - start, 0), self._validator_of(source)
-        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain else None
+        # Which batches come next is known when they are due: where a thread is asked for, it draws them one by one.
+        threaded = isinstance(self._prefetch, int) and self._prefetch > 0
+        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain and not threaded else None
         if gather is not None and (total := source.length):
             batches = self._gathered(source, gather, start, total if limit is None else min(total, limit), steps)
         else:
@@ -200,13 +202,20 @@ class Prefetcher:
     ) -> Iterator[Batch | Batches]:
         """Take the batches of a dispatch from arrays at once."""
         validator, index, source.waited = self._validator_of(source), start, 0.0
+        watchdog = self._watchdog
         if start < total:  # one batch stands for all
             self.example = validator(gather(start, 1))[1]
         while index < total:
             self.drawn += 1
             self.now, size = time.perf_counter(), steps.size
             together = size <= total - index and steps.fits()
-            batch = gather(index, size if together else 1)
+            try:  # an array may be on a disk that hangs
+                if watchdog is not None:
+                    watchdog.watch(source.argument, self._epoch(), index)
+                batch = gather(index, size if together else 1)
+            finally:
+                if watchdog is not None:
+                    watchdog.rest()
             self.seconds += time.perf_counter() - self.now
             if type(batch) is Stack:
                 index += size
