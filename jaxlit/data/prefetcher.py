@@ -104,7 +104,7 @@ class Prefetcher:
 
     Attributes:
         token: A result of the newest step; what is drawn until it is ready costs no time.
-        example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
+        example: The shapes and dtypes of the newest batch, in several processes of the global one, as the step sees it.
         drawn: How many batches were asked for.
         now: The time of the newest draw, by `time.perf_counter()`.
         seconds: How long all draws took.
@@ -204,7 +204,8 @@ class Prefetcher:
         validator, index, source.waited = self._validator_of(source), start, 0.0
         watchdog = self._watchdog
         if start < total:  # one batch stands for all
-            self.example = validator(gather(start, 1))[1]
+            validator(gather(start, 1))
+            self.example = validator.kind.example
         while index < total:
             self.drawn += 1
             self.now, size = time.perf_counter(), steps.size
@@ -228,7 +229,7 @@ class Prefetcher:
             except Exception as error:
                 located(error, validator.blamed, self._epoch(), index)
                 raise
-            self.example, index = batch, index + 1
+            self.example, index = validator.kind.example, index + 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)
 
     def close(self) -> None:
@@ -291,7 +292,7 @@ class Prefetcher:
                     located(error, validator.blamed, self._epoch(), k)
                     raise
                 if agreement is None:
-                    self.example, placed = batch, batch if place is None else place(batch)
+                    self.example, placed = validator.kind.example, batch if place is None else place(batch)
         finally:
             patience = 0.5 if control.interrupted else 10.0 if source.continues else 1.0
             if thread is None or thread.close(patience):
