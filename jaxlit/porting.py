@@ -111,6 +111,18 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
     return decorate
 
 
+def refuse_arguments(called: str, function: Callable[..., Any], kwargs: Iterable[str]) -> None:
+    """Refuse arguments that a method takes as `**unknown`, which costs no call around it as the decorator does.
+
+    Args:
+        called: The method, as a user calls it: "self.log".
+        function: The method.
+        kwargs: The names of the arguments.
+    """
+    _, *parameters, _ = inspect.signature(function).parameters.values()
+    _refuse(called, parameters, kwargs, [called])
+
+
 def _refuse(called: str, parameters: list[inspect.Parameter], kwargs: Iterable[str], owners: list[str]) -> None:
     known = [p.name for p in parameters]
     for name in () if any(p.kind is p.VAR_KEYWORD for p in parameters) else kwargs:

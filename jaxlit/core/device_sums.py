@@ -201,10 +201,6 @@ class StepTable:
         rates = {name: x for name, x in zip(self.rates, numbers, strict=False) if name is not None}
         return StepRow(values, row, rates, bad_step)
 
-    def decode_steps(self, arrays: np.ndarray) -> list[StepRow]:
-        """Return several steps, given their arrays along a leading dim."""
-        return [self.decode(array) for array in arrays]
-
 
 def table_of(metrics: Any) -> Table:
     """Return the table of metrics that were saved."""

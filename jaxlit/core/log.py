@@ -163,7 +163,13 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
     Raises:
         LogError: Saying what it is.
     """
-    if not _is_number(value):
+    is_number, is_weight = [
+        x.shape == () and any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
+        if hasattr(x, "dtype")
+        else isinstance(x, (bool, int, float))
+        for x in (value, batch_size)
+    ]
+    if not is_number:
         raise LogError(
             f"self.log({name!r}, value) in {where} takes a real scalar number, got {shown(value)}. Log value.mean() or "
             "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: the hook at the end of "
@@ -172,15 +178,8 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
     if batch_size is None:
         return
     traced = isinstance(batch_size, jax.Array)  # in a hook too: it must not wait for the device
-    if not _is_number(batch_size) or not (traced or batch_size > 0):
+    if not is_weight or not (traced or batch_size > 0):
         raise LogError(f"self.log({name!r}, batch_size=...) must be a positive scalar, got {shown(batch_size)}.")
-
-
-def _is_number(x: Any) -> bool:
-    """Return whether a Python number or an array is a real scalar."""
-    if not hasattr(x, "dtype"):
-        return isinstance(x, (bool, int, float))
-    return x.shape == () and any(jnp.issubdtype(x.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
 
 
 def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:
@@ -220,22 +219,6 @@ def collecting(collector: Any) -> Iterator[Any]:
         yield collector
     finally:
         ACTIVE.reset(token)
-
-
-def log(name: str, value: Any, batch_size: Any, **how: Any) -> None:
-    """Log a value from the step or hook that runs; the arguments are those of `TrainModule.log`.
-
-    Raises:
-        LogError: The call or the value is not one that can be logged.
-    """
-    collector = ACTIVE.get()
-    if collector is None:
-        raise LogError(
-            f"self.log({name!r}, ...) is called outside of the steps and hooks that a Trainer runs. Call it in one of "
-            "them, for example in training_step."
-        )
-    how["logger"] = True if how["logger"] is None else how["logger"]
-    collector.add(metric_of(collector.hook, name, **how), value, batch_size)
 
 
 def named_values(dictionary: Any) -> dict[str, Any]:

@@ -3,20 +3,19 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import jax
 import optax
 from flax import nnx
 
-from jaxlit.core import log as metrics
 from jaxlit.core.hparams import KeepsHparams
-from jaxlit.core.log import active_collector
+from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.core.side_tables import trainer_of, watchers
 from jaxlit.core.stage import STAGES
-from jaxlit.errors import ModuleError
-from jaxlit.porting import no_such_name, takes_only_its_arguments
+from jaxlit.errors import LogError, ModuleError
+from jaxlit.porting import no_such_name, refuse_arguments
 
 if TYPE_CHECKING:
     _OfClass = classmethod
@@ -117,7 +116,6 @@ class TrainModule(KeepsHparams, nnx.Module):
         """Return an optax transform, or a `jaxlit.Optimizer`."""
         raise NotImplementedError
 
-    @takes_only_its_arguments("self.log")
     def log(
         self,
         name: str,
@@ -129,6 +127,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         reduce_fx: str = "mean",
         batch_size: Any = None,
         add_dataloader_idx: bool = True,
+        **unknown: Never,
     ) -> None:
         """Log a scalar from a step or a hook.
 
@@ -149,17 +148,26 @@ class TrainModule(KeepsHparams, nnx.Module):
                 one replica's rows, a sum adds up what each replica logs.
             batch_size: The weight of this batch, an int or a () array. Default: its rows.
             add_dataloader_idx: With several loaders, append `/dataloader_idx_<i>` to the name.
+            **unknown: Nothing: other names are refused.
 
         Raises:
             LogError: The call or the value is not one that can be logged.
             ArgumentTypeError: There is no such argument.
         """
+        if unknown:
+            refuse_arguments("self.log", TrainModule.log, unknown)
+        if (collector := ACTIVE.get()) is None:
+            raise LogError(
+                f"self.log({name!r}, ...) is called outside of the steps and hooks that a Trainer runs. Call it in one "
+                "of them, for example in training_step."
+            )
         how: Any = {"prog_bar": prog_bar, "on_step": on_step, "on_epoch": on_epoch, "reduce_fx": reduce_fx}
-        metrics.log(name, value, batch_size, logger=logger, add_dataloader_idx=add_dataloader_idx, **how)
+        how |= {"logger": True if logger is None else logger, "add_dataloader_idx": add_dataloader_idx}
+        collector.add(metric_of(collector.hook, name, **how), value, batch_size)
 
     def log_dict(self, dictionary: Any, *args: Any, **kwargs: Any) -> None:
         """Log several values at once, a mapping or an `nnx.MultiMetric`; the other arguments are those of `log`."""
-        for name, value in metrics.named_values(dictionary).items():
+        for name, value in named_values(dictionary).items():
             self.log(name, value, *args, **kwargs)
 
     @_OfClass

@@ -25,6 +25,7 @@ class _Kind:
 
     shown: dict[str, str]  # by leaf, "batch['x'][0]": "int32[8, 3]", as the step takes it
     narrowed: tuple[tuple[int, str], ...]  # leaves of 64 bits that a step takes as 32: index and name
+    example: Any  # a batch's shapes and dtypes, as the step takes it
     as_is: bool  # the batch needs neither conversion nor checks
 
 
@@ -64,7 +65,7 @@ class BatchValidator:
         self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
-        self._last, self.kind = None, _Kind({}, (), as_is=False)
+        self._last, self.kind = None, _Kind({}, (), None, as_is=False)
         self._warned = False  # of float64
         self.example: Any = None
 
@@ -139,7 +140,7 @@ class BatchValidator:
         shown = {name: f"{dtype}{list(np.shape(x))}" for (name, x), dtype in zip(named, dtypes, strict=True)}
         narrowed = tuple((i, name) for i, (name, x) in enumerate(named) if np.asarray(x).dtype != dtypes[i])
         plain = all(type(x) is np.ndarray for _, x in named)
-        kind = _Kind(shown, narrowed, as_is=plain and not narrowed and not self._debug)
+        kind = _Kind(shown, narrowed, taken, as_is=plain and not narrowed and not self._debug)
         treedef = jax.tree.structure(batch)
         if self._kinds:
             self._compare(kind, treedef)
@@ -235,13 +236,15 @@ def check_batch(batch: Any, where: str) -> None:
     Raises:
         DataError: Naming the leaf, what it holds, and what to do.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_number_list)
+    leaves = jax.tree_util.tree_leaves_with_path(
+        batch, is_leaf=lambda x: type(x) is list and len(x) > 1 and all(isinstance(y, (bool, int, float)) for y in x)
+    )
     if not leaves:
         raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
     sizes: dict[str, int] = {}
     for path, leaf in leaves:
         name = _name(path)
-        if _is_number_list(leaf):
+        if type(leaf) is list:
             raise DataError(
                 f"{where}: {name} is a list of Python numbers, which jax treats as that many scalars. Make it an "
                 "array with np.asarray; if it belongs to a single row, batch the rows."
@@ -277,10 +280,6 @@ def _put_back(to_step: Any, batch: Any) -> Any:
     if isinstance(batch, dict):
         return {**batch, **to_step}
     return type(batch)(old if new is None else new for old, new in zip(batch, to_step, strict=True))
-
-
-def _is_number_list(x: Any) -> bool:
-    return type(x) is list and len(x) > 1 and all(isinstance(value, (bool, int, float)) for value in x)
 
 
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:

@@ -104,7 +104,7 @@ class Prefetcher:
 
     Attributes:
         token: A result of the newest step; what is drawn until it is ready costs no time.
-        example: The newest batch as the step sees it: the host batch, or in several processes global shapes.
+        example: The shapes and dtypes of the newest batch, in several processes of the global one, as the step sees it.
         drawn: How many batches were asked for.
         now: The time of the newest draw, by `time.perf_counter()`.
         seconds: How long all draws took.
@@ -147,7 +147,9 @@ class Prefetcher:
     ) -> Iterator[Batch | Batches]:
         """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
         left, validator = None if limit is None else max(limit - start, 0), self._validator_of(source)
-        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain else None
+        # Which batches come next is known when they are due: where a thread is asked for, it draws them one by one.
+        threaded = isinstance(self._prefetch, int) and self._prefetch > 0
+        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain and not threaded else None
         if gather is not None and (total := source.length):
             batches = self._gathered(source, gather, start, total if limit is None else min(total, limit), steps)
         else:
@@ -200,13 +202,21 @@ class Prefetcher:
     ) -> Iterator[Batch | Batches]:
         """Take the batches of a dispatch from arrays at once."""
         validator, index, source.waited = self._validator_of(source), start, 0.0
+        watchdog = self._watchdog
         if start < total:  # one batch stands for all
-            self.example = validator(gather(start, 1))[1]
+            validator(gather(start, 1))
+            self.example = validator.kind.example
         while index < total:
             self.drawn += 1
             self.now, size = time.perf_counter(), steps.size
             together = size <= total - index and steps.fits()
-            batch = gather(index, size if together else 1)
+            try:  # an array may be on a disk that hangs
+                if watchdog is not None:
+                    watchdog.watch(source.argument, self._epoch(), index)
+                batch = gather(index, size if together else 1)
+            finally:
+                if watchdog is not None:
+                    watchdog.rest()
             self.seconds += time.perf_counter() - self.now
             if type(batch) is Stack:
                 index += size
@@ -219,7 +229,7 @@ class Prefetcher:
             except Exception as error:
                 located(error, validator.blamed, self._epoch(), index)
                 raise
-            self.example, index = batch, index + 1
+            self.example, index = validator.kind.example, index + 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)
 
     def close(self) -> None:
@@ -290,7 +300,7 @@ class Prefetcher:
                     located(error, validator.blamed, self._epoch(), k)
                     raise
                 if agreement is None:
-                    self.example, placed = batch, batch if place is None else place(batch)
+                    self.example, placed = validator.kind.example, batch if place is None else place(batch)
         finally:
             patience = 0.5 if control.interrupted else 10.0 if source.continues else 1.0
             if thread is None or thread.close(patience):

@@ -59,12 +59,9 @@ class Dispatch:
         window, epoch = self._run.window.batches, self._run.control.num_training_batches
         if given == "auto":
             self.size = max(int(min(self.size, epoch)) // window * window, 1)
-        elif self.size > 1 and self.size % window:
-            raise ArgumentError(
-                f"Trainer(steps_per_execution={self.size}) counts batches, and would cut an optimizer step of {window} "
-                f"(accumulate_grad_batches). Pass a multiple of {window}, or 1."
-            )
-        elif self.size > epoch and "steps" not in self._run.control.noted:
+            return
+        check_size(self.size, window)
+        if self.size > epoch and "steps" not in self._run.control.noted:
             self._run.control.noted.add("steps")
             text = "steps_per_execution=%d is more than an epoch has batches, %d: each step is a dispatch."
             _logger.warning(text, self.size, epoch)
@@ -92,6 +89,24 @@ class Dispatch:
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
             most = int(min(_MOST, fastest, self._run.control.num_training_batches))
             self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
+
+
+def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batches") -> None:
+    """Refuse dispatches that would cut an optimizer step.
+
+    Args:
+        size: `steps_per_execution`.
+        window: Batches of an optimizer step.
+        whose: What sets it.
+
+    Raises:
+        ArgumentError: Saying which sizes are possible.
+    """
+    if isinstance(size, int) and size > 1 and size % window:
+        raise ArgumentError(
+            f"Trainer(steps_per_execution={size}) counts batches, and would cut an optimizer step of {window} "
+            f"({whose}). Pass a multiple of {window}, or 1."
+        )
 
 
 @dataclass(frozen=True, eq=False)

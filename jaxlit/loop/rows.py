@@ -41,35 +41,32 @@ def row_of_step(run: Run, *, last: bool = True) -> Row | None:
 def log_pending(run: Run) -> None:
     """Read the pending rows and log them."""
     while run.results.pending:
-        _log_pending(run, *run.results.pending[0])
-
-
-def _log_pending(run: Run, logs: Any, window: Mapping[str, Total], step: int) -> None:
-    if run.tracing.seen:
-        run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
-    run.results.pending = run.results.pending[1:]
-    if logs is None:  # only what was traced
-        log_row(run, window, step)
-        return
-    begun = time.perf_counter()
-    read = run.results.read(logs)  # waits for the device
-    run.in_flight.seconds += time.perf_counter() - begun
-    run.results.newest_loss = read.values[0]
-    row: dict[str, Any] = {**read.row, **window}
-    # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
-    if run.results.rates_in == "step" or (run.results.rates_in is None and row):
-        # The first row gives the order of the names, the last the values: the user may log under the name of a rate.
-        row = {**row, **read.rates, **row}
-    if (hook := run.hooks.bound.get("fill_row")) is not None:  # the row's values have arrived, so its step is done
-        hook(added := Measured(row), step)
-        row |= added
-    log_row(run, row, step)
-    if read.bad_step >= 0 and read.bad_step != run.unchecked.warned_of:
-        if run.settings.nan_policy != "skip":  # later steps of the same dispatch are undone
-            run.results.pending = []
-        check_finite(run)
-    else:
-        run.unchecked.settle(step + 1)
+        logs, window, step = run.results.pending[0]
+        if run.tracing.seen:
+            run.tracing.deliver(step)  # first: a checkpoint that on_trace writes holds the row
+        run.results.pending = run.results.pending[1:]
+        if logs is None:  # only what was traced
+            log_row(run, window, step)
+            continue
+        begun = time.perf_counter()
+        read = run.results.read(logs)  # waits for the device
+        run.in_flight.seconds += time.perf_counter() - begun
+        run.results.newest_loss = read.values[0]
+        row: dict[str, Any] = {**read.row, **window}
+        # A step that logs nothing else gets no row for its rates, unless a callback asks for it.
+        if run.results.rates_in == "step" or (run.results.rates_in is None and row):
+            # The first row gives the order of the names, the last the values: a user may log under a rate's name.
+            row = {**row, **read.rates, **row}
+        if (hook := run.hooks.bound.get("fill_row")) is not None:  # the row's values have arrived, so its step is done
+            hook(added := Measured(row), step)
+            row |= added
+        log_row(run, row, step)
+        if read.bad_step >= 0 and read.bad_step != run.unchecked.warned_of:
+            if run.settings.nan_policy != "skip":  # later steps of the same dispatch are undone
+                run.results.pending = []
+            check_finite(run)
+        else:
+            run.unchecked.settle(step + 1)
 
 
 def bind_measures(hooks: Hooks) -> None:

@@ -12,6 +12,7 @@ from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import StateError
 from jaxlit.loop.rewind import end_before_bad_step
 from jaxlit.loop.run import Run, Setup
+from jaxlit.reporting.placement import bytes_of
 
 
 def explained(error: BaseException, run: Setup) -> BaseException:
@@ -39,7 +40,7 @@ def _exhausted(error: BaseException, run: Setup) -> BaseException:
         programs = [] if compiling else [failed]
     example, batch = run.prefetcher.example, None
     if example is not None:
-        batch = sum(x.nbytes for x in jax.tree.leaves(example)) // engine.strategy.num_replicas
+        batch = bytes_of(jax.tree.leaves(example)) // engine.strategy.num_replicas
     return out_of_memory(error, place, state=engine.state.spec.tree, batch=batch, programs=programs)
 
 

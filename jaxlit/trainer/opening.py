@@ -11,12 +11,15 @@ from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.loop import snapshot
+from jaxlit.loop.dispatch import check_size
 from jaxlit.loop.run import Run, Setup
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.defaults import log_hyperparams
 
 _logger = logging.getLogger("jaxlit")
+
+_LOOKED_AT = 1000  # epochs whose windows are looked at before a fit, which may have no last epoch
 
 
 def open_fit(run: Setup) -> None:
@@ -27,6 +30,11 @@ def open_fit(run: Setup) -> None:
         DataError: A loader cannot continue where the checkpoint was taken.
     """
     settings = run.settings
+    check_size(settings.steps_per_execution, settings.accumulate_grad_batches)
+    for callback in run.hooks.callbacks:
+        for epoch in range(_LOOKED_AT)[run.position.epoch : settings.max_epochs]:
+            whose = f"{type(callback).__name__} in epoch {epoch}"
+            check_size(settings.steps_per_execution, callback.batches_per_step(epoch) or 1, whose)
     source, limit = train = run.data.open_train(settings)
     timed = settings.max_time is not None or any(c.limits_time for c in run.hooks.callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:

@@ -91,3 +91,15 @@ def test_two_accumulation_numbers_are_refused() -> None:
     fit_refuses(ArgumentError, "hold two", callbacks=[scheduler, GradientAccumulationScheduler({1: 2})])
     words = r"int of at least 1, got \{4: 2\}"
     refuses(ArgumentTypeError, lambda: jl.Trainer(accumulate_grad_batches={4: 2}), words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 3}, {"max_steps": 100}])
+def test_a_later_window_that_cuts_a_dispatch_is_refused_before_the_fit(limits: dict[str, int]) -> None:
+    begun, scheduler = list[int](), GradientAccumulationScheduler({0: 2, 2: 3})
+    watch = hooks(on_fit_start=lambda trainer, module: begun.append(0))
+    words = r"steps_per_execution=4.*step of 3 \(GradientAccumulationScheduler in epoch 2\).*multiple of 3"
+    fit_refuses(ArgumentError, words, callbacks=[scheduler, watch], steps_per_execution=4, **limits)
+    assert begun == []
+    trainer = fit(Mean(), numbered(4), None, scheduler, watch, steps_per_execution=4, max_epochs=2)
+    assert begun == [0]
+    assert trainer.global_step == 4  # the epoch whose windows do not fit is not reached

@@ -259,3 +259,21 @@ def test_data_wait_counts_only_idle_devices(monkeypatch):
     fit(Mean(), Loader(4, clock, 3.0), Loader(4, clock, 100.0), watch, max_epochs=3, debug=True, prefetch=0)
     assert waits[1:] == [12.0, 12.0]
     assert 9.0 <= waits[0] <= 12.0  # the first batch was drawn before training began
+
+
+@pytest.mark.parametrize(("prefetch", "rows", "in_thread"), [("auto", 32, False), (0, 32, False), (2, 8, True)])
+def test_a_dispatch_is_drawn_by_a_thread_where_prefetch_asks_for_it(prefetch, rows, in_thread):
+    drawn = []
+
+    class Columns:
+        shape, dtype = (64, 1), np.dtype(np.float32)
+
+        def __getitem__(self, rows):
+            x = np.ones(self.shape, np.float32)[rows]
+            drawn.append((len(x), threading.current_thread().name == PREFETCH))
+            return x
+
+    loader = jl.ArrayLoader({"x": Columns()}, 8)
+    fit(Mean(), loader, None, steps_per_execution=4, prefetch=prefetch, log_every_n_steps=0, **BARE)
+    assert drawn[-1] == (rows, in_thread)
+    assert any(drew for _, drew in drawn) == in_thread

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
@@ -15,8 +16,9 @@ from kit.inside import Clock
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
-from kit.trainers import fit, make_trainer
+from kit.trainers import BARE, fit, make_trainer
 
+import jaxlit as jl
 from jaxlit.checkpoints import manifest
 from jaxlit.data import watchdog
 from jaxlit.errors import CheckpointError
@@ -87,6 +89,22 @@ def test_a_hanging_loader_ends_the_process_with_76(run, argument, batch, clock, 
     told = capfd.readouterr().err
     first = told.index(f"{argument}=...) gave no batch {batch} of epoch 0 within Trainer(data_timeout=1) seconds")
     assert "in waits_for_a_disk" in told[first:]
+
+
+def test_arrays_that_hang_as_a_dispatch_is_gathered_end_the_process(clock, capfd):
+    class OnADisk:
+        shape, dtype = (16, 1), np.dtype(np.float32)
+
+        def __getitem__(self, rows):
+            if len(x := np.ones(self.shape, self.dtype)[rows]) == 8:  # the rows of four batches
+                clock.hangs = True
+                assert clock.bitten.wait(60)
+            return x
+
+    loader = jl.ArrayLoader({"x": OnADisk()}, 2)
+    make_trainer(data_timeout=1, steps_per_execution=4, log_every_n_steps=0, **BARE).fit(Mean(), loader)
+    assert {*clock.codes} == {76}
+    assert "gave no batch 0 of epoch 0 within Trainer(data_timeout=1) seconds" in capfd.readouterr().err
 
 
 def test_batches_in_time_and_slow_hooks_are_left_alone(clock):
