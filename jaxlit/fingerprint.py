@@ -11,13 +11,16 @@ from jaxlit.leaf_names import is_key
 from jaxlit.shown import shown
 
 _ADDRESS = re.compile(r"( at )?\b0x[0-9a-f]+|\bid=\d{6,}")
-_SET = re.compile(r"\{([^{}:]+)\}")
+_BRACES = re.compile(r"\{([^{}]*)\}")
 
 
 def stable_text(value: Any) -> str:
     """Return a value's text without what differs from process to process: addresses, and the order of a set."""
     text = _ADDRESS.sub("", value if isinstance(value, str) else shown(value, most=10_000))
-    return _SET.sub(lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
+    count = 1
+    while count:  # the innermost sets first; a dict's order is lost as well
+        text, count = _BRACES.subn(lambda found: f"\1{', '.join(sorted(found[1].split(', ')))}\2", text)
+    return text.replace("\1", "{").replace("\2", "}")
 
 
 def array_text(x: Any) -> str:
@@ -26,5 +29,5 @@ def array_text(x: Any) -> str:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return kind
     data = np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x).reshape(-1).view(np.uint8)
-    # Not a cryptographic hash: it is a third as fast, and weights may take gigabytes.
+    # Weights may take gigabytes: a cryptographic hash would take half as long again.
     return f"{kind} with checksum {zlib.crc32(data.data):08x}"

@@ -17,9 +17,10 @@ from flax import nnx
 from kit.batches import sized
 from kit.journal import hooks
 from kit.modules import Linear
+from kit.modules import module as made
 from kit.processes import CHEAP, launch, say
 from kit.threads import as_processes
-from kit.trainers import BARE, make_trainer, splitting
+from kit.trainers import BARE, THREE, make_trainer, splitting
 
 import jaxlit as jl
 from jaxlit.distributed import same_job as file
@@ -301,11 +302,32 @@ def test_what_is_dumped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment()["XLA_FLAGS"] == "--xla_a=1 --xla_b"
 
 
+def like_another(note: Callable[..., Any]) -> Any:
+    """Return what stands for `team`: the processes are this one and its equal, and each topic and digest is noted."""
+    agree = staticmethod(lambda topic, digest: note(topic, digest) or [digest] * 2)
+    return type("Equals", (), {"size": 2, "index": 0, "agree": agree})
+
+
+@pytest.mark.parametrize("strategy", THREE)
+def test_comparing_traces_no_step_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = list[Any]()
+
+    def count(team: Any) -> int:
+        calls = list[int]()
+        step = lambda self, batch: calls.append(0) or self.loss(batch)  # noqa: E731
+        monkeypatch.setattr(file, "team", team)
+        run({"strategy": strategy, "model": made(step, base=Linear, validation=step)})
+        return len(calls)
+
+    alone = file.team
+    counts = [count(alone), count(like_another(lambda *noted: digests.append(noted)))]
+    assert counts[0] == counts[1]
+    assert "the program train_step" in [topic for topic, _ in digests]
+
+
 def print_digests() -> None:
     """Print the digest of all that this process would compare, in trainings with much to compare."""
-    several = type("Fake", (), {"size": 2, "index": 0})
-    several.agree = staticmethod(lambda topic, digest: print(topic, digest) or [digest] * 2)
-    file.team = several
+    file.team = like_another(print)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "nan_policy": "skip"}
     for strategy in ("explicit", "hsdp", "shard_map"):
         kept = [Mean(), Norm(), jl.callbacks.EMA(0.9), jl.callbacks.GradientNorm()]
