@@ -19,6 +19,7 @@ from kit.journal import hooks
 from kit.modules import Linear
 from kit.modules import module as made
 from kit.processes import CHEAP, launch, say
+from kit.stages import Layered
 from kit.threads import as_processes
 from kit.trainers import BARE, THREE, make_trainer, splitting
 
@@ -27,6 +28,7 @@ from jaxlit.distributed import same_job as file
 from jaxlit.distributed.same_job import environment, same_job, same_program
 from jaxlit.distributed.team import Several
 from jaxlit.errors import ProcessError
+from jaxlit.strategies import Pipeline
 
 (ROWS,) = sized(32, seed=1)
 
@@ -78,6 +80,11 @@ HERE = r"\(\S*test_same_job\.py:\d+\)"
 def module(seed: int = 0, **hidden: Any) -> Model:
     # Arguments that are kept would name the difference before the program does, which is what is tested.
     return Model(hidden=hidden | {"unkept": object()}, rngs=nnx.Rngs(seed))
+
+
+def stages(rate: float) -> Any:
+    init = lambda self: Layered.__init__(self, rngs=nnx.Rngs(0))  # noqa: E731
+    return made(base=Layered, tx=optax.sgd(rate), init=init)
 
 
 def plateaus(rate: float) -> optax.GradientTransformation:
@@ -189,6 +196,11 @@ CASES: dict[str, tuple[Callable[[bool], Run], str, str]] = {
         rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
         rf"\S+ = mul v\d+ 2\.0 {HERE}",
     ),
+    "pipeline": (
+        lambda odd: {"model": stages(0.3 if odd else 0.1), "strategy": Pipeline(2, microbatches=2, layers="layers")},
+        r"equation \d+ of train_step_end: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
+        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+    ),
     "validation": (
         lambda odd: {"model": module(validation=2.0 if odd else 1.0)},
         rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
@@ -205,18 +217,48 @@ def run(given: Run) -> jl.Trainer:
     return trainer
 
 
+def compile_with(rate: float) -> None:
+    """Take a step of a loop without a Trainer."""
+    batch = {key: x[:8] for key, x in ROWS.items()}
+    state, step = jl.compile_step(module(rate=rate), batch=batch, strategy="fsdp")
+    step(state, batch)
+
+
+def validate(count: int) -> None:
+    make_trainer(strategy="ddp", limit_val_batches=count, **BARE).validate(module(), jl.ArrayLoader(ROWS, 8))
+
+
+# What else a process may call, given whether it is the odd one.
+OTHER_CALLS: dict[str, tuple[Callable[[bool], Any], str, str]] = {
+    "compile_step": (
+        lambda odd: compile_with(0.3 if odd else 0.1),
+        r"equation \d+ of train_step: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
+        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+    ),
+    "validate": (lambda odd: validate(1 + odd), r"Trainer\(limit_val_batches=\): 1", "2"),
+}
+
+
+def refused(name: str, work: Callable[[], Any]) -> None:
+    """Tell the test how what a process does is refused, and which steps it has taken before."""
+    try:
+        work()
+        say(name, "was not refused")
+    except ProcessError as error:
+        say(name, str(error))
+
+
 def train_otherwise() -> None:
-    index = jax.process_index()
+    index, began = jax.process_index(), list[int]()
     for name, (make, _, _) in CASES.items():
-        began, given = list[int](), make(index == 1)
-        watch = hooks(on_train_batch_end=lambda trainer, *_, began=began: began.append(trainer.global_step))
+        given = make(index == 1)
+        watch = hooks(on_train_batch_end=lambda trainer, *_: began.append(trainer.global_step))
         given["callbacks"] = [*given.get("callbacks", []), watch]
-        try:
-            run(given)
-            say(name, "was not refused")
-        except ProcessError as error:
-            say(name, [began, str(error)])
+        refused(name, lambda given=given: run(given))
         with_version(False), with_config(False)
+    say("steps", began)
+    for name, (call, _, _) in OTHER_CALLS.items():
+        refused(name, lambda call=call: call(index == 1))
     loggers = [jl.callbacks.CSVLogger(), jl.callbacks.JSONLLogger()]
     mine = {"default_root_dir": Path(f"run{index}").absolute(), "prefetch": index, "logger": loggers[index:]}
     say("may differ", run(mine | {"enable_progress_bar": index == 0}).global_step)
@@ -229,18 +271,17 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch(train_otherwise, tmp_path_factory.mktemp("same_job"))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_what_differs_is_refused_in_both_before_the_first_step(case: str, two: Any) -> None:
-    _, first, second = CASES[case]
+@pytest.mark.parametrize("case", [*CASES, *OTHER_CALLS])
+def test_what_differs_is_refused_in_both_with_both_values(case: str, two: Any) -> None:
+    _, first, second = (CASES | OTHER_CALLS)[case]
     for process in two:
-        assert process.said.get(case, process.errors) != "was not refused"
-        began, message = process.said[case]
-        assert began == []
+        message = process.said.get(case, process.errors)
         assert re.search(rf"^  {first} in process 0 \(\S+\); {second} in process 1 \(\S+\)$", message, re.M), message
 
 
-def test_a_difference_ends_both_and_paths_and_output_may_differ(two: Any) -> None:
+def test_no_step_is_taken_and_both_end_but_paths_may_differ(two: Any) -> None:
     for process in two:
+        assert process.said["steps"] == []
         assert process.said["may differ"] == 4
         assert process.code == 1, process.errors
         assert "ProcessError: The processes do not run the same training." in process.errors
