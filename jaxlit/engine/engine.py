@@ -37,7 +37,7 @@ from jaxlit.engine.state import StateSpec, state_spec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.training import Training, outputs_of, training_of
 from jaxlit.engine.window_start import WindowBackup
-from jaxlit.fingerprint import array_text
+from jaxlit.fingerprint import array_text, stable_text
 from jaxlit.leaf_names import leaf_name, named_leaves
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ArraySpec, Program
@@ -370,7 +370,7 @@ class Engine:
         """Return what processes of one training have in common before its state is made."""
         nodes = [(path, x) for path, x in nnx.iter_graph(self.module) if not isinstance(x, nnx.Variable)]
         items = {f"the type of module.{leaf_name(path)}".rstrip("."): type(x).__name__ for path, x in nodes}
-        items["the optimizer"] = spec.optimizer_kind
+        items["the optimizer"] = stable_text(spec.optimizer_kind)
         items["callbacks with arrays"] = ", ".join(self.extras)
         for i, (name, shape, dtype) in enumerate(spec.entries):
             items[name] = f"{dtype}{list(shape)} in {spec.sharding(i).spec}"

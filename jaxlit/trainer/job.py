@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.hparams import hparams_of
+from jaxlit.core.module import TrainModule
 from jaxlit.distributed.same_job import environment, same_job
 from jaxlit.engine.lazy import lazy
 from jaxlit.fingerprint import stable_text
@@ -53,8 +54,8 @@ def _items(settings: Settings, model: Any, callbacks: Sequence[Callback]) -> dic
     if isinstance(model, lazy):
         names = [*inspect.signature(model.cls.__init__).parameters][1:]
         cls, given = model.cls, dict(zip(names, model.args, strict=False)) | model.kwargs
-    else:
-        cls, given = type(model), hparams_of(model).readable()
+    else:  # what is no module is refused by its type later
+        cls, given = type(model), hparams_of(model).readable() if isinstance(model, TrainModule) else {}
     items["the module's class"] = cls.__qualname__
     for name, value in hide(given, []).items():
         items[f"{cls.__name__}({name}=)"] = _text(value)
