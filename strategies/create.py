@@ -10,10 +10,10 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.errors import StateError
+from jaxlit.distributed.same_job import same_program
 from jaxlit.leaf_names import is_key
 from jaxlit.programs.jaxpr import reaches
-from jaxlit.sharding import carry
+from jaxlit.sharding import carry, place_replicated
 from jaxlit.strategies.program import named
 
 
@@ -75,7 +75,9 @@ def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, 
 
     given = [None if is_key(x) else x for x in leaves]
     build = named("create_state", build)
-    made = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())(given, kept)
+    program = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())
+    same_program("create_state", lambda: program.trace(given, kept))
+    made = program(given, kept)
     # Without jit nothing follows out_shardings.
     return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
 
@@ -100,10 +102,6 @@ def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return carry(x, replicated)
     key = is_key(x)  # which jax does not put onto the devices of other processes
-    try:
-        data = jax.device_put(jax.random.key_data(x) if key else x, replicated)
-    except AssertionError as error:
-        raise StateError(
-            "The module's weights are not the same in every process. Build it with the same seed everywhere."
-        ) from error
+    # The processes have compared their arrays: jax, which would send all of them around for it, need not.
+    data = place_replicated(jax.random.key_data(x) if key else x, replicated)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data

@@ -34,8 +34,9 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         StateError: It writes to trained parameters in a lower precision than theirs.
         ModuleError: It updates parameters by an optimizer of its own, and returns a loss to train them by.
     """
-    closed = jax.make_jaxpr(pure.body("training", replica))(*args)
+    closed = pure.body("training", replica).trace(*args).jaxpr
     traced, trained = pure.trace_of("training"), len(jax.tree.leaves(args[0]))
+    traced.program = closed
     traced.changed = written_to(pure, closed, *args[:3])
     precision = pure.precision
     if any(traced.changed[:trained]) and precision.compute is not None and precision.held is None:
@@ -70,7 +71,8 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         )
     # Two new functions: a trace of the body itself would be taken from the cache.
     again = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
-    if again and jaxpr.content(again[0]) != jaxpr.content(again[1]):
+    texts = [[text for text, _ in jaxpr.described(x)] for x in again]
+    if again and texts[0] != texts[1]:
         _logger.warning(
             f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
@@ -108,7 +110,9 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     Raises:
         StateError: Naming the variable and what to do.
     """
-    closed, (_, (written, *_)) = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*args)
+    trace = pure.body(stage, replica, loader).trace(*args)
+    closed, (_, (written, *_)) = trace.jaxpr, trace.out_info
+    pure.trace_of(stage, loader).program = closed
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
     indices = sorted(written)  # the order of a dict's leaves
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):

@@ -40,6 +40,7 @@ class Traced:
     batch: Any = None  # the structure of the batch
     reduction: Reduction | None = None  # how values of replicas become those of the batch; None without replicas
     reads: Reads = field(default_factory=Reads)  # of the Trainer
+    program: Any = None  # of the first trace, with the places of its equations in the user's code
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
 
 
@@ -93,7 +94,7 @@ class PureModule:
         """Return what the trace of a stage's step has shown."""
         return self.traced[stage, loader]
 
-    def body(self, stage: str, replica: Replica, loader: int | None = None) -> Callable[..., Any]:
+    def body(self, stage: str, replica: Replica, loader: int | None = None) -> Any:
         """Return the user's step of a stage as a pure function, always the same one.
 
         It takes (params, frozen, model_state, batch, step, epoch, batch_idx) and returns (loss, (state, values,

@@ -19,6 +19,7 @@ from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState
 from jaxlit.data.agreement import joined
 from jaxlit.data.batch_validator import BatchValidator
+from jaxlit.distributed.same_job import environment, same_job
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
@@ -196,6 +197,8 @@ def compile_step(
 
 def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
     """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
+    given = {"devices": str(devices), "seed": str(seed), "precision": precision}
+    same_job("compile_step", lambda: environment() | {f"compile_step({key}=)": text for key, text in given.items()})
     check.integer("devices", devices, low=1, also=("auto",), owner="compile_step")
     check.integer("seed", seed, low=0, owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Traced
 
+from jaxlit.distributed.same_job import same_program
 from jaxlit.mesh_context import is_out, out
 from jaxlit.programs.collectives import count_collectives
 from jaxlit.programs.cost import Memory, ProgramCost, trace
@@ -22,6 +23,7 @@ class CompiledProgram:
     Args:
         name: Its name.
         program: The strategy's function.
+        step: The trace of the user's step in it, for messages; None for none.
 
     Attributes:
         run: What to call: after the first call the strategy's function itself, so that no step waits for more.
@@ -29,8 +31,8 @@ class CompiledProgram:
         steps: How many optimizer steps a call takes.
     """
 
-    def __init__(self, name: str, program: Callable[..., Any]) -> None:
-        self.name, self.program = name, program
+    def __init__(self, name: str, program: Callable[..., Any], step: Any = None) -> None:
+        self.name, self.program, self._step = name, program, step
         self.run: Callable[..., Any] = self._first
         self.ran, self.steps = False, 1
         self._arguments: tuple[Any, ...] | None = None
@@ -39,6 +41,7 @@ class CompiledProgram:
     def _first(self, *args: Any) -> Any:
         self._arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
         self._out = is_out.get()
+        same_program(self.name, lambda: trace(self.program, *args), self._step)  # a trace that the call uses again
         result = self.program(*args)
         self.ran, self.run = True, self.program
         return result

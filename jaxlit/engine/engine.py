@@ -28,14 +28,17 @@ from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
+from jaxlit.distributed.same_job import same_job
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import epoch_starter, init_state
 from jaxlit.engine.diagnosis import Diagnosis
 from jaxlit.engine.program_key import program_key
-from jaxlit.engine.state import state_spec
+from jaxlit.engine.state import StateSpec, state_spec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.training import Training, outputs_of, training_of
 from jaxlit.engine.window_start import WindowBackup
+from jaxlit.fingerprint import array_text, stable_text
+from jaxlit.leaf_names import leaf_name, named_leaves
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ArraySpec, Program
 
@@ -102,6 +105,8 @@ class Engine:
             training = self.training = training_of(module, self.pure, strategy, plan)
             self.rates, self.extras = training.rates, dict(training.plan.extras)
             init, spec = training.init, training.spec
+        # Before arrays are made, for which processes with other shapes would wait for ever.
+        same_job("the training state", partial(self._described, spec, variables))
         self.state = spec.make(init, variables, donate=take_ownership)
         self.outputs_with_rows: Any = None
         self._restored: Table | None = None  # the training metrics of a checkpoint
@@ -133,7 +138,7 @@ class Engine:
             if self._restored is not None:
                 _logger.warning("training_step logs other metrics than in the checkpoint: epoch sums start again.")
             self._use_metrics(table)
-        self._programs["train_step"] = self._compile(training.train)
+        self._programs["train_step"] = self._compile(training.train, self.pure.trace_of("training").program)
         if has_window:
             self._programs["micro_step"] = self._compile(training.micro)
             self.micro_step = partial(self._train, self._programs["micro_step"])
@@ -184,7 +189,7 @@ class Engine:
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
         # Nothing of the engine is touched: compile_step hands the state from call to call.
-        leaves, logs, _, _ = self._programs["train_step"].program(leaves, batch)
+        leaves, logs, _, _ = self._programs["train_step"].run(leaves, batch)
         return leaves, logs
 
     def begin_epoch(self, epoch: int) -> None:
@@ -314,7 +319,7 @@ class Engine:
             outputs=(sums, entry, outputs_of(pure, stage, loader)),
             donate=(1,),  # the weights are the training's, or the next evaluation's
         )
-        return _EvalProgram(pure, like, self._compile(program))
+        return _EvalProgram(pure, like, self._compile(program, pure.trace_of(stage, loader).program))
 
     def eval_trace(self, stage: str, loader: int | None = None) -> Traced:
         """Return what the trace of the stage's step has shown; it must have been prepared."""
@@ -361,8 +366,20 @@ class Engine:
 
     # Helpers ----------------------------------------------------------------------------------------
 
-    def _compile(self, program: Program) -> CompiledProgram:
+    def _described(self, spec: StateSpec, variables: Any) -> dict[str, str]:
+        """Return what processes of one training have in common before its state is made."""
+        nodes = [(path, x) for path, x in nnx.iter_graph(self.module) if not isinstance(x, nnx.Variable)]
+        items = {f"the type of module.{leaf_name(path)}".rstrip("."): type(x).__name__ for path, x in nodes}
+        items["the optimizer"] = stable_text(spec.optimizer_kind)
+        items["callbacks with arrays"] = ", ".join(self.extras)
+        for i, (name, shape, dtype) in enumerate(spec.entries):
+            items[name] = f"{dtype}{list(shape)} in {spec.sharding(i).spec}"
+        for name, x in named_leaves(variables):
+            items[f"values of module{name.lstrip('[012]')}"] = array_text(x)
+        return items
+
+    def _compile(self, program: Program, step: Any = None) -> CompiledProgram:
         # Where jit is disabled a program is not compiled, but must still take and place what it would.
         run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
         run = run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
-        return CompiledProgram(program.name, run)
+        return CompiledProgram(program.name, run, step)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jaxlit.distributed.same_job import same_program
 from jaxlit.errors import StateError
 from jaxlit.pipeline.places import Places
 from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
@@ -76,6 +77,7 @@ class Placed:
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> Callable[[Sequence[Any]], Any]:
         shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
+        same_program(self.name, lambda: closed)
         closed, structure = inline(closed, selects=True), jax.tree.structure(result)
         names, inputs = closed.jaxpr.outvars, closed.jaxpr.invars
         placing = _Placing(closed.jaxpr, ranks, self.places.home, self.name, follows=self._follows)

@@ -1,6 +1,5 @@
 """Walking through traced programs: one list of calls, one walk forward, one backward, and what they show."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import or_
@@ -10,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.source_info_util import user_context
+
+from jaxlit.fingerprint import array_text, stable_text
 
 JITS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("checkpoint", "remat", "remat2")
@@ -59,7 +61,8 @@ def value_of(atom: Any, values: dict[Any, Any]) -> Any:
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Run one equation on arrays."""
-    results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    with user_context(eqn.source_info.traceback):  # in a trace it stays at its place in the user's code
+        results = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
@@ -269,8 +272,36 @@ def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
     return [reduce(or_, given, 0)] * len(eqn.outvars)
 
 
-def content(closed: Any) -> tuple[str, list[Any]]:
-    """Return what is the same in two traces of one program: its text, and its constants and those of programs in it."""
-    inner = [closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))]
-    arrays = [np.asarray(x) for program in inner for x in getattr(program, "consts", ())]
-    return re.sub(r" at 0x[0-9a-f]+", "", str(closed.jaxpr)), [(x.shape, x.tobytes()) for x in arrays]
+def described(closed: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a text for each constant and equation of a program, and the equation, None for a constant.
+
+    The texts are the same in all traces of one program, in any process. An equation is followed by those of the
+    programs that it runs. Each program numbers its variables from 0: jax's caches decide whether calls share a program.
+    """
+    jaxpr, numbers = getattr(closed, "jaxpr", closed), dict[Any, str]()
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, core.Literal):
+            return array_text(atom.val) if np.ndim(atom.val) else str(atom.val)
+        return numbers.setdefault(atom, f"v{len(numbers)}")
+
+    yield f"inputs {' '.join(f'{name(x)}:{x.aval}' for x in jaxpr.invars)}", None
+    for var, x in zip(jaxpr.constvars, getattr(closed, "consts", jaxpr.constvars), strict=True):
+        yield f"{name(var)} = constant {array_text(x) if hasattr(x, 'dtype') else var.aval}", None
+    for eqn in jaxpr.eqns:
+        inputs, inner = [name(x) for x in eqn.invars], inner_jaxprs(eqn)
+        params = [f"{key}={_param_text(x)}" for key, x in eqn.params.items() if x is not None and not _runs(x)]
+        outputs = " ".join(f"{name(x)}:{x.aval}" for x in eqn.outvars)
+        yield " ".join([outputs, "=", eqn.primitive.name, *inputs, *params]), eqn
+        for program in inner:
+            yield from described(program)
+    yield f"outputs {' '.join(map(name, jaxpr.outvars))}", None
+
+
+def _runs(x: Any) -> bool:
+    return any(isinstance(y, (core.Jaxpr, core.ClosedJaxpr)) for y in (x if isinstance(x, tuple) else (x,)))
+
+
+def _param_text(x: Any) -> str:
+    # A function has other parts in its text that no program depends on: its wrappers, and their addresses.
+    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else stable_text(repr(x))

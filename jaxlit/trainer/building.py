@@ -22,6 +22,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.to_json import to_json
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import Given
+from jaxlit.trainer.job import check_job
 
 
 def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
@@ -76,12 +77,15 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
     return model
 
 
-def check_fit(settings: Settings, callbacks: Sequence[Callback], start: Start) -> None:
+def check_fit(settings: Settings, callbacks: Sequence[Callback], model: Any, start: Start) -> None:
     """Refuse a fit that has no end, says how to take a checkpoint that is not there, or names two.
 
     Raises:
         ArgumentError: Saying which.
+        ProcessError: Something else was given in another process.
     """
+    # First: what is refused in one process only would leave the others waiting.
+    check_job("fit", settings, model, callbacks)
     check.boolean("strict", start.strict)
     check.boolean("reset_optimizer", start.reset_optimizer)
     if start.init_from is not None and (start.ckpt_path is not None or settings.resume not in (None, "auto")):

@@ -28,6 +28,7 @@ from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import build, check_model
+from jaxlit.trainer.job import check_job
 from jaxlit.trainer.opening import check_window
 
 
@@ -53,6 +54,8 @@ class Engines:
         A lazy one is built, unless it has been: an evaluation takes what an earlier run has built, and a fit trained.
         """
         check_model(model, stage)
+        if stage.method != "fit":  # which has begun with it
+            check_job(stage.method, settings, model)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
         if stage.method != "fit" and self._built is not None:
             known, loaders.module, seed = self._built

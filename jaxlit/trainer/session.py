@@ -137,7 +137,7 @@ class Session:
             start: What to begin with.
         """
         stage = STAGES["training"]
-        check_fit(self.settings, self.callbacks, start)
+        check_fit(self.settings, self.callbacks, model, start)
         loaders = make_loaders(self.settings, stage, given, datamodule)
         checkpoint, weights = self._claim(stage, start.ckpt_path, start.init_from)
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
