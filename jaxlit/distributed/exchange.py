@@ -9,7 +9,27 @@ import jax
 import numpy as np
 
 from jaxlit.distributed.team import team
-from jaxlit.errors import ProcessError
+from jaxlit.errors import JaxlitError, ProcessError
+
+
+def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[Any]:
+    """Return a JSON value of each process, or raise in all of them the error of one.
+
+    This takes one agreement, and a second one only if there is an error.
+
+    Args:
+        topic: What is agreed on, for messages.
+        value: This process's value.
+        error: The error of this process, if there is one.
+
+    Raises:
+        JaxlitError: A process has an error.
+    """
+    processes = team()
+    given = processes.agree(topic, [value, error is not None])
+    if any(failed for _, failed in given):
+        processes.same_error(topic, error)
+    return [value for value, _ in given]
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
