@@ -49,12 +49,15 @@ def seal(folder: Path, order: int) -> None:
         fsync(Path(path))
 
 
-def verify(folder: Path, *, hashes: bool = True) -> None:
+def verify(folder: Path, *, hashes: bool = True) -> dict[str, Any]:
     """Refuse a folder whose files are not those of its manifest.
 
     Args:
         folder: The folder.
         hashes: Read the files too; otherwise only their sizes are compared.
+
+    Returns:
+        By name the size and hash of every file.
 
     Raises:
         CheckpointError: Naming the file.
@@ -81,6 +84,7 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
             raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
         if hashes and _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
+    return entries
 
 
 def order_of(folder: Path) -> int | None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jaxlit.background import Background
-from jaxlit.checkpoints import manifest, quiet
+from jaxlit.checkpoints import manifest, quiet, shares
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
 from jaxlit.distributed.exchange import agree_or_raise
 from jaxlit.distributed.team import team
@@ -62,7 +62,7 @@ class Draft:
         path: Where it will be.
         order: A number that is larger than those of the checkpoints that are there.
         token: What no other temporary folder has in its name.
-        text: The state as JSON.
+        text: The state as JSON; of processes other than 0 only that of their loaders.
     """
 
     path: Path
@@ -98,12 +98,18 @@ class Draft:
             raise
 
         def finish() -> None:
+            leads = jax.process_index() == 0
             try:
                 response.result()
-                self._complete()
-            except BaseException:
-                if jax.process_index() == 0:
+                if leads:
+                    self._seal()
+                else:
+                    shares.hand_over(self.temporary, self.token, self.text)
+            except BaseException as error:
+                if leads:
                     _discard(self.temporary)
+                else:
+                    shares.give_up(self.token, error)
                 quiet.end(failed=True)
                 raise
             quiet.end(failed=False)
@@ -112,11 +118,10 @@ class Draft:
         saving.start()
         return saving
 
-    def _complete(self) -> None:
-        """Write what is no array, seal all files, and give the folder its name."""
-        if jax.process_index():
-            return
+    def _seal(self) -> None:
+        """Seal the files of all processes, and give the folder its name."""
         manifest.write(self.temporary / STATE, self.text)
+        shares.collect(self.token)
         manifest.seal(self.temporary, self.order)
         _put(self.temporary, self.path, self.token)
         # Its files were read back for their hashes just now: to read them again would only take the cores.
@@ -138,7 +143,8 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
     draft, leads = Draft(Path(os.path.abspath(path)), order, secrets.token_hex(4)), jax.process_index() == 0
     problem: JaxlitError | None = None
     try:
-        draft = replace(draft, text=_as_json(take()))
+        state = take()
+        draft = replace(draft, text=_as_json(state if leads else state["loaders"]))
         if leads:
             _make_folder(draft)
     except JaxlitError as error:

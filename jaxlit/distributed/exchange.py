@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.distributed.team import team
+from jaxlit.distributed.team import _client, team
 from jaxlit.errors import JaxlitError, ProcessError
 
 
@@ -54,6 +54,24 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
     for process, error in enumerate(failures):
         if error is not None:
             raise ProcessError(f"{topic} failed in process {process}: {error}")
+
+
+def tell_first(topic: str, text: str) -> None:
+    """Give process 0 a short text. Unlike `agree` this may be called in any thread.
+
+    Args:
+        topic: A name that is used once.
+        text: The text.
+    """
+    _client().key_value_set(f"jaxlit/{topic}/{jax.process_index()}", text)
+
+
+def told_by_others(topic: str) -> list[str]:
+    """Wait in process 0 for the text that each other process gives it by `tell_first`, and return them."""
+    client, limit = _client(), 3600_000  # milliseconds; a process that dies is noticed by jax itself
+    texts = [client.blocking_key_value_get(f"jaxlit/{topic}/{i}", limit) for i in range(1, jax.process_count())]
+    client.key_value_delete(f"jaxlit/{topic}/")  # all of them
+    return texts
 
 
 def fetch(x: Any) -> np.ndarray:
