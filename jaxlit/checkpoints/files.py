@@ -113,8 +113,8 @@ def read(path: Path) -> Checkpoint:
     path, state = Path(os.path.abspath(path)), {}
     problem: CheckpointError | None = None
     try:
-        # One process reads the files: the others would only read the same ones.
-        entries = manifest.verify(path, hashes=jax.process_index() == 0)
+        # Each process reads its share of the files.
+        entries = manifest.verify(path, index=jax.process_index(), count=jax.process_count())
         state = manifest.read_json(path / STATE)
         check_state(state, f"{path / STATE}: the state")
         state["loaders"] = _loaders(path, state, entries)

@@ -121,8 +121,7 @@ class Draft:
     def _seal(self) -> None:
         """Seal the files of all processes, and give the folder its name."""
         manifest.write(self.temporary / STATE, self.text)
-        shares.collect(self.token)
-        manifest.seal(self.temporary, self.order)
+        manifest.seal(self.temporary, self.order, shares.collect(self.temporary, self.token))
         _put(self.temporary, self.path, self.token)
         # Its files were read back for their hashes just now: to read them again would only take the cores.
         manifest.verify(self.path, hashes=False)

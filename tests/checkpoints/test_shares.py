@@ -1,15 +1,55 @@
-"""The states of loaders are in a file of each process, and return to it."""
+"""Files of several processes: each is verified once, and the states of loaders return to their process."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-from kit.checkpoints import OLDER, edit, put, seal, train
+from kit.checkpoints import OLDER, edit, flip, put, seal, train
 from kit.threads import as_processes
 
-from jaxlit.checkpoints import files
+from jaxlit.checkpoints import files, manifest
 from jaxlit.errors import CheckpointError
+
+SIZES = {"state.json": 10, "arrays/a": 4000, "arrays/b": 3900, "arrays/c": 2000, "arrays/d": 2000, "arrays/e": 0}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, size in SIZES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x" * size)
+    manifest.seal(tmp_path, 1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_each_file_is_verified_in_one_share(count, folder):
+    for name, size in SIZES.items():
+        (folder / name).write_bytes(b"y" + b"x" * max(size - 1, 0))
+        refusals = []
+        for index in range(count):
+            try:
+                manifest.verify(folder, index=index, count=count)
+            except CheckpointError as error:
+                refusals.append(str(error))
+        assert len(refusals) == 1 and name in refusals[0]
+        (folder / name).write_bytes(b"x" * size)
+
+
+def test_a_file_that_the_manifest_lacks_is_noticed_in_the_first_share(folder):
+    (folder / "arrays/more").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="arrays/more is not in its manifest"):
+        manifest.verify(folder, index=0, count=2)
+
+
+def test_known_hashes_make_the_same_manifest(folder):
+    expected = (folder / "MANIFEST.json").read_bytes()
+    (folder / "MANIFEST.json").unlink()
+    known = manifest.on_disk(folder, [folder / "arrays/a", folder / "arrays/e"])
+    assert known.keys() == {"arrays/a", "arrays/e"}
+    manifest.seal(folder, 1, known)
+    assert (folder / "MANIFEST.json").read_bytes() == expected
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +122,14 @@ def test_loaders_that_no_process_saves_are_refused(text, path, monkeypatch):
     (path / "loaders" / "process_2.json").write_text(text)
     seal(path)
     all_refuse(path, "process_2.json", monkeypatch)
+
+
+def test_damage_that_one_process_finds_is_an_error_in_all(path, monkeypatch):
+    damaged = [file for file in path.rglob("*") if file.is_file() and file.stat().st_size]
+    assert len(damaged) > 8
+    for file in damaged:
+        data = file.read_bytes()
+        file.write_bytes(flip(data, 0))
+        all_refuse(path, file.name, monkeypatch)
+        file.write_bytes(data)
+    assert as_processes(monkeypatch, lambda index: places(path), 3) == [[0], [1], [2]]

@@ -4,13 +4,15 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from kit.batches import counted, rows_of
 from kit.by_hand import mean
-from kit.checkpoints import state_of
-from kit.inside import key_value_store
-from kit.journal import hooks
+from kit.checkpoints import flip, state_of
+from kit.inside import files, hashes, key_value_store
+from kit.journal import hooks, raising
 from kit.modules import Mean
 from kit.processes import launch, say
 from kit.trainers import BARE, make_trainer
@@ -18,6 +20,19 @@ from kit.trainers import BARE, make_trainer
 import jaxlit as jl
 from jaxlit.distributed.team import Several, team
 from jaxlit.errors import DataError
+
+SPLIT = 2**21  # bytes of the parameters of `Wide`
+
+
+class Wide(Mean):
+    """`Mean` with parameters of which each process holds a half under fsdp."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nnx.Param(jnp.ones((8, SPLIT // 32)))
+
+    def error(self, batch):
+        return super().error(batch) + 0.0 * self.wide[...].sum()
 
 
 class Own:
@@ -76,20 +91,50 @@ def save_together():
         return agree(self, topic, *args, **named)
 
     Several.agree = counting
-    trainer = make_trainer(strategy="ddp", max_steps=1, **BARE)
-    trainer.fit(Mean(), shuffled())
+    trainer = make_trainer(strategy="fsdp", max_steps=1, **BARE)
+    trainer.fit(Wide(), shuffled())
     topics.clear()
-    saving = trainer.saver.begin("kept")
-    say("to begin", [*topics])
-    saving.wait()
-    say("in all", topics)
+    with hashes() as hashed:
+        saving = trainer.saver.begin("kept")
+        say("to begin", [*topics])
+        saving.wait()
+        say("in all", topics)
+    say("hashed at the save", relative(hashed))
+    with hashes() as hashed:
+        files.read(Path("kept"))
+    say("hashed at the read", relative(hashed))
     say("left in the store", key_value_store().key_value_dir_get("jaxlit/saved/"))
+    names = sorted(path.relative_to("kept").as_posix() for path in Path("kept").rglob("*") if path.stat().st_size)
+    names = [name for name in names if Path("kept", name).is_file()]
+    say("damage", {name: error_with_damage(Path("kept", name)) for name in names})
     # Process 0 makes the folder before it hears of the other's problem.
     mine = object() if jax.process_index() == 1 else 1
     bad = hooks(on_save_checkpoint=lambda t, m, state: state.update(mine=mine))
     say("refused", error_of(lambda: train(shuffled(), save_after(1, "refused"), bad)))
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 1:
+            patch.setattr(files.manifest, "write", raising(OSError(28, "No space left on device")))
+        say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
     team().agree("it was refused", None)
     say("left", [path.name for path in Path().iterdir() if "refused" in path.name])
+
+
+def relative(hashed):
+    """Return the sizes of files by their names in the folder of their checkpoint, which is in this one."""
+    here = len(Path().absolute().parts)
+    return [["/".join(Path(path).absolute().parts[here + 1 :]), size] for path, size in hashed]
+
+
+def error_with_damage(path):
+    """Return the error of reading a checkpoint while one byte of a file is another."""
+    data, errors = path.read_bytes(), []
+    for text in (flip(data, len(data) // 2), data):
+        team().agree("the file is read", None)
+        if jax.process_index() == 0:
+            path.write_bytes(text)
+        team().agree("the file is written", None)
+        errors.append(error_of(lambda: files.read(Path("kept"))))
+    return errors
 
 
 def continue_two():
@@ -130,10 +175,38 @@ def test_a_save_takes_two_agreements(saved):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("when", ["save", "read"])
+def test_each_process_hashes_half_of_the_bytes(when, saved):
+    first, second = (said[f"hashed at the {when}"] for said in saved)
+    every = sorted(name for name, _ in first + second)
+    assert every == sorted({*every}), "each file is read once"
+    assert {"MANIFEST.json", *every} >= saved[0]["damage"].keys()
+    for hashed in (first, second):
+        assert SPLIT / 2 <= sum(size for _, size in hashed) < SPLIT / 2 + 2**16
+
+
+@pytest.mark.full
+def test_damage_of_any_file_is_the_same_error_in_both(saved):
+    first, second = (said["damage"] for said in saved)
+    assert first == second
+    assert {"MANIFEST.json", "state.json", "loaders/process_1.json"} < first.keys() and len(first) > 10
+    for name, (damaged, sound) in first.items():
+        assert damaged.startswith("CheckpointError") and name in damaged
+        assert sound == "nothing was raised"
+
+
+@pytest.mark.full
 def test_a_state_that_one_process_cannot_save_is_refused_in_both(saved):
     first, second = (said["refused"] for said in saved)
     assert first == second and first.startswith("CheckpointError") and "'mine'" in first
     assert saved[0]["left"] == [], "no temporary folder"
+
+
+@pytest.mark.full
+def test_files_that_one_process_cannot_write_are_an_error_in_both(saved):
+    first, second = (said["unwritten"] for said in saved)
+    assert first == second
+    assert "refused could not be written: process 1: [Errno 28] No space left on device. Earlier ones" in first
 
 
 @pytest.mark.full
