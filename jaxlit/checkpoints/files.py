@@ -120,6 +120,8 @@ def read(path: Path) -> Checkpoint:
         state["loaders"] = _loaders(path, state, entries)
     except CheckpointError as error:
         problem = error
+    except OSError as error:  # the others would wait for this process
+        problem = CheckpointError(f"{path} cannot be read: {error}.")
     team().same_error(f"verifying {path.name}", problem)
     return Checkpoint(path, state)
 

@@ -133,3 +133,14 @@ def test_damage_that_one_process_finds_is_an_error_in_all(path, monkeypatch):
         all_refuse(path, file.name, monkeypatch)
         file.write_bytes(data)
     assert as_processes(monkeypatch, lambda index: places(path), 3) == [[0], [1], [2]]
+
+
+def test_a_file_that_one_process_cannot_look_at_is_an_error_in_all(path, monkeypatch):
+    def verify(folder, *, index, count):
+        if index == 1:
+            raise OSError(116, "Stale file handle")
+        return real(folder, index=index, count=count)
+
+    real = manifest.verify
+    monkeypatch.setattr(manifest, "verify", verify)
+    all_refuse(path, "cannot be read: [Errno 116] Stale file handle.", monkeypatch)
