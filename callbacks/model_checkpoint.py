@@ -167,10 +167,10 @@ class ModelCheckpoint(Callback):
                 disk.sweep(self._folder)
                 self._order = disk.last_order(self._folder)
                 self._delete_replaced(trainer)
+            trainer.saver.check()
         except CheckpointError as error:
             problem = error
         team().same_error("the folder of checkpoints", problem)
-        trainer.saver.check()
         self._restart_clock()
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:

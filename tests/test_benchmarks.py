@@ -1,4 +1,4 @@
-"""The benchmarks that need an accelerator run on a CPU as well."""
+"""Benchmarks that need an accelerator, or private parts of jax, run small on a CPU as well."""
 
 import os
 import subprocess
@@ -15,3 +15,10 @@ def test_the_benchmark_of_accelerators_runs_tiny() -> None:
     assert result.returncode == 0, result.stderr
     heads = ("nan_policy", "k", "batch", "leaves", "MFU", "collectives", "first save", "cache")
     assert [head for head in heads if head not in result.stdout] == []
+
+
+def test_the_benchmark_of_agreements_runs_with_three_clients() -> None:
+    command = [sys.executable, "benchmarks/scale.py", "agreement", "3"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr  # every client has the values of all
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["clients", "3"]

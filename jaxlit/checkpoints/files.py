@@ -1,7 +1,8 @@
 """Checkpoints on the disk: their names and folders, and how they are verified and read.
 
 A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for everything else, and `MANIFEST.json`, written
-last. It contains data only: nothing in it is imported, called or unpickled.
+last. Of several processes, those after the first have the states of their loaders in a file each, in `loaders/`. It
+contains data only: nothing in it is imported, called or unpickled.
 """
 
 import math
@@ -19,13 +20,13 @@ import numpy as np
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.folder_lock import PROBE
-from jaxlit.checkpoints.schema import check_state
+from jaxlit.checkpoints.schema import check_loaders, check_state
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.shown import shown
 
 FOLDER = "checkpoints"  # in a run's folder
-STATE, ARRAYS = manifest.STATE, "arrays"
+STATE, ARRAYS, LOADERS = manifest.STATE, "arrays", "loaders"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
@@ -112,14 +113,42 @@ def read(path: Path) -> Checkpoint:
     path, state = Path(os.path.abspath(path)), {}
     problem: CheckpointError | None = None
     try:
-        # One process reads the files: the others would only read the same ones.
-        manifest.verify(path, hashes=jax.process_index() == 0)
+        # Each process reads its share of the files.
+        entries = manifest.verify(path, index=jax.process_index(), count=jax.process_count())
         state = manifest.read_json(path / STATE)
         check_state(state, f"{path / STATE}: the state")
+        state["loaders"] = _loaders(path, state, entries)
     except CheckpointError as error:
         problem = error
+    except OSError as error:  # the others would wait for this process
+        problem = CheckpointError(f"{path} cannot be read: {error}.")
     team().same_error(f"verifying {path.name}", problem)
     return Checkpoint(path, state)
+
+
+def loaders_of(process: int) -> str:
+    """Return the name of the file with the states of the loaders of a process after the first."""
+    return f"{LOADERS}/process_{process}.json"
+
+
+def _loaders(path: Path, state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of this process's loaders if as many processes as now have saved them, else of all."""
+    index, same = jax.process_index(), state["processes"] == jax.process_count()
+    names = [name for name in entries if name.startswith(f"{LOADERS}/") and (not same or name == loaders_of(index))]
+    parts = [] if same and names else [state["loaders"]]
+    for name in {str(entries[name]): name for name in names}.values():  # those that are equal are read once
+        parts.append(manifest.read_json(path / name))
+        check_loaders(parts[-1], f"{path / name}: the state")
+    loaders = {}
+    for stage in state["loaders"]:
+        given = [part[stage] for part in parts if part[stage] is not None]
+        states = [x for loader in given for x in loader["states"]]
+        if same and not names:  # older checkpoints have the states of all processes in state.json
+            states = states[index : index + 1]
+        if given and not states:
+            raise CheckpointError(f"{path} has no state of the {stage} loader of process {index}.")
+        loaders[stage] = given[0] | {"states": states} if given else None
+    return loaders
 
 
 def candidates(folder: Path) -> list[Path]:

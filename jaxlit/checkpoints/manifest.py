@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +28,48 @@ _WAITS_S = (0.1, 0.5, 2.0)
 _logger = logging.getLogger("jaxlit")
 
 
-def seal(folder: Path, order: int) -> None:
+def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> None:
     """Put every file of a folder onto the disk, and write the manifest after them.
 
     Args:
         folder: The folder.
         order: A number that is larger for what was written later, whatever clocks say.
+        known: What `on_disk` has returned of some of the files.
 
     Raises:
         OSError: The disk is full, or the like.
     """
-    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": {}}
-    for path in sorted(_files(folder)):
-        name = path.relative_to(folder).as_posix()
-        body["files"][name] = [path.stat().st_size, _digest(path)]
-        fsync(path)
+    files = dict(known or {})
+    files |= on_disk(
+        folder, (path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in files)
+    )
+    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
     body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
     write(folder / MANIFEST, _canonical(body))
     for path, _, _ in os.walk(folder, topdown=False):
         fsync(Path(path))
 
 
-def verify(folder: Path, *, hashes: bool = True) -> None:
+def on_disk(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
+    """Put some files of a folder onto the disk, and return by name what the manifest says of each."""
+    entries = {}
+    for path in paths:
+        entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+        fsync(path)
+    return entries
+
+
+def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1) -> dict[str, Any]:
     """Refuse a folder whose files are not those of its manifest.
 
     Args:
         folder: The folder.
         hashes: Read the files too; otherwise only their sizes are compared.
+        index: Which share of the files is compared, of about as many bytes as any other.
+        count: How many shares there are. In the first one it is also looked for files that the manifest lacks.
+
+    Returns:
+        By name the size and hash of every file.
 
     Raises:
         CheckpointError: Naming the file.
@@ -62,7 +77,7 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
     real, entries = os.path.realpath(folder), _entries(folder)
-    for path in _files(folder):
+    for path in _files(folder) if index == 0 else ():
         name = path.relative_to(folder).as_posix()
         # Hidden ones are left by file systems and file managers.
         if name in entries or name == MANIFEST or path.name.startswith("."):
@@ -70,7 +85,8 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
         if name == STATE or path.is_symlink() or "/" in name:  # among the arrays a library might read it
             raise CheckpointError(f"{folder}: {name} is not in its manifest.")
         _logger.warning("%s: %s is not in its manifest, and is ignored.", folder, name)
-    for name, (size, digest) in entries.items():
+    # The largest go first, one to each share in turns.
+    for name, (size, digest) in sorted(entries.items(), key=lambda x: (-x[1][0], x[0]))[index::count]:
         path = folder / name
         # Neither a link nor a `..` may lead to another file.
         if os.path.realpath(path) != os.path.join(real, *name.split("/")):
@@ -81,6 +97,7 @@ def verify(folder: Path, *, hashes: bool = True) -> None:
             raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
         if hashes and _digest(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
+    return entries
 
 
 def order_of(folder: Path) -> int | None:

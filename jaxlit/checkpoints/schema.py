@@ -121,8 +121,14 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
     _expect(len(set(names)) == len(names), names, f"{where}['arrays']")
     fresh = not any(position[key] for key in ("batch_idx", "filled", "over"))
     _expect(position["phase"] > Phase.EPOCH_START or fresh, position, f"{where}['position']")
-    for loader in filter(None, state["loaders"].values()):
-        _expect(bool(loader["states"]), loader, f"{where}['loaders']")
+    check_loaders(state["loaders"], f"{where}['loaders']")
+
+
+def check_loaders(loaders: Any, where: str) -> None:
+    """Refuse states of loaders that are not what `jaxlit.loop.snapshot.take` makes; see `check_state`."""
+    _check(loaders, STATE["loaders"], where)
+    for loader in filter(None, loaders.values()):
+        _expect(bool(loader["states"]), loader, where)
 
 
 def _check(x: Any, schema: Any, where: str) -> None:

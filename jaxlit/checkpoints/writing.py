@@ -10,16 +10,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxlit.background import Background
-from jaxlit.checkpoints import manifest, quiet
+from jaxlit.checkpoints import manifest, quiet, shares
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
+from jaxlit.distributed.exchange import agree_or_raise
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, CheckpointError
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
 
 
 class Saving(Background[None]):
@@ -54,63 +56,116 @@ class Saving(Background[None]):
         self.seconds = time.monotonic() - self._begun
 
 
-def save(path: Path, arrays: Mapping[int, jax.Array], state: Mapping[str, Any], order: int) -> Saving:
-    """Write a checkpoint; in several processes all must come here, with the same arguments.
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that all processes write together; its temporary folder is there.
 
-    The arrays may be overwritten as soon as this returns. An older checkpoint at `path` stays until the new one is
-    complete.
+    Attributes:
+        path: Where it will be.
+        order: A number that is larger than those of the checkpoints that are there.
+        token: What no other temporary folder has in its name.
+        text: The state as JSON; of processes other than 0 only that of their loaders.
+    """
+
+    path: Path
+    order: int
+    token: str
+    text: bytes = b""
+
+    @property
+    def temporary(self) -> Path:
+        """The folder that it is written to."""
+        return self.path.parent / f"{TEMPORARY}{self.path.name}-{self.token}"
+
+    def write(self, arrays: Mapping[int, jax.Array]) -> Saving:
+        """Begin to write; in several processes all must come here.
+
+        The arrays may be overwritten as soon as this returns. An older checkpoint at `path` stays until the new one is
+        complete.
+
+        Args:
+            arrays: By index in the state's "arrays"; those without elements are left out.
+
+        Raises:
+            CheckpointError: It cannot be begun.
+        """
+        quiet.begin()
+        try:
+            response = _begin_arrays(self.temporary / ARRAYS, arrays)
+        except BaseException as error:
+            _discard(self.temporary)
+            quiet.end(failed=True)
+            if isinstance(error, Exception):
+                raise _unwritten(self.path, error) from error
+            raise
+
+        def finish() -> None:
+            leads = jax.process_index() == 0
+            try:
+                response.result()
+                if leads:
+                    self._seal()
+                else:
+                    shares.hand_over(self.temporary, self.token, self.text)
+            except BaseException as error:
+                if leads:
+                    _discard(self.temporary)
+                else:
+                    shares.give_up(self.token, error)
+                quiet.end(failed=True)
+                raise
+            quiet.end(failed=False)
+
+        saving = Saving(self.path, self.order, finish)
+        saving.start()
+        return saving
+
+    def _seal(self) -> None:
+        """Seal the files of all processes, and give the folder its name."""
+        manifest.write(self.temporary / STATE, self.text)
+        manifest.seal(self.temporary, self.order, shares.collect(self.temporary, self.token))
+        _put(self.temporary, self.path, self.token)
+        # Its files were read back for their hashes just now: to read them again would only take the cores.
+        manifest.verify(self.path, hashes=False)
+
+
+def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Draft:
+    """Make the temporary folder of a checkpoint; in several processes all must come here.
 
     Args:
-        path: Its folder.
-        arrays: By index in `state["arrays"]`; those without elements are left out.
-        state: JSON values.
-        order: A number that is larger than those of the checkpoints that are there.
+        path: The checkpoint's folder.
+        take: Returns the state, as JSON values. It is called here so that an error of one process is that of all.
+        order: A number that is larger than those of the checkpoints that are there; that of process 0 counts.
 
     Raises:
         ArgumentError: `path` is something else than a checkpoint.
-        CheckpointError: It cannot be begun.
+        CheckpointError: The state is no JSON value, or the folder cannot be made.
     """
-    path = Path(os.path.abspath(path))
-    leads, token, problem = jax.process_index() == 0, secrets.token_hex(4), None
-    _check_path(path)
-    token = team().agree("the checkpoint's temporary name", token)[0]
-    temporary = path.parent / f"{TEMPORARY}{path.name}-{token}"
-    text = _as_json(state)
+    draft, leads = Draft(Path(os.path.abspath(path)), order, secrets.token_hex(4)), jax.process_index() == 0
+    problem: JaxlitError | None = None
     try:
+        state = take()
+        draft = replace(draft, text=_as_json(state if leads else state["loaders"]))
         if leads:
-            temporary.mkdir(parents=True)
-    except OSError as error:
-        problem = _unwritten(path, error)
-    team().same_error("the checkpoint's folder", problem)
-    quiet.begin()
+            _make_folder(draft)
+    except JaxlitError as error:
+        problem = error
     try:
-        response = _begin_arrays(temporary / ARRAYS, arrays)
-    except BaseException as error:
-        _discard(temporary)
-        quiet.end(failed=True)
-        if isinstance(error, Exception):
-            raise _unwritten(path, error) from error
+        # The only agreement: the folder is made before it, so that its problem is known.
+        token = agree_or_raise("a checkpoint begins", draft.token, problem)[0]
+    except BaseException:
+        if leads:
+            _discard(draft.temporary)
         raise
+    return replace(draft, token=token)
 
-    def finish() -> None:
-        try:
-            response.result()
-            if leads:
-                manifest.write(temporary / STATE, text)
-                manifest.seal(temporary, order)
-                _put(temporary, path, token)
-                # Its files were read back for their hashes just now: to read them again would only take the cores.
-                manifest.verify(path, hashes=False)
-        except BaseException:
-            if leads:
-                _discard(temporary)
-            quiet.end(failed=True)
-            raise
-        quiet.end(failed=False)
 
-    saving = Saving(path, order, finish)
-    saving.start()
-    return saving
+def _make_folder(draft: Draft) -> None:
+    _check_path(draft.path)
+    try:
+        draft.temporary.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritten(draft.path, error) from error
 
 
 def _check_path(path: Path) -> None:

@@ -8,8 +8,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxlit.distributed.team import team
-from jaxlit.errors import ProcessError, in_all
+from jaxlit.distributed.team import _client, team
+from jaxlit.errors import JaxlitError, ProcessError, in_all
+
+
+def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[Any]:
+    """Return a JSON value of each process, or raise in all of them the error of one.
+
+    This takes one agreement, and a second one only if there is an error.
+
+    Args:
+        topic: What is agreed on, for messages.
+        value: This process's value.
+        error: The error of this process, if there is one.
+
+    Raises:
+        JaxlitError: A process has an error.
+    """
+    processes = team()
+    given = processes.agree(topic, [value, error is not None])
+    if any(failed for _, failed in given):
+        processes.same_error(topic, error)
+    return [value for value, _ in given]
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
@@ -34,6 +54,28 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
     for process, error in enumerate(failures):
         if error is not None:
             raise in_all(ProcessError(f"{topic} failed in process {process}: {error}"))
+
+
+def tell_first(topic: str, text: str) -> None:
+    """Give process 0 a short text. Unlike `agree` this may be called in any thread.
+
+    Args:
+        topic: A name that is used once.
+        text: The text.
+    """
+    _client().key_value_set(f"jaxlit/{topic}/{jax.process_index()}", text)
+
+
+def told_by_others(topic: str) -> list[str]:
+    """Wait in process 0 for the text that each other process gives it by `tell_first`, and return them."""
+    client, texts = _client(), list[str]()
+    while len(texts) < jax.process_count() - 1:
+        try:
+            texts.append(client.blocking_key_value_get(f"jaxlit/{topic}/{len(texts) + 1}", 1000))
+        except jax.errors.JaxRuntimeError:  # not yet there
+            team().check()
+    client.key_value_delete(f"jaxlit/{topic}/")  # all of them
+    return texts
 
 
 def fetch(x: Any) -> np.ndarray:

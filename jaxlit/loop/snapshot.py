@@ -115,15 +115,15 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
     saved = state["loaders"][stage]
     if saved is None or saved["idx"] != idx:
         return
-    theirs, processes = saved["states"], jax.process_count()
-    if len(theirs) == processes:  # each process continues with its share
-        source.load_state_dict(theirs[jax.process_index()])
+    theirs, before, processes = saved["states"], state["processes"], jax.process_count()
+    if before == processes:  # each process continues with its share, the only one that was read
+        source.load_state_dict(theirs[0])
         return
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
         raise in_all(
             DataError(
                 f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader "
-                f"continues only with as many processes as before: {len(theirs)}, not {processes}. Resume with as "
+                f"continues only with as many processes as before: {before}, not {processes}. Resume with as "
                 "many, use a jl.ArrayLoader or a grain MapDataset, or resume from the end of an epoch."
             )
         )
@@ -166,17 +166,17 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _loaders(run: Run) -> dict[str, Any]:
-    """Return the states of the loaders, of every process."""
+    """Return the states of this process's loaders."""
     position, now = run.position, run.evaluation
     states: dict[str, Any] = {"training": None, "validation": None}
     if run.data.train:
         source, epoch, at = run.data.training[0], position.epoch, position.data
         if position.over:  # nothing is left of this epoch: the loader begins the next
             epoch, at = epoch + 1, source.between_epochs(at)
-        states["training"] = {"idx": 0, "states": run.times.team.agree("loaders", source.state_dict(epoch, at))}
+        states["training"] = {"idx": 0, "states": [source.state_dict(epoch, at)]}
     if now is not None and now.loader < len(run.data.val) and not run.control.sanity_checking:
-        state = run.data.val[now.loader][0].state_dict(0, now.data)
-        states["validation"] = {"idx": now.loader, "states": run.times.team.agree("validation loaders", state)}
+        source, _ = run.data.val[now.loader]
+        states["validation"] = {"idx": now.loader, "states": [source.state_dict(0, now.data)]}
     return states
 
 

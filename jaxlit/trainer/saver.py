@@ -10,7 +10,7 @@ from jaxlit import checks as check
 from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
-from jaxlit.checkpoints.writing import Saving, save
+from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rewind import check_finite
@@ -91,9 +91,9 @@ class Saver:
         if order is None:
             others = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *others]) + 1
-        state = snapshot.take(run)
+        draft = prepare(where, partial(snapshot.take, run), order)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
-            saving = save(where, dict(enumerate(run.engine.state.leaves)), state, order)
+            saving = draft.write(dict(enumerate(run.engine.state.leaves)))
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             if run.settings.nan_policy == "rollback":  # each holds its state.json

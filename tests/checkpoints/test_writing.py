@@ -65,7 +65,8 @@ def state(half):
 
 
 def save(path, state, value=1.0, order=1):
-    return writing.save(Path(path), {0: jnp.full((2, 3), value), 1: jnp.zeros(0, jnp.int32)}, state, order)
+    draft = writing.prepare(Path(path), lambda: state, order)
+    return draft.write({0: jnp.full((2, 3), value), 1: jnp.zeros(0, jnp.int32)})
 
 
 def value_of(path):
@@ -75,10 +76,10 @@ def value_of(path):
     return value
 
 
-def test_arrays_may_be_deleted_once_save_returns(state):
+def test_arrays_may_be_deleted_once_write_returns(state):
     array = jnp.arange(6.0).reshape(2, 3)
     expected = np.array(array)
-    saving = writing.save(Path("deep/er/mine"), {0: array, 1: jnp.zeros(0, jnp.int32)}, state, 7)
+    saving = writing.prepare(Path("deep/er/mine"), lambda: state, 7).write({0: array, 1: jnp.zeros(0, jnp.int32)})
     array.delete()
     saving.wait()
     assert saving.is_done and saving.seconds > 0 and saving.path == Path("deep/er/mine").absolute()

@@ -2,6 +2,9 @@
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,6 +88,21 @@ def rates_along(optimizer: jl.Optimizer, params: Any, steps: int) -> dict[str, l
 def key_value_store() -> Any:
     """Return what jax's processes tell each other things by."""
     return _client()
+
+
+@contextmanager
+def hashes() -> Iterator[list[tuple[str, int]]]:
+    """Yield a list that gets the path and the size of each file that is read for its hash."""
+    result: list[tuple[str, int]] = []
+    hash_of = files.manifest._hash
+
+    def noting(path: Path) -> str:
+        result.append((str(path), path.stat().st_size))
+        return hash_of(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files.manifest, "_hash", noting)
+        yield result
 
 
 registered_strategies = registry._registry

@@ -20,11 +20,10 @@ from kit.trainers import BARE, fit, make_trainer
 from kit.waiting import held
 
 from jaxlit.checkpoints import manifest
-from jaxlit.checkpoints.writing import Saving
+from jaxlit.checkpoints.writing import Draft, Saving
 from jaxlit.control import Control
 from jaxlit.engine.state import State
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.trainer import saver
 from jaxlit.trainer.signals import interruptible
 
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
@@ -253,13 +252,13 @@ def test_a_signal_cuts_a_wait_for_data_without_losing_it(at, stage, signals) -> 
 
 
 def test_a_second_ctrl_c_waits_while_a_save_begins(signals, monkeypatch) -> None:
-    def save(*arguments: Any) -> Any:
+    def write(*arguments: Any) -> Any:
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    real = saver.save
-    monkeypatch.setattr(saver, "save", save)
+    real = Draft.write
+    monkeypatch.setattr(Draft, "write", write)
     with pytest.raises(KeyboardInterrupt):
         fit(Mean(), numbered(3), default_root_dir="run")
     assert names() == ["step_00000003"] and (Path("run/checkpoints") / names()[0] / "MANIFEST.json").exists()

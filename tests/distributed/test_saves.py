@@ -1,0 +1,241 @@
+"""Two real processes with four devices each save and read a checkpoint together."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import counted, rows_of
+from kit.by_hand import mean
+from kit.checkpoints import flip, state_of
+from kit.inside import files, hashes, key_value_store
+from kit.journal import hooks, raising
+from kit.modules import Mean
+from kit.processes import launch, say
+from kit.trainers import BARE, make_trainer
+
+import jaxlit as jl
+from jaxlit.distributed.team import Several, team
+from jaxlit.errors import DataError
+
+SPLIT = 2**21  # bytes of the parameters of `Wide`
+
+
+class Wide(Mean):
+    """`Mean` with parameters of which each process holds a half under fsdp."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nnx.Param(jnp.ones((8, SPLIT // 32)))
+
+    def error(self, batch):
+        return super().error(batch) + 0.0 * self.wide[...].sum()
+
+
+class Own:
+    """A loader that each process keeps at a place of its own: process i draws the numbers from 10 * i on."""
+
+    def __init__(self):
+        self.next, self.given = 0, None
+
+    def __iter__(self):
+        for k in range(self.next, 4):
+            self.next = k + 1
+            yield {"x": np.full((4, 1), 10 * jax.process_index() + k, np.float32)}
+        self.next = 0
+
+    def state_dict(self):
+        return {"process": jax.process_index(), "next": self.next}
+
+    def load_state_dict(self, state):
+        self.next, self.given = state["next"], state
+
+
+def shuffled():
+    """Return four batches of eight rows, in the same order in any number of processes."""
+    (rows,) = counted(32)
+    return jl.ArrayLoader(rows, 8, shuffle=True, seed=3)
+
+
+def train(loader, *callbacks, **arguments):
+    """Train an epoch; return the final weight, and the numbers of the rows that this process drew."""
+    drawn = []
+    seen = hooks(on_train_batch_end=lambda t, m, outputs, batch, i: drawn.append(batch))
+    trainer = make_trainer(seen, *callbacks, **({"strategy": "ddp"} | BARE | arguments))
+    trainer.fit(Mean(), loader)
+    return float(trainer.module.w[...][0]), rows_of(drawn)
+
+
+def save_after(batches, path):
+    return hooks(
+        on_train_batch_end=lambda t, m, o, b, i: t.save_checkpoint(Path(path).absolute()) if i + 1 == batches else None
+    )
+
+
+def error_of(work):
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def save_together():
+    topics, agree = [], Several.agree
+
+    def counting(self, topic, *args, **named):
+        topics.append(topic)
+        return agree(self, topic, *args, **named)
+
+    Several.agree = counting
+    trainer = make_trainer(strategy="fsdp", max_steps=1, **BARE)
+    trainer.fit(Wide(), shuffled())
+    topics.clear()
+    with hashes() as hashed:
+        saving = trainer.saver.begin("kept")
+        say("to begin", [*topics])
+        saving.wait()
+        say("in all", topics)
+    say("hashed at the save", relative(hashed))
+    with hashes() as hashed:
+        files.read(Path("kept"))
+    say("hashed at the read", relative(hashed))
+    say("left in the store", key_value_store().key_value_dir_get("jaxlit/saved/"))
+    names = sorted(path.relative_to("kept").as_posix() for path in Path("kept").rglob("*") if path.stat().st_size)
+    names = [name for name in names if Path("kept", name).is_file()]
+    say("damage", {name: error_with_damage(Path("kept", name)) for name in names})
+    # Process 0 makes the folder before it hears of the other's problem.
+    mine = object() if jax.process_index() == 1 else 1
+    bad = hooks(on_save_checkpoint=lambda t, m, state: state.update(mine=mine))
+    say("refused", error_of(lambda: train(shuffled(), save_after(1, "refused"), bad)))
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.process_index() == 1:
+            patch.setattr(files.manifest, "write", raising(OSError(28, "No space left on device")))
+        say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
+    team().agree("it was refused", None)
+    say("left", [path.name for path in Path().iterdir() if "refused" in path.name])
+
+
+def relative(hashed):
+    """Return the sizes of files by their names in the folder of their checkpoint, which is in this one."""
+    here = len(Path().absolute().parts)
+    return [["/".join(Path(path).absolute().parts[here + 1 :]), size] for path, size in hashed]
+
+
+def error_with_damage(path):
+    """Return the error of reading a checkpoint while one byte of a file is another."""
+    data, errors = path.read_bytes(), []
+    for text in (flip(data, len(data) // 2), data):
+        team().agree("the file is read", None)
+        if jax.process_index() == 0:
+            path.write_bytes(text)
+        team().agree("the file is written", None)
+        errors.append(error_of(lambda: files.read(Path("kept"))))
+    return errors
+
+
+def continue_two():
+    """Save in the middle of an epoch, and continue as many, and what one process saved."""
+    for name, make in (("own", Own), ("shared", shuffled)):
+        say(f"{name} whole", train(make(), save_after(2, Path("..") / f"{name} of two")))
+        again = make()
+        say(f"{name} resumed", train(again, resume=Path("..") / f"{name} of two"))
+        say(f"{name} given", again.given if name == "own" else None)
+    say("shared of one", train(shuffled(), resume=Path("..") / "shared of one"))
+    train(Own(), resume=Path("..") / "own of one")  # which ends both
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    processes = launch(save_together, tmp_path_factory.mktemp("saved"))
+    assert [process.code for process in processes] == [0, 0], processes[0].errors + processes[1].errors
+    return [process.said for process in processes]
+
+
+@pytest.fixture(scope="module")
+def continued(tmp_path_factory):
+    """A folder with checkpoints of one process and of two, and what the two have done."""
+    folder = tmp_path_factory.mktemp("continued")
+    for name, make in (("own", Own), ("shared", shuffled)):
+        train(make(), save_after(2, folder / f"{name} of one"))
+    processes = launch(continue_two, folder / "run")
+    for process in processes:
+        assert process.code == 1, process.errors
+        assert "as many processes as before: 1, not 2" in process.errors
+    return folder, [process.said for process in processes]
+
+
+@pytest.mark.full
+def test_a_save_takes_two_agreements(saved):
+    for said in saved:
+        assert said["to begin"] == ["a checkpoint begins"]
+        assert said["in all"] == ["a checkpoint begins", "the checkpoint is written"]
+        assert said["left in the store"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", ["save", "read"])
+def test_each_process_hashes_half_of_the_bytes(when, saved):
+    first, second = (said[f"hashed at the {when}"] for said in saved)
+    every = sorted(name for name, _ in first + second)
+    assert every == sorted({*every}), "each file is read once"
+    assert {"MANIFEST.json", *every} >= saved[0]["damage"].keys()
+    for hashed in (first, second):
+        assert SPLIT / 2 <= sum(size for _, size in hashed) < SPLIT / 2 + 2**16
+
+
+@pytest.mark.full
+def test_damage_of_any_file_is_the_same_error_in_both(saved):
+    first, second = (said["damage"] for said in saved)
+    assert first == second
+    assert {"MANIFEST.json", "state.json", "loaders/process_1.json"} < first.keys() and len(first) > 10
+    for name, (damaged, sound) in first.items():
+        assert damaged.startswith("CheckpointError") and name in damaged
+        assert sound == "nothing was raised"
+
+
+@pytest.mark.full
+def test_a_state_that_one_process_cannot_save_is_refused_in_both(saved):
+    first, second = (said["refused"] for said in saved)
+    assert first == second and first.startswith("CheckpointError") and "'mine'" in first
+    assert saved[0]["left"] == [], "no temporary folder"
+
+
+@pytest.mark.full
+def test_files_that_one_process_cannot_write_are_an_error_in_both(saved):
+    first, second = (said["unwritten"] for said in saved)
+    assert first == second
+    assert "refused could not be written: process 1: [Errno 28] No space left on device. Earlier ones" in first
+
+
+@pytest.mark.full
+def test_each_process_continues_with_its_own_loader(continued):
+    folder, both = continued
+    for index, said in enumerate(both):
+        assert said["own whole"] == [mean([[5], [6], [7], [8]]), rows_of_own(index, range(4))]
+        assert said["own resumed"] == [said["own whole"][0], rows_of_own(index, range(2, 4))]
+        assert said["own given"] == {"process": index, "next": 2}
+    at = json.loads((folder / "own of two" / "loaders" / "process_1.json").read_text())["training"]["states"][0]["at"]
+    assert at["process"] == 1
+    assert [x["at"]["process"] for x in state_of(folder / "own of two")["loaders"]["training"]["states"]] == [0]
+
+
+def rows_of_own(index, batches):
+    return [10 * index + k for k in batches for _ in range(4)]
+
+
+@pytest.mark.full
+def test_rows_that_all_share_continue_in_more_and_fewer_processes(continued):
+    folder, both = continued
+    weight, rows = train(shuffled())
+    halves = [[row for k in range(4) for row in rows[8 * k + 4 * i :][:4]] for i in range(2)]
+    for index, said in enumerate(both):
+        assert said["shared whole"] == [weight, halves[index]]
+        for resumed in ("shared resumed", "shared of one"):
+            assert said[resumed] == [weight, halves[index][8:]], resumed
+    assert train(shuffled(), resume=folder / "shared of two") == (weight, rows[16:])
+    with pytest.raises(DataError, match="as many processes as before: 2, not 1"):
+        train(Own(), resume=folder / "own of two")
