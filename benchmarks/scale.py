@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxlit.distributed.store import arrive, gather
+
 ROUNDS = 5
 BARE: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -43,12 +45,8 @@ def read_each(client: Any, index: int, count: int, folder: str, value: str) -> l
 
 def read_directory(client: Any, index: int, count: int, folder: str, value: str) -> list[str]:
     """Agree as `jaxlit.distributed.team` does: the last one that arrives lets the others read one directory."""
-    client.key_value_set(f"{folder}/value/{index}", value)
-    if client.key_value_increment(f"{folder}/count", 1) == count:
-        client.key_value_set(f"{folder}/all", "")
-    client.blocking_key_value_get(f"{folder}/all", 300_000)
-    values = {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/value/")}
-    return [values[process] for process in range(count)]
+    arrive(client, folder, index, count, value)
+    return gather(client, folder, count, 300.0) or []
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> tuple[float, float]:

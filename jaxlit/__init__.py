@@ -15,6 +15,7 @@ with lazy_imports(globals()):
     from jaxlit.core.optimizer import Optimizer
     from jaxlit.data.array_loader import ArrayLoader
     from jaxlit.data.datamodule import DataModule
+    from jaxlit.distributed.job import rank_zero_only
     from jaxlit.engine.compiled import compile_step
     from jaxlit.engine.lazy import lazy
     from jaxlit.pipeline.marks import pipeline_yield
@@ -41,6 +42,7 @@ __all__ = [
     "lr_find",
     "pipeline",
     "pipeline_yield",
+    "rank_zero_only",
     "register_strategy",
     "sharding",
     "strategies",

@@ -58,6 +58,13 @@ class Control:
     noted: set[str] = field(default_factory=set)
     predict_outputs: Any = None
 
+    def begin(self, *, alone: bool) -> None:
+        """Begin a run, in one process or in several; a signal that has come since the fit was called counts."""
+        self.asked = None if alone else [x for x in self.asked or () if x.startswith("signal ")]
+        self.interrupted = alone and self.signal is not None
+        self.noted.clear()
+        self.agreed.clear()
+
     def stop(self, reason: str | None) -> None:
         """Ask for a stop; the first reason is kept."""
         if self.asked is None:

@@ -76,6 +76,10 @@ class Agreement:
         splits = len(set(rows_of)) == 1 and self._splits(shapes)
         return shapes, batch if splits else joined(batch, rows_of)
 
+    def in_step(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """Return as many of the loader's batches as every process has; a length that is exact has been compared."""
+        return stream if type(self._loader) in (ArrayLoader, list, tuple) else InStep(stream, self._argument)
+
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
         argument, loader, rows = self._argument, self._loader, num_rows(batch)
@@ -156,11 +160,6 @@ class InStep:
                 "so many batches are left out: %s.",
                 *(self._argument, ended, self._count, left),
             )
-
-
-def has_exact_length(loader: Any) -> bool:
-    """Return whether a loader gives as many batches as its length says, which the processes have compared."""
-    return type(loader) in (ArrayLoader, list, tuple)
 
 
 def joined(batch: Any, rows: Sequence[int]) -> ReplicatedBatch:

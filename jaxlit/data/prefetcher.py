@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, final
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
 from jaxlit.core.stack import Stack, stacked
-from jaxlit.data.agreement import Agreement, InStep, has_exact_length
+from jaxlit.data.agreement import Agreement, InStep
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
@@ -244,11 +244,7 @@ class Prefetcher:
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
         draws, thread, auto = source.epoch(epoch), None, self._prefetch == "auto"
-        drawing: Iterator[Any] = itertools.islice(draws, limit)
-        in_step = None
-        if agreement is not None and not has_exact_length(source.loader):
-            in_step = InStep(drawing, source.argument)
-        stream: Any = in_step or drawing
+        stream = (iter if agreement is None else agreement.in_step)(itertools.islice(draws, limit))
         depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
         timing, slow = len(source.times) < _TIMED, _are_slow(source.times) if auto else depth > 0
         host = batch = placed = at = None  # of the batch that waits: the draw after it shows if it is the last
@@ -257,11 +253,7 @@ class Prefetcher:
             # Each step comes through here, so it makes no call that can be spared.
             for k in itertools.count(start):
                 if slow and thread is None and type(drawn) is tuple:
-                    thread = _Thread(drawing, depth, control)
-                    if in_step is None:
-                        stream = thread
-                    else:
-                        in_step.stream = thread
+                    stream, thread = _in_thread(stream, depth, control)
                 begun, self.drawn = time.perf_counter(), self.drawn + 1
                 try:
                     try:
@@ -376,6 +368,14 @@ class _Thread(Background[None]):
             except BaseException as error:
                 item = Failed(error)
             self._out.put(item)
+
+
+def _in_thread(stream: Iterator[Any], depth: int, control: Control) -> tuple[Iterator[Any], _Thread]:
+    """Return a stream that is drawn in a thread, and the thread; what processes agree on stays in this one."""
+    if type(stream) is not InStep:
+        return (thread := _Thread(stream, depth, control)), thread
+    thread = stream.stream = _Thread(stream.stream, depth, control)
+    return stream, thread
 
 
 def _are_slow(times: list[float]) -> bool:

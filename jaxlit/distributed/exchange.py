@@ -2,7 +2,10 @@
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from types import FrameType
 from typing import Any
 
 import jax
@@ -10,6 +13,9 @@ import numpy as np
 
 from jaxlit.distributed.team import _client, team
 from jaxlit.errors import JaxlitError, ProcessError, in_all
+
+READS_ARE_COMPARED: ContextVar[bool] = ContextVar("READS_ARE_COMPARED", default=False)
+"""Whether a read of an array by all processes is compared first, so that one which reads it alone is named."""
 
 
 def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[Any]:
@@ -88,8 +94,21 @@ def fetch(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         from jax.experimental import multihost_utils
 
+        if READS_ARE_COMPARED.get():
+            team().agree(f"{_reader()} reads an array that all processes hold parts of", None)
         return multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+def _reader() -> str:
+    """Return which hook reads an array."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name.startswith("on_") and owner is not None:
+            return f"{type(owner).__name__}.{name}"
+        frame = frame.f_back
+    return "the loop"
 
 
 def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:

@@ -11,6 +11,7 @@ from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher
+from jaxlit.distributed.exchange import READS_ARE_COMPARED
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.due import Due
@@ -191,6 +192,8 @@ class Run(Setup):
         if processes.size == 1:
             return
         processes.check()
+        if READS_ARE_COMPARED.get():
+            processes.agree(f"the end of step {self.position.global_step}", None)
         if processes.is_preempted():
             control.take([f"signal {int(signal.SIGTERM)}"])
         control.take(processes.decide(control.asked or ()))

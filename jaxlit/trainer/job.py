@@ -17,7 +17,14 @@ from jaxlit.reporting.secrets import hide
 
 MAY_DIFFER = (
     *("callbacks", "logger", "enable_progress_bar", "enable_model_summary"),  # what a process prints and writes
-    *("compile_cache", "prefetch", "max_in_flight", "data_timeout", "hang_timeout"),  # how it compiles and waits
+    *(
+        "compile_cache",
+        "prefetch",
+        "max_in_flight",
+        "data_timeout",
+        "hang_timeout",
+        "fail_timeout",
+    ),  # how it compiles and waits
 )
 """The Trainer's arguments that processes of one training may have otherwise, as well as every path. Of callbacks it is
 compared whether one logs, and what those have that change the step, end training or write checkpoints."""

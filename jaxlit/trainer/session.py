@@ -16,7 +16,7 @@ from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES, Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.distributed.exchange import once_per_node
+from jaxlit.distributed.exchange import READS_ARE_COMPARED, once_per_node
 from jaxlit.distributed.team import team
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
@@ -124,8 +124,6 @@ class Session:
         """The engine of the run that continues, from before its first batch on."""
         return self.current.engine if self.running and isinstance(self.current, Run) else None
 
-    # The verbs --------------------------------------------------------------------------------------
-
     @out_of_meshes
     def fit(self, model: TrainModule | lazy, given: Mapping[str, Any], datamodule: Any, start: Start) -> None:
         """Train a module; see `Trainer.fit`.
@@ -204,8 +202,6 @@ class Session:
         self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.method == "fit")
         return checkpoint, weights
 
-    # A run ------------------------------------------------------------------------------------------
-
     def set(self, name: str, value: Any) -> None:
         """Set an argument, from now on."""
         settings = self.settings.replace(name, value)
@@ -248,6 +244,7 @@ class Session:
             self.compiles = CompileLog(self._ask_again)
             self.current = setup = self._set_up(module, stage, loaders, resume)
             setup.times.team.watch(lambda: self.current.place if self.current else "", self.settings.fail_timeout)
+            stack.callback(READS_ARE_COMPARED.reset, READS_ARE_COMPARED.set(self.settings.debug))
             stack.enter_context(self.compiles.listening())
             watchdog, hooks = stack.enter_context(self._watchdog()), setup.hooks
             results, error = None, None
@@ -323,12 +320,8 @@ class Session:
 
     def _set_up(self, module: TrainModule, stage: Stage, loaders: Loaders, resume: Resume | None) -> Setup:
         """Forget what the run before has left, and return what the new one begins with."""
-        control, processes = self.control, team()
-        control.interrupted = control.signal is not None and processes.size == 1  # one may have come in the meantime
-        control.noted.clear()
-        control.agreed.clear()
-        control.asked = None if processes.size == 1 else [x for x in control.asked or () if x.startswith("signal ")]
-        processes.begin()
+        self.control.begin(alone=team().size == 1)
+        team().begin()
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
         # Cleared now and not at the end of a run, whose metrics a program reads after it.
@@ -354,7 +347,6 @@ class Session:
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
         for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
-        accumulate = self.settings.accumulate_grad_batches
         return Setup(
             settings=self.settings,
             control=self.control,
@@ -362,7 +354,7 @@ class Session:
             results=self.results,
             position=position,
             data=RunData(loaders),
-            window=Window(accumulate, accumulate),
+            window=Window(given := self.settings.accumulate_grad_batches, given),
             checkpoints=Checkpoints(resume),
         )
 

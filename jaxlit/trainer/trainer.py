@@ -12,6 +12,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
+from jaxlit.distributed.job import join_job
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.evaluate import evaluate, predict
@@ -154,6 +155,7 @@ class Trainer(TrainerProperties):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         settings = Settings(**given)
+        join_job()
         # "auto" alone looks at the devices, as every strategy does when a run begins.
         if settings.strategy != "auto" or settings.mesh is not None:
             resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
