@@ -13,7 +13,7 @@ import jax
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, loaders_of
-from jaxlit.distributed.exchange import tell_first, told_by_others
+from jaxlit.distributed.exchange import tell, told_by, told_by_others
 from jaxlit.errors import ProcessError
 
 
@@ -32,13 +32,19 @@ def hand_over(folder: Path, token: str, loaders: bytes) -> None:
     manifest.write(folder / loaders_of(jax.process_index()), loaders)
     text = json.dumps(manifest.on_disk(folder, _written(folder)))
     manifest.patiently(_hashes(folder, jax.process_index()).write_text, text)
-    tell_first(f"saved/{token}", "")
+    tell(f"saved/{token}", "")
 
 
 def give_up(token: str, error: BaseException) -> None:
-    """Tell process 0 that this process cannot hand over its files."""
-    with contextlib.suppress(Exception):  # the error that led here is the one to raise
-        tell_first(f"saved/{token}", str(error).strip() or type(error).__name__)
+    """Tell the other processes that this one cannot write its part."""
+    if jax.process_count() > 1:
+        with contextlib.suppress(Exception):  # the error that led here is the one to raise
+            tell(f"saved/{token}", str(error).strip() or type(error).__name__)
+
+
+def problem_of(token: str) -> str | None:
+    """Return what a process has told that cannot write its part of a checkpoint, None if all can so far."""
+    return next((f"process {i}: {text}" for i, text in told_by(f"saved/{token}").items() if text), None)
 
 
 def collect(folder: Path, token: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jaxlit.checkpoints import manifest, quiet, shares
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
 from jaxlit.distributed.exchange import agree_or_raise
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError
 
 
 class Saving(Background[None]):
@@ -34,9 +34,9 @@ class Saving(Background[None]):
         was_awaited: Whether anybody has waited for it.
     """
 
-    def __init__(self, path: Path, order: int, finish: Callable[[], None]) -> None:
+    def __init__(self, path: Path, order: int, token: str, finish: Callable[[], None]) -> None:
         super().__init__("jaxlit-checkpoint", finish, daemon=False)
-        self.path, self.order, self.was_awaited = path, order, False
+        self.path, self.order, self._token, self.was_awaited = path, order, token, False
         self._begun, self.seconds = time.monotonic(), 0.0
 
     def wait(self) -> None:
@@ -46,10 +46,19 @@ class Saving(Background[None]):
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
         processes = team()
-        done, self.was_awaited, error = self.join(processes.seconds_left), True, self.error
-        if not done:  # it waits for processes that have failed
-            raise CheckpointError(f"The checkpoint {self.path} was not finished when the job ended.")
-        processes.same_error("the checkpoint is written", None if error is None else _unwritten(self.path, error))
+        error = self._wait_for_others() if processes.size > 1 else self.join() and self.error
+        self.was_awaited = True
+        processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
+
+    def _wait_for_others(self) -> BaseException | None:
+        """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""
+        end = None if (left := team().seconds_left) is None else time.monotonic() + left
+        while not self.join(0.5):
+            if (problem := shares.problem_of(self._token)) is not None:
+                return ProcessError(problem)
+            if end is not None and time.monotonic() > end:  # it waits for processes that have failed
+                return ProcessError("the job ended before")
+        return self.error
 
     def _run(self) -> None:
         super()._run()
@@ -108,15 +117,14 @@ class Draft:
                 else:
                     shares.hand_over(self.temporary, self.token, self.text)
             except BaseException as error:
+                shares.give_up(self.token, error)
                 if leads:
                     _discard(self.temporary)
-                else:
-                    shares.give_up(self.token, error)
                 quiet.end(failed=True)
                 raise
             quiet.end(failed=False)
 
-        saving = Saving(self.path, self.order, finish)
+        saving = Saving(self.path, self.order, self.token, finish)
         saving.start()
         return saving
 

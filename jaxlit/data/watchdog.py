@@ -27,6 +27,7 @@ class Watchdog:
         progress: Returns a value that changes whenever the run makes progress.
         place: Returns where the run is, for the message.
         rescue: Saves what can be saved, and returns what was; it may take as long as the hang did.
+        leave: Ends the process with an exit code.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Watchdog:
         progress: Callable[[], object] = lambda: None,
         place: Callable[[], str] = lambda: "before the first step",
         rescue: Callable[[], str] = lambda: "Nothing was there to be saved.",
+        leave: Callable[[int], None] = lambda code: os._exit(code),
     ) -> None:
         self._data, self._hang, self.control = data, hang, control or Control()
-        self._progress, self._place, self._rescue = progress, place, rescue
+        self._progress, self._place, self._rescue, self._leave = progress, place, rescue, leave
         self._watched: tuple[float, str, int, int] | None = None
         self._limits = [limit for limit in (data, hang) if limit is not None]
         self._thread = Background("jaxlit-watchdog", self._run)
@@ -94,7 +96,7 @@ class Watchdog:
                 _print(saved)
                 sys.stdout.flush()
         finally:
-            os._exit(EXIT_CODE)
+            self._leave(EXIT_CODE)
 
 
 def _print(text: str) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
@@ -62,8 +63,8 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
             raise in_all(ProcessError(f"{topic} failed in process {process}: {error}"))
 
 
-def tell_first(topic: str, text: str) -> None:
-    """Give process 0 a short text. Unlike `agree` this may be called in any thread.
+def tell(topic: str, text: str) -> None:
+    """Give the other processes a short text. Unlike `agree` this may be called in any thread.
 
     Args:
         topic: A name that is used once.
@@ -72,16 +73,23 @@ def tell_first(topic: str, text: str) -> None:
     _client().key_value_set(f"jaxlit/{topic}/{jax.process_index()}", text)
 
 
+def told_by(topic: str) -> dict[int, str]:
+    """Return the texts that are there, by process."""
+    return {int(key.rsplit("/", 1)[1]): text for key, text in _client().key_value_dir_get(f"jaxlit/{topic}/")}
+
+
 def told_by_others(topic: str) -> list[str]:
-    """Wait in process 0 for the text that each other process gives it by `tell_first`, and return them."""
-    client, texts = _client(), list[str]()
-    while len(texts) < jax.process_count() - 1:
-        try:
-            texts.append(client.blocking_key_value_get(f"jaxlit/{topic}/{len(texts) + 1}", 1000))
-        except jax.errors.JaxRuntimeError:  # not yet there
+    """Wait in process 0 until each other process has given its text, delete the texts, and return them."""
+    client = _client()
+    for process in range(1, jax.process_count()):
+        while True:
+            with suppress(jax.errors.JaxRuntimeError):
+                client.blocking_key_value_get(f"jaxlit/{topic}/{process}", 1000)
+                break
             team().check()
-    client.key_value_delete(f"jaxlit/{topic}/")  # all of them
-    return texts
+    texts = told_by(topic)
+    client.key_value_delete(f"jaxlit/{topic}/")
+    return [texts[process] for process in range(1, jax.process_count())]
 
 
 def fetch(x: Any) -> np.ndarray:

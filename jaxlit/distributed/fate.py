@@ -150,7 +150,7 @@ class Fate:
             self._now.clear()
             if self.failure is not None:
                 if time.monotonic() >= self._deadline:
-                    self._leave()
+                    self.leave()
                 continue
             with suppress(Exception):  # the service is gone, and jax ends this process in a moment
                 self._listen()
@@ -200,11 +200,12 @@ class Fate:
         self._now.set()
         self._thread.join(2 * _BEAT_S)
         if self.failure is not None:
-            self._leave()
+            self.leave()
         with suppress(Exception):
             self.client.key_value_set(f"{_BEATS}{self.index}", "", allow_overwrite=True)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End this process after a failure, with its own exit code; process 0 waits for the others before."""
         assert self.failure is not None
         if self._error is not None and not self._is_shown:  # something has kept it from being raised in time
             with suppress(Exception):

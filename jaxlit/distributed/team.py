@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -76,6 +77,10 @@ class Alone:
             What the others are told.
         """
         return ""
+
+    def leave(self, code: int) -> None:
+        """End this process at once, with an exit code; after a failure process 0 ends last."""
+        os._exit(code)
 
     def check(self) -> None:
         """Raise what another process has failed of.
@@ -173,6 +178,12 @@ class Several(Alone):
         if not (isinstance(error, PeerError) or getattr(error, "in_all", False)):
             self._fate.fail(error, place, code)
         return self._fate.failure.text if self._fate.failure is not None else ""
+
+    def leave(self, code: int) -> None:
+        """See `Alone`."""
+        if self.over:
+            self._fate.leave()
+        super().leave(code)
 
     def check(self) -> None:
         """See `Alone`."""

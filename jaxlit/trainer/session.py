@@ -309,6 +309,7 @@ class Session:
             progress=lambda: self.current and self.current.progress,
             place=lambda: self.current.place if self.current else "",
             rescue=lambda: rescue(self._trainer, self.current),
+            leave=team().leave,
         )
 
     def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
