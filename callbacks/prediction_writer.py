@@ -13,7 +13,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.prediction_files import LOADER, Rows, folders_of, import_pyarrow, read_rows
 from jaxlit.distributed.exchange import fetch
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, in_all
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -77,14 +77,15 @@ class PredictionWriter(Callback):
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder of other files, and host keys that only this process has."""
         if trainer.host_keys and team().size > 1:
-            raise ArgumentError(
+            error = ArgumentError(
                 f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
                 "keys of this process's. Put a number that tells the rows apart into the batch as an array."
             )
+            raise in_all(error)
         problem = self._problem(trainer) if trainer.is_global_zero else None
         problem, *_ = team().agree("the folder of predictions", problem)
         if problem is not None:
-            raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}")
+            raise in_all(ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}"))
 
     def _problem(self, trainer: "Trainer") -> str | None:
         """Make the folder that is written, and return why the final one cannot be used, if so."""

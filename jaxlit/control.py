@@ -113,8 +113,8 @@ class Control:
                 self.stop_reason = self.stop_reason or rest or None
             else:
                 self.agreed.add(text)
-        if self.asked and agreed:
-            self.asked = [text for text in self.asked if text not in agreed]
+            if self.asked and text in self.asked:  # in place: another thread may ask for more
+                self.asked.remove(text)
 
     @contextmanager
     def shield(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import jax
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, loaders_of
-from jaxlit.distributed.exchange import tell, told_by, told_by_others
+from jaxlit.distributed.exchange import drop, received, send, sent
 from jaxlit.errors import ProcessError
 
 
@@ -32,19 +32,25 @@ def hand_over(folder: Path, token: str, loaders: bytes) -> None:
     manifest.write(folder / loaders_of(jax.process_index()), loaders)
     text = json.dumps(manifest.on_disk(folder, _written(folder)))
     manifest.patiently(_hashes(folder, jax.process_index()).write_text, text)
-    tell(f"saved/{token}", "")
+    send(f"saved/{token}", "")
 
 
 def give_up(token: str, error: BaseException) -> None:
     """Tell the other processes that this one cannot write its part."""
     if jax.process_count() > 1:
         with contextlib.suppress(Exception):  # the error that led here is the one to raise
-            tell(f"saved/{token}", str(error).strip() or type(error).__name__)
+            send(f"saved/{token}", str(error).strip() or type(error).__name__)
 
 
 def problem_of(token: str) -> str | None:
-    """Return what a process has told that cannot write its part of a checkpoint, None if all can so far."""
-    return next((f"process {i}: {text}" for i, text in told_by(f"saved/{token}").items() if text), None)
+    """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
+    return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
+
+
+def forget(token: str) -> None:
+    """Delete in process 0 what processes have sent about a checkpoint that was not written."""
+    if jax.process_count() > 1:
+        drop(f"saved/{token}")
 
 
 def collect(folder: Path, token: str) -> dict[str, Any]:
@@ -57,7 +63,7 @@ def collect(folder: Path, token: str) -> dict[str, Any]:
     if jax.process_count() == 1:
         return {}
     entries = manifest.on_disk(folder, _written(folder))  # while the others hash theirs
-    for process, problem in enumerate(told_by_others(f"saved/{token}"), 1):
+    for process, problem in enumerate(received(f"saved/{token}"), 1):
         if problem:
             raise ProcessError(f"process {process}: {problem}")
         path = _hashes(folder, process)

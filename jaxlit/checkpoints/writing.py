@@ -48,7 +48,11 @@ class Saving(Background[None]):
         processes = team()
         error = self._wait_for_others() if processes.size > 1 else self.join() and self.error
         self.was_awaited = True
-        processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
+        try:
+            processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
+        finally:
+            if error and processes.index == 0 and not processes.over:
+                shares.forget(self._token)
 
     def _wait_for_others(self) -> BaseException | None:
         """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""

@@ -78,7 +78,9 @@ class Agreement:
 
     def in_step(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Return as many of the loader's batches as every process has; a length that is exact has been compared."""
-        return stream if type(self._loader) in (ArrayLoader, list, tuple) else InStep(stream, self._argument)
+        kind, has_length = type(self._loader), length_of(self._loader) is not None
+        is_exact = kind in (ArrayLoader, list, tuple) or (has_length and kind.__module__.startswith("grain."))
+        return stream if is_exact else InStep(stream, self._argument)
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
@@ -116,8 +118,8 @@ class Agreement:
 class InStep:
     """The batches of a loader that may end earlier in one process than in another: as many as every process has.
 
-    The processes draw a few batches ahead and compare how many they have got, so that none begins a step that another
-    one has no batch for. Loaders of an exact length do not need it.
+    The processes compare how many batches they have drawn, a few at a time, so that none begins a step that another one
+    has no batch for. The next few are drawn one by one while those that were compared are used.
 
     Args:
         stream: Yields the loader's batches; a thread may take its place between two draws.
@@ -126,7 +128,7 @@ class InStep:
 
     def __init__(self, stream: Iterator[Any], argument: str) -> None:
         self.stream, self._argument = stream, argument
-        self._ready: deque[Any] = deque()
+        self._ready, self._drawn = deque[Any](), deque[Any]()  # compared, and not yet
         self._size, self._count, self._over = 1, 0, False
         self._error: Exception | None = None
 
@@ -134,25 +136,30 @@ class InStep:
         return self
 
     def __next__(self) -> Any:
-        if not self._ready and not self._over:
-            self._draw()
+        if self._ready:
+            self._draw(1)
+        elif not self._over:
+            self._draw(self._size - len(self._drawn))
+            self._compare()
         if not self._ready:
             raise self._error or StopIteration
         return self._ready.popleft()
 
-    def _draw(self) -> None:
-        try:
-            for batch in itertools.islice(self.stream, self._size):
-                self._ready.append(batch)
-        except Exception as error:  # of the loader: the batches before it come first
-            self._error = error
-        mine, processes = len(self._ready), team()
-        given = processes.agree(f"batches of {self._argument} after batch {self._count}", mine)
+    def _draw(self, count: int) -> None:
+        if self._error is None and not self._over:
+            try:
+                self._drawn.extend(itertools.islice(self.stream, count))
+            except Exception as error:  # of the loader: the batches before it come first
+                self._error = error
+
+    def _compare(self) -> None:
+        mine, processes = min(len(self._drawn), self._size), team()
+        topic = f"batches of {self._argument} after batch {self._count}"
+        given, failed = zip(*processes.agree(topic, [mine, self._error is not None]), strict=True)
         least, self._over = min(given), min(given) < self._size
-        for _ in range(mine - least):
-            self._ready.pop()
+        self._ready.extend(self._drawn.popleft() for _ in range(least))
         self._count, self._size = self._count + least, min(2 * self._size, _MOST_AHEAD)
-        if least < max(given) and processes.index == 0 and self._error is None:
+        if least < max(given) and processes.index == 0 and not any(failed):
             ended = ", ".join(str(process) for process, count in enumerate(given) if count == least)
             left = ", ".join(f"{count - least} in process {i}" for i, count in enumerate(given) if count > least)
             _logger.warning(

@@ -1,9 +1,8 @@
-"""What one process asks for is done in all of them, after the same step."""
+"""Do in all processes, after the same step, what one of them asks for."""
 
 import json
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxlit.distributed.fate import Fate
 from jaxlit.distributed.store import arrive, gather
@@ -18,7 +17,7 @@ class Decisions:
     asks stays where it is: if all ask for the same at one place, as an early stopping does, they act there.
 
     Args:
-        fate: What watches the processes; its thread calls this object.
+        fate: The watcher of the processes; its thread calls this object.
     """
 
     def __init__(self, fate: Fate) -> None:
@@ -28,7 +27,9 @@ class Decisions:
         self._known = set[str]()  # what was asked for and is not done yet
         self._mine = list[str]()  # of this process, in the round that comes
         self._due: dict[int, list[str]] = {}  # by place
-        fate.listeners.append(self._listen)
+        self._has_ended = False  # a process, so that no round ends any more
+        self._is_open = False  # a round in which this process has given its place
+        fate.listener = self._listen
 
     def begin(self) -> None:
         """Forget what was asked for in the run before; all processes call this at the same place."""
@@ -47,6 +48,7 @@ class Decisions:
             PeerError: A process has failed.
         """
         with self._turn:
+            self._wait_while(lambda: self._is_open)  # no place is passed in a round
             self._places += 1
             if new := [x for x in dict.fromkeys(asked) if x not in self._known]:
                 self._ask(new)
@@ -56,37 +58,42 @@ class Decisions:
 
     def _ask(self, new: list[str]) -> None:
         self._mine, self._stays, before = new, True, self._round
+        self._fate.client.key_value_set(f"{self._folder}/asked/{self._fate.index}", "")
+        self._fate.listen_now()
         try:
-            self._fate.client.key_value_set(f"{self._folder}/asked/{self._fate.index}", "")
-            self._fate.listen_now()
-            while self._round == before:
-                self._fate.check()
-                self._turn.wait(0.2)
+            self._wait_while(lambda: self._round == before)
         finally:
             self._stays = False
+
+    def _wait_while(self, waits: Callable[[], bool]) -> None:
+        while waits() and not self._has_ended:
+            self._fate.check()
+            self._turn.wait(0.2)
 
     @property
     def _folder(self) -> str:
         return f"jaxlit/decide/{self._round}"
 
-    def _listen(self) -> None:
-        """Take part in the round that a process has begun, if one has; the watching thread calls this once a second."""
-        client, folder = self._fate.client, self._folder
-        if not client.key_value_dir_get(f"{folder}/asked/"):
-            return
-        with self._turn:  # so that the main thread does not pass its next place
-            mine = [self._places + (not self._stays), self._run, self._mine]
-            arrive(client, folder, self._fate.index, self._fate.size, json.dumps(mine))
-            end, told = time.monotonic() + self._fate.dead_after, None
-            while told is None and self._fate.failure is None and time.monotonic() < end:  # else the others have ended
-                told = gather(client, folder, self._fate.size, 0.5)
-            if told is not None:
-                places, runs, asked = zip(*map(json.loads, told), strict=True)
-                together = [x for run, each in zip(runs, asked, strict=True) if run == self._run for x in each]
-                due = self._due.setdefault(max(places), [])
-                due += [x for x in dict.fromkeys(together) if x not in self._known]
-                self._known.update(together)
-            if self._round and self._fate.index == 0:
-                client.key_value_delete(f"jaxlit/decide/{self._round - 1}")
-            self._mine, self._round = [], self._round + 1
+    def _listen(self) -> bool:
+        """Take part in the round that a process has begun, if one has; return whether it is still open."""
+        client, folder, size = self._fate.client, self._folder, self._fate.size
+        if not self._is_open:
+            if not client.key_value_dir_get(f"{folder}/asked/"):
+                return False
+            with self._turn:
+                self._is_open = True
+                mine = [self._places + (not self._stays), self._run, self._mine]
+            arrive(client, folder, self._fate.index, size, json.dumps(mine))
+        if (told := gather(client, folder, size, 0.02)) is None:
+            self._has_ended = bool(self._fate.ended())  # a process that takes part in nothing any more
+            return not self._has_ended
+        places, runs, asked = zip(*map(json.loads, told), strict=True)
+        with self._turn:
+            together = dict.fromkeys(x for run, each in zip(runs, asked, strict=True) if run == self._run for x in each)
+            self._due.setdefault(max(places), []).extend(together)
+            self._known.update(together)
+            self._mine, self._round, self._is_open = [], self._round + 1, False
             self._turn.notify_all()
+        if self._fate.index == 0 and self._round > 1:  # all that were in this round have read the one before it
+            client.key_value_delete(f"jaxlit/decide/{self._round - 2}")
+        return False

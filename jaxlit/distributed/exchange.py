@@ -63,7 +63,7 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
             raise in_all(ProcessError(f"{topic} failed in process {process}: {error}"))
 
 
-def tell(topic: str, text: str) -> None:
+def send(topic: str, text: str) -> None:
     """Give the other processes a short text. Unlike `agree` this may be called in any thread.
 
     Args:
@@ -73,12 +73,12 @@ def tell(topic: str, text: str) -> None:
     _client().key_value_set(f"jaxlit/{topic}/{jax.process_index()}", text)
 
 
-def told_by(topic: str) -> dict[int, str]:
+def sent(topic: str) -> dict[int, str]:
     """Return the texts that are there, by process."""
     return {int(key.rsplit("/", 1)[1]): text for key, text in _client().key_value_dir_get(f"jaxlit/{topic}/")}
 
 
-def told_by_others(topic: str) -> list[str]:
+def received(topic: str) -> list[str]:
     """Wait in process 0 until each other process has given its text, delete the texts, and return them."""
     client = _client()
     for process in range(1, jax.process_count()):
@@ -87,9 +87,14 @@ def told_by_others(topic: str) -> list[str]:
                 client.blocking_key_value_get(f"jaxlit/{topic}/{process}", 1000)
                 break
             team().check()
-    texts = told_by(topic)
-    client.key_value_delete(f"jaxlit/{topic}/")
+    texts = sent(topic)
+    drop(topic)
     return [texts[process] for process in range(1, jax.process_count())]
+
+
+def drop(topic: str) -> None:
+    """Delete the texts."""
+    _client().key_value_delete(f"jaxlit/{topic}/")
 
 
 def fetch(x: Any) -> np.ndarray:

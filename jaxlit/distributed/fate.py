@@ -15,21 +15,26 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import jax
-
 from jaxlit.background import Background
 from jaxlit.errors import PeerError
 
 DEAD_AFTER_S = 30.0
 """Seconds without a sign of life after which a process counts as dead, unless `initialize` is given others."""
 
+SHUTDOWN_TIMEOUT_S = 300.0
+"""Seconds that a process which has ended waits for the others, unless `initialize` is given others."""
+
 RESTART = 75
 """The exit code of a process that another one's death has ended, EX_TEMPFAIL: the job may be started again."""
 
 _FAILURE, _BEATS, _GONE, _COUNT = (f"jaxlit/fate/{name}" for name in ("failure", "beat/", "gone/", "failures"))
 _BEAT_S = 1.0
-_BY_A_PEER = re.compile("gloo|nccl|peer|socket|connection", re.IGNORECASE)  # what a collective fails of
-_LINGER_S = 3.0  # that process 0 waits for the others after they had to be gone
+_LINGER_S = 3.0  # that process 0 waits for the others after their time is over
+# What jax raises, as one of several classes, from a collective whose peer is gone.
+_BY_A_PEER = re.compile(
+    "^(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED).*(gloo|nccl|peer|socket|connection)", re.I | re.S
+)
+_OUTSIDE = "outside of a run"
 
 
 class Failure(NamedTuple):
@@ -37,7 +42,7 @@ class Failure(NamedTuple):
 
     text: str  # the process, its host, its place and the reason
     code: int  # what other processes end with
-    process: int
+    has_died: bool  # the process that it is about cannot end by itself any more
 
 
 class Fate:
@@ -57,21 +62,31 @@ class Fate:
         dead_after: Seconds without a beat after which a process counts as dead.
 
     Attributes:
-        listeners: What the thread calls once a second.
+        listener: What the thread calls once a second, or twenty times as often as long as it returns True.
         failure: Why the job ends; None while it does not.
         fail_timeout: Seconds that a process takes at most to end, for teardown hooks and checkpoint writers.
         place: Returns where this process is, in words.
     """
 
-    def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
+    def __init__(
+        self,
+        client: Any,
+        index: int,
+        size: int,
+        address: str,
+        dead_after: float = DEAD_AFTER_S,
+        shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
+    ) -> None:
         self.client, self.index, self.size, self._address = client, index, size, address
-        self.dead_after, self._host, self._count = dead_after, socket.gethostname(), 0
-        self.listeners: list[Callable[[], None]] = []
-        self._now = threading.Event()
+        self.dead_after, self._shutdown_timeout = dead_after, shutdown_timeout
+        self._host, self._pid, self._count, self._is_done = socket.gethostname(), os.getpid(), 0, False
+        self.listener: Callable[[], bool] = lambda: False
+        self._now, self._is_busy = threading.Event(), False
         self.failure: Failure | None = None
         self.fail_timeout, self._deadline = 10.0, 0.0
-        self.place: Callable[[], str] = lambda: "outside of a run"
-        self._code, self._error, self._is_shown = 0, None, False  # of this process, once it fails
+        self.place: Callable[[], str] = lambda: _OUTSIDE
+        self._code: int | None = None  # of this process, once it fails
+        self._error, self._is_shown = None, False
         self._seen: dict[str, tuple[str, float]] = {}  # beats of the others, and when they last changed
         self._thread = Background("jaxlit-fate", self._watch)
 
@@ -84,7 +99,8 @@ class Fate:
         hook = sys.excepthook
 
         def uncaught(kind: type[BaseException], error: BaseException, where: Any) -> None:
-            self.fail(error, self.place())
+            if os.getpid() == self._pid:  # no child that was forked
+                self.fail(error, self.place())
             hook(kind, error, where)
             self._is_shown = True
 
@@ -100,26 +116,22 @@ class Fate:
             place: Where.
             code: The exit code of this process; None for that of the error.
         """
-        if isinstance(error, jax.errors.JaxRuntimeError) and _BY_A_PEER.search(str(error)):
+        if isinstance(error, (RuntimeError, ValueError)) and _BY_A_PEER.search(str(error)):
             self._wait_for_reason()  # the connections to a process break before its reason is heard
         if self.failure is not None:
             return
         self._error, self._code = error, _code_of(error) if code is None else code
         lines = str(error).strip().splitlines() or [""]
         text = f"{self._name(self.index)} failed {place}: {type(error).__name__}: {lines[0]}"
-        restarts = self._code >= RESTART and self._code != 128 + signal.SIGINT
-        self._fail(Failure(text, RESTART if restarts else 1, self.index))
+        by_signal = 128 < self._code < 193 and self._code != 128 + signal.SIGINT
+        self._fail(Failure(text, RESTART if by_signal or self._code in (RESTART, RESTART + 1) else 1, False))
 
     def listen_now(self) -> None:
-        """Have the thread call its listeners now."""
+        """Have the thread call its listener now."""
         self._now.set()
 
     def check(self) -> None:
-        """Raise what another process has failed of.
-
-        Raises:
-            PeerError: One has.
-        """
+        """Raise PeerError if another process has failed."""
         if self.failure is not None:
             raise PeerError(f"{self.failure.text}. So this process ends as well.")
 
@@ -146,7 +158,7 @@ class Fate:
 
     def _watch(self) -> None:
         while not self._thread.stopping.is_set():
-            self._now.wait(_BEAT_S)
+            self._now.wait(0.05 if self._is_busy else _BEAT_S)
             self._now.clear()
             if self.failure is not None:
                 if time.monotonic() >= self._deadline:
@@ -162,7 +174,7 @@ class Fate:
             if "DEADLINE_EXCEEDED" not in str(error) or self._thread.stopping.is_set():
                 raise
             silent = f"process 0 gave no sign of life for {self.dead_after:g} s"
-            self._fail(Failure(silent, RESTART, 0), publish=False)  # each process finds it
+            self._fail(Failure(silent, RESTART, True), publish=False)  # each process finds it
             return self._say(silent)
         self._beat()
         if text and self.failure is None:  # this process may have failed meanwhile
@@ -172,12 +184,11 @@ class Fate:
             self._fail(dead)
             self._say(dead.text)
         else:
-            for listener in self.listeners:
-                listener()
+            self._is_busy = self.listener()
 
     def _beat(self) -> None:
         self._count += 1
-        beat = json.dumps([self._count, self._host, self.place()])
+        beat = "" if self._is_done else json.dumps([self._count, self._host, self.place()])
         self.client.key_value_set(f"{_BEATS}{self.index}", beat, allow_overwrite=True)
 
     def _find_dead(self) -> Failure | None:
@@ -189,41 +200,49 @@ class Fate:
             if beat and before == beat and now - since > self.dead_after:
                 (_, host, place), index = json.loads(beat), int(key.removeprefix(_BEATS))
                 silent = f"gave no sign of life for {self.dead_after:g} s; it was last seen {place}"
-                return Failure(f"{self._name(index, host)} {silent}", RESTART, index)
+                return Failure(f"{self._name(index, host)} {silent}", RESTART, True)
         return None
+
+    def ended(self) -> list[int]:
+        """Return the processes that have come to their end without a failure."""
+        beats = self.client.key_value_dir_get(_BEATS)
+        return [int(key.removeprefix(_BEATS)) for key, beat in beats if not beat]
 
     # The end ------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """End the thread where the process ends; after a failure leave without jax's barrier, which waits for all."""
+        """Wait for the others where the process ends, as jax does, and listen meanwhile; leave if one fails."""
+        if os.getpid() != self._pid:
+            return
+        self._is_done, end = True, time.monotonic() + self._shutdown_timeout
+        with suppress(Exception):  # the service is gone
+            self._beat()
+            while self.failure is None and len(self.ended()) < self.size and time.monotonic() < end:
+                self._now.wait(0.1)
         self._thread.stop()
         self._now.set()
         self._thread.join(2 * _BEAT_S)
         if self.failure is not None:
             self.leave()
-        with suppress(Exception):
-            self.client.key_value_set(f"{_BEATS}{self.index}", "", allow_overwrite=True)
 
     def leave(self) -> None:
         """End this process after a failure, with its own exit code; process 0 waits for the others before."""
         assert self.failure is not None
-        if self._error is not None and not self._is_shown:  # something has kept it from being raised in time
-            with suppress(Exception):
-                traceback.print_exception(self._error)
+        self._show_error()
         if self.index == 0:
             self._linger()
-        elif self.failure.process:
+        else:
             with suppress(Exception):
                 self.client.key_value_set(f"{_GONE}{self.index}", "")
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
         self._say(self.failure.text)
-        os._exit(self._code or self.failure.code)
+        os._exit(self.failure.code if self._code is None else self._code)
 
     def _linger(self) -> None:
         """Wait for the others: the service ends with process 0, and jax then aborts those that still use it."""
-        others = self.size - 1 - (self.failure is not None and self.failure.process > 0 and not self._error)
+        others = self.size - 1 - (self.failure is not None and self.failure.has_died)
         end = self._deadline + _LINGER_S
         while time.monotonic() < end:
             try:
@@ -233,6 +252,13 @@ class Fate:
                 if "NOT_FOUND" not in str(error):
                     return
             time.sleep(0.05)
+
+    def _show_error(self) -> None:
+        """Print the traceback of this process's error, if something has kept it from being raised in time."""
+        if self._error is not None and not self._is_shown:
+            self._is_shown = True
+            with suppress(Exception):
+                traceback.print_exception(self._error)
 
     def _say(self, text: str) -> None:
         """Write to stderr from any thread, without Python's streams, which another thread may hold."""
@@ -249,14 +275,15 @@ class Fate:
                 return None
             except OSError:
                 gone = "process 0, which coordinates the job, is gone"
-                self.failure = Failure(gone, RESTART, 0)
+                self.failure = Failure(gone, RESTART, True)
+        self._show_error()
         self._say(self.failure.text)
-        return self._code or self.failure.code
+        return self.failure.code if self._code is None else self._code
 
 
 def _code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) and error.code else 1
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -270,23 +297,27 @@ def _speak_on_abort(aborted: Callable[[], int | None]) -> None:
         code = aborted()
         if code is not None:
             os._exit(code)
+        if before not in (None, 1):  # for example that of faulthandler; not "ignore"
+            kind(before)(number)
 
-    libc = ctypes.CDLL(None)
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    libc, kind = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)
+    libc.signal.restype = ctypes.c_void_p
+    handler = kind(handle)
     _handlers.append(handler)
-    libc.signal(int(signal.SIGABRT), handler)
+    before = libc.signal(int(signal.SIGABRT), handler)
 
 
 _handlers: list[Any] = []  # ctypes does not keep them
 _fate: Fate | None = None
 
 
-def fate(dead_after: float = DEAD_AFTER_S) -> Fate:
+def fate(dead_after: float = DEAD_AFTER_S, shutdown_timeout: float = SHUTDOWN_TIMEOUT_S) -> Fate:
     """Return what watches the processes of this job; it starts at the first call."""
     global _fate
     if _fate is None:
         from jax._src.distributed import global_state as job  # jax has no public way to its key-value store
 
-        _fate = Fate(job.client, job.process_id, job.num_processes, str(job.coordinator_address), dead_after)
+        address = str(job.coordinator_address)
+        _fate = Fate(job.client, job.process_id, job.num_processes, address, dead_after, shutdown_timeout)
         _fate.start()
     return _fate

@@ -31,6 +31,13 @@ def join_job() -> None:
             "meant to train alone, set JAX_NUM_PROCESSES=1."
         )
     initialize()
+    from jax._src.distributed import global_state
+
+    if global_state.num_processes != count:
+        raise ProcessError(
+            f"The environment names a job of {count} processes, and jax has found {global_state.num_processes}. Pass "
+            "the address of process 0 to jl.distributed.initialize, or set JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID."
+        )
 
 
 def job_size() -> int:

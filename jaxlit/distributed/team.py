@@ -21,6 +21,7 @@ from jaxlit.errors import JaxlitError, PeerError, ProcessError
 PATIENCE_S = 300.0
 """Seconds that a process waits for the others, where all are about to do the same."""
 
+_LOOK_S = 5.0  # from one look at which processes are missing to the next
 _SILENT_S = 60.0  # after which it says whom it waits for
 _logger = logging.getLogger("jaxlit")
 
@@ -57,12 +58,12 @@ class Alone:
         """
         return [value]
 
-    def watch(self, place: Callable[[], str], fail_timeout: float) -> None:
-        """Set what is said of this process if the job fails, and how many seconds it then has for its end.
+    def watch(self, place: Callable[[], str], fail_timeout: float | None = None) -> None:
+        """Set how messages describe this process, and its seconds to end after a failure.
 
         Args:
             place: Returns where it is, in words.
-            fail_timeout: The seconds.
+            fail_timeout: The seconds; None for those that are set.
         """
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
@@ -83,11 +84,7 @@ class Alone:
         os._exit(code)
 
     def check(self) -> None:
-        """Raise what another process has failed of.
-
-        Raises:
-            PeerError: One has.
-        """
+        """Raise PeerError if another process has failed."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -151,27 +148,32 @@ class Several(Alone):
     def _all(self, folder: str, topic: str, timeout: float) -> list[str]:
         """Wait for all processes; once a second look for one that has failed."""
         client, begun, silent = _client(), time.monotonic(), True
+        look = begun + _LOOK_S
         while True:
             left = begun + timeout - time.monotonic()
             if (values := gather(client, folder, self.size, min(left, 1.0))) is not None:
                 return values
             self.check()
-            if left > 1.0 and (not silent or timeout - left < _SILENT_S):
+            if left > 1.0 and time.monotonic() < look:
                 continue
+            look = time.monotonic() + _LOOK_S
             there = arrived(client, folder)
             missing = ", ".join(str(process) for process in range(self.size) if process not in there)
+            if gone := [process for process in self._fate.ended() if process not in there]:
+                raise ProcessError(f"Process {gone[0]} has ended, and does not come to '{topic}': look at its log.")
             if left <= 1.0:
                 raise ProcessError(
                     f"Process {missing} did not reach '{topic}' within {timeout:g} s, where process {self.index} "
                     "waits. It has ended, hangs, or has a different number of batches: look at its log."
                 )
-            silent = False
-            if self.index == min(there):  # one of them speaks
+            if silent and timeout - left >= _SILENT_S and self.index == min(there):  # one of them speaks
+                silent = False
                 _logger.warning("Still waiting at '%s', since %d s, for process %s.", topic, _SILENT_S, missing)
 
-    def watch(self, place: Callable[[], str], fail_timeout: float) -> None:
+    def watch(self, place: Callable[[], str], fail_timeout: float | None = None) -> None:
         """See `Alone`."""
-        self._fate.place, self._fate.fail_timeout = place, fail_timeout
+        self._fate.place = place
+        self._fate.fail_timeout = self._fate.fail_timeout if fail_timeout is None else fail_timeout
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """See `Alone`."""

@@ -124,9 +124,8 @@ def take_batches(run: Run, dispatch: Dispatch) -> None:
         if not position.total_batch_idx % in_flight.period:
             in_flight.wait(logs)
         asked = control.interrupted or control.should_stop or log.window or not due.next
-        if (
-            due.time < math.inf and time.perf_counter() >= due.time
-        ):  # a time that is over counts after this step already
+        # A time that is over counts after this step already.
+        if due.time < math.inf and time.perf_counter() >= due.time:
             asked, saves = True, due.at(position.global_step)[2]
         if acts or asked or batch.is_last or saves is not None or results.pending:
             if after_step(run, saves):

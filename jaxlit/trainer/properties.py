@@ -100,7 +100,7 @@ class TrainerProperties(Arguments):
         if value:
             control.stop(None)
         else:
-            control.should_stop = False
+            control.should_stop, control.asked = False, control.asked and [x for x in control.asked if x[:5] != "stop "]
 
     @property
     def stop_reason(self) -> str | None:

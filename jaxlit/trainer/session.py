@@ -283,6 +283,8 @@ class Session:
         def end(kind: Any, error: BaseException | None, _: Any) -> None:
             if error is not None:
                 note_step(error, self.position.global_step)
+            team().watch(lambda: "outside of a run")
+            team().begin()  # what was asked for in this run does not count in another one
             if self.current is not None:
                 self.current.times.ended = time.monotonic()
             self.running = False

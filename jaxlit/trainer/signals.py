@@ -40,8 +40,8 @@ def interruptible(control: Control) -> Iterator[None]:
             if not control.shielded:
                 raise ending(number)
 
-    processes, installed = team(), {}
-    control.asked = [] if processes.size > 1 else None
+    installed = {}
+    control.asked = [] if team().size > 1 else None
     if threading.current_thread() is threading.main_thread():
         for number, default in _defaults().items():
             if signal.getsignal(number) == default:
@@ -60,8 +60,6 @@ def interruptible(control: Control) -> Iterator[None]:
         control.signal, control.again, control.shielded = None, None, False
     if again is not None:  # what it raised was lost in a callback of a library
         raise ending(again)
-    if first is not None and not control.interrupted:  # it came after the last step at which processes agree
-        processes.fail(ending(first), "after its last step")
     if first not in (None, signal.SIGINT):
         raise ending(first)
 

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.journal import hooks
 from kit.processes import Ended, launch, say
 from kit.trainers import BARE, make_trainer
 
@@ -115,7 +116,9 @@ def train(batches: int = 200, **more: Any) -> None:
     say("began", socket.gethostname())
     given = BARE | {"strategy": "ddp", "max_epochs": 1, "fail_timeout": 4.0, "num_sanity_val_steps": 0}
     trainer = make_trainer(Faulty(), **given | more)
-    trainer.fit(Net(), Rows(batches))
+    rows = {"x": np.ones((8 * batches, 3), np.float32)}
+    # The arrays need no agreement: a process that waits for another one is in a collective.
+    trainer.fit(Net(), jl.ArrayLoader(rows, 8) if os.environ["FAULT"].startswith("kill") else Rows(batches))
     say("done", trainer.global_step)
 
 
@@ -198,6 +201,58 @@ def test_a_clean_end_of_two_processes_is_silent(tmp_path: Path, monkeypatch: pyt
         assert one.code == 0
         assert one.errors == ""
         assert one.said["done"] == AT + 4
+
+
+def export() -> None:
+    """Train to the end, and fail afterwards in one process, as the other one has ended."""
+    train(AT + 4)
+    if fault_here()[0] == "export":
+        raise RuntimeError("no such bucket")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("process", [0, 1])
+def test_an_error_after_training_ends_all_with_its_reason(
+    process: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = run(f"export {process}", tmp_path, monkeypatch, export)
+    assert [one.code for one in ended] == [1, 1], ended[0].errors + ended[1].errors
+    for one in ended:
+        assert re.search(here(process, "failed outside of a run: RuntimeError: no such bucket"), last_line(one))
+
+
+def leave_before() -> None:
+    if jax.process_index() == 1:
+        sys.exit(2)
+    train()
+
+
+@pytest.mark.full
+def test_a_process_that_ends_before_training_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run("none 9", tmp_path, monkeypatch, leave_before)
+    check("leave", ended, "ProcessError: Process 1 has ended, and does not come to ", [1, 1])
+
+
+def fail_slowly() -> None:
+    """Take two seconds in `teardown` after an error, in which something is written."""
+
+    def slow(trainer: Any, module: Any, stage: str) -> None:
+        if fault_here()[0]:
+            end = time.monotonic() + 2.0
+            while time.monotonic() < end:
+                pass
+            say("written", True)
+
+    given = BARE | {"strategy": "ddp", "max_epochs": 1, "num_sanity_val_steps": 0}
+    make_trainer(Faulty(), hooks(teardown=slow), **given).fit(Net(), Rows(200))
+
+
+@pytest.mark.full
+def test_a_process_that_fails_has_time_for_its_teardown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = run("hook 1", tmp_path, monkeypatch, fail_slowly)
+    check("slow", ended, here(1, RAISED), [1, 1])
+    assert ended[1].said["written"]
+    assert "Traceback" in ended[1].errors
 
 
 def outside() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src.distributed import global_state
 from kit.batches import random
 from kit.modules import Linear
 from kit.processes import Ended, launch, say
@@ -50,10 +51,13 @@ def test_a_trainer_joins_the_job_before_jax_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
     monkeypatch.setattr("jaxlit.distributed.job.jax_runs", lambda: False)
     monkeypatch.setattr(start, "jax_runs", lambda: False)
-    monkeypatch.setattr(start, "fate", lambda dead_after: None)
+    monkeypatch.setattr(start, "fate", lambda *args: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: joined.append(named))
+    with pytest.raises(ProcessError, match="a job of 3 processes, and jax has found 1"):
+        make_trainer(**BARE)
+    monkeypatch.setattr(global_state, "num_processes", 3)
     make_trainer(**BARE)
-    assert [named["heartbeat_timeout_seconds"] for named in joined] == [100]
+    assert [named["heartbeat_timeout_seconds"] for named in joined] == [100, 100]
 
 
 def test_rank_zero_only_runs_in_process_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:

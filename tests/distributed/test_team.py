@@ -74,6 +74,34 @@ def test_what_all_ask_for_at_one_place_is_done_there(monkeypatch: pytest.MonkeyP
     assert result == [{"stop": 40}] * 3
 
 
+def test_what_is_asked_for_again_is_done_at_equal_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(2, 4)
+
+    def work(index: int) -> list[int]:
+        decisions, stop, done = Decisions(team()._fate), threading.Event(), list[int]()  # type: ignore[union-attr]
+
+        def listen() -> None:
+            while not stop.is_set():
+                decisions._fate._now.wait(0.002)
+                decisions._listen()
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        decisions.begin()
+        for place in range(1, 60):
+            steps.take(index)
+            if decisions.decide([] if index else ["again"]):
+                done.append(place)
+        team().agree("all have ended", None)
+        stop.set()
+        listener.join()
+        return done
+
+    one, other = as_processes(monkeypatch, work)
+    assert one == other
+    assert len(one) > 5
+
+
 STEPS = 400
 
 
@@ -116,7 +144,7 @@ def train_together() -> None:
     watch = hooks(on_validation_start=lambda trainer, module: steps.append(trainer.global_step))
     saves = jl.callbacks.ModelCheckpoint(train_time_interval={"seconds": 1 + jax.process_index()}, save_top_k=-1)
     trainer = make_trainer(watch, saves, default_root_dir="timed", max_time={"seconds": 4}, **forever)
-    trainer.val_check_interval = {"seconds": 1 + 0.5 * jax.process_index()}
+    trainer.val_check_interval = {"seconds": 1}
     trainer.fit(Linear(), loader, loader)
     saved = sorted(path.name for path in Path("timed", "checkpoints").glob("step_*"))
     say("timed", [trainer.global_step, steps, trainer.stop_reason, saved])
