@@ -2,8 +2,10 @@
 
 import csv
 import doctest
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,18 +32,21 @@ class Ray:
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size, self.shared = rank, size, Path("address")
+        self.rank, self.size = rank, size
         self.reports: list[tuple[dict[str, float], Path | None]] = []
         self.scaling, self.run = dict[str, Any](), dict[str, Any]()
 
     def broadcast_from_rank_zero(self, data: str | None) -> str:
-        """Give the data of rank 0 to all, by a file."""
-        if data is not None:
-            self.shared.with_suffix(".new").write_text(data)
-            self.shared.with_suffix(".new").rename(self.shared)
-        while not self.shared.exists():
-            pass
-        return self.shared.read_text()
+        """Give the data of rank 0 to the other one of two, by a pipe."""
+        if self.size > 1:
+            with suppress(FileExistsError):
+                os.mkfifo("pipe")
+            if data is None:
+                data = Path("pipe").read_text()
+            else:
+                Path("pipe").write_text(data)
+        assert data is not None
+        return data
 
     def report(self, metrics: dict[str, float], *, checkpoint: Any, checkpoint_upload_mode: str) -> None:
         assert checkpoint_upload_mode == "none"
@@ -163,10 +168,12 @@ def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.Monkey
 def a_worker() -> None:
     rank = int(sys.argv[1].split('"index": ')[1][0])
     ray = Ray(rank, size=2).install(dict.__setitem__)
+    jax.config.update("jax_platforms", None)  # as in a worker
 
     def work(folder: Path) -> None:
         trainer = train(strategy="ddp", default_root_dir=folder)
         say("processes", [jax.process_index(), jax.process_count(), len(jax.devices())])
+        say("platforms", jax.config.jax_platforms)
         say("weights", np.asarray(trainer.module.w[...].addressable_data(0)).tolist())
         say("reports", [path and path.name for _, path in ray.reports])
 
@@ -179,6 +186,7 @@ def test_the_workers_are_the_processes_of_one_job(tmp_path: Path) -> None:
     assert second.code == 0, second.errors
     assert first.said["processes"] == [0, 2, 8]
     assert second.said["processes"] == [1, 2, 8]
+    assert first.said["platforms"] == "cpu"
     assert first.said["weights"] == second.said["weights"]
     assert first.said["reports"] == ["step_00000002", "step_00000004", "step_00000006"]
     assert second.said["reports"] == [None, None, None]
