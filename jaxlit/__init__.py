@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxlit import callbacks, distributed, errors, pipeline, sharding, strategies, testing
+from jaxlit import callbacks, distributed, errors, integrations, pipeline, sharding, strategies, testing
 from jaxlit import loggers as loggers  # for ports
 from jaxlit.faces import lazy_imports
 from jaxlit.version import __version__
@@ -38,6 +38,7 @@ __all__ = [
     "decay_mask",
     "distributed",
     "errors",
+    "integrations",
     "lazy",
     "lr_find",
     "pipeline",

@@ -44,7 +44,10 @@ def lazy_imports(face: dict[str, Any]) -> Iterator[None]:
     def get(name: str) -> Any:
         if name not in modules:
             raise no_such_public_name(face["__name__"], name, modules)
-        face[name] = getattr(importlib.import_module(modules[name]), name)
+        if (module := modules[name]) == face["__name__"]:  # a file of this room
+            face[name] = importlib.import_module(f"{module}.{name}")
+        else:
+            face[name] = getattr(importlib.import_module(module), name)
         return face[name]
 
     face.update(__getattr__=get, __dir__=lambda: face["__all__"])
