@@ -82,7 +82,7 @@ class Faulty(jl.Callback):
             self.save = trainer.saver.begin("kept")
             if os.environ["FAULT"].startswith("disk"):
                 self.save.wait()
-        if self.fault in ("", "loader", "starve"):
+        if self.fault in ("", "loader", "export"):
             return
         os.write(2, f"FAULT {time.time()}\n".encode())
         if self.fault == "exit":
