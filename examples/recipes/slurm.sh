@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=USR1@120 # to the processes, 120 s before the time is over: they save, and end with 138
 
-# SIGTERM to the other processes 1 after the first that fails; the code is the highest of all.
+# After the first process that fails the others get SIGTERM; the code is the highest of all.
 srun --kill-on-bad-exit=1 python train.py
 code=$?
 
