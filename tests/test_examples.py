@@ -211,6 +211,24 @@ def test_a_killed_training_continues_to_the_same_bits(monkeypatch: pytest.Monkey
     assert same == (8, 140, 0, 0) and others[:2] == (4, 140) and max(others[2:]) < 1e-5
 
 
+def test_two_processes_train_to_one_loss(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    said = re.findall(r"^process (\d) ended with exit code 0, and said:\n  4 of 8 devices, loss (\S+)$",
+                      run("multiprocess.py"), re.M)  # fmt: skip
+    assert [process for process, _ in said] == ["0", "1"]
+    assert said[0][1] == said[1][1]
+    assert float(said[0][1]) < 1e-3
+
+
+@pytest.mark.full
+def test_two_processes_end_when_one_fails(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    out = run("multiprocess.py", "--fail")
+    assert re.findall(r"^process (\d) ended with exit code (\d+), ", out, re.M) == [("0", "1"), ("1", "1")]
+    reason = r"  jaxlit: process 1 on \S+ failed in Fail\.on_train_batch_end .*: ValueError: bad sample 123"
+    assert len(re.findall(reason, out)) >= 2
+
+
 @pytest.mark.full
 def test_the_port_of_a_lightning_program_reaches_90_percent(run: Any) -> None:
     out = run("lightning_port.py", "--max_epochs", "4")

@@ -1,6 +1,7 @@
 """The job that the environment names, and what only one of its processes does."""
 
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import jax
 
 from jaxlit.distributed.start import initialize, jax_runs
 from jaxlit.errors import ProcessError
+
+_logger = logging.getLogger("jaxlit")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +58,12 @@ def job_size() -> int:
         for env in ClusterEnv._cluster_types:
             if not env.opt_in_only_method and (env.__name__ != "K8sCluster" or is_indexed) and env.is_env_present():
                 return env.get_process_count()
+    if is_indexed:
+        _logger.warning(
+            "JOB_COMPLETION_INDEX says that this is a pod of an indexed job, and jax cannot find the others: it trains "
+            'alone. To train together, pip install "jax[k8s]" and let the pods read their job; else set '
+            "JAX_NUM_PROCESSES=1."
+        )
     return 1
 
 

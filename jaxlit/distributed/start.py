@@ -27,8 +27,9 @@ def initialize(
 ) -> None:
     """Join the processes of one training; call it first in the script, before anything else uses jax.
 
-    Under SLURM, Open MPI, Kubernetes or on a TPU pod jax detects the arguments, which may be left out; without a
-    cluster and without arguments the program continues as one process. A second call does nothing.
+    The first three arguments may be left out where the environment variables JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID give them, and under SLURM, Open MPI, Kubernetes or on a TPU pod, where jax
+    detects them; elsewhere the program then continues as one process. A second call does nothing.
 
     Args:
         coordinator_address: "host:port" of process 0, the same in every process.
@@ -41,13 +42,16 @@ def initialize(
         shutdown_timeout: Seconds that a process which has ended waits for the others to end.
 
     Raises:
-        ArgumentError: Some of the first three arguments are given, but not all, or one is out of its range.
+        ArgumentError: Some of the first three arguments are given, but not all, or one is out of its range; by the
+            environment as well.
         ProcessError: jax runs already, or the other processes did not come in time.
 
     Example:
         >>> import jaxlit as jl
         >>> jl.distributed.initialize()  # alone, nothing happens
     """
+    if coordinator_address is num_processes is process_id is None:
+        coordinator_address, num_processes, process_id = _from_environment()
     given = coordinator_address, num_processes, process_id
     is_complete = _check_given(*given)
     _check_seconds(dead_after, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout)
@@ -85,9 +89,19 @@ def _check_given(address: str | None, count: int | None, index: int | None) -> b
     if not fits:
         raise ArgumentError(
             "distributed.initialize takes coordinator_address='host:port', num_processes and process_id, which counts "
-            f"from 0, got {address!r}, {count!r}, {index!r}. Pass all three, or none to let jax detect them."
+            f"from 0, got {address!r}, {count!r}, {index!r}. Pass all three, or none to take them from "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or to let jax detect them."
         )
     return address is not None
+
+
+def _from_environment() -> tuple[str, int, int] | tuple[None, None, None]:
+    """Return the job that the environment names; an address alone is jax's, which then detects the rest."""
+    number = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    if "JAX_COORDINATOR_ADDRESS" not in os.environ or not any(number.values()):
+        return None, None, None
+    count, index = (int(text) if text.isdecimal() else -1 for text in number.values())
+    return os.environ["JAX_COORDINATOR_ADDRESS"], count, index
 
 
 def _check_seconds(dead_after: float, **of_jax: float) -> None:

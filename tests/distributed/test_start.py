@@ -28,6 +28,26 @@ def test_initialize_refuses_arguments_that_do_not_fit(given):
     refuses(ArgumentError, lambda: jl.distributed.initialize(*given), *words)
 
 
+@pytest.mark.parametrize("given", [("a:1", "2", "2"), ("a", "2", "0"), ("a:1", "2", ""), ("a:1", "two", "0")])
+def test_a_job_that_the_environment_names_wrongly_is_refused(given, monkeypatch):
+    for name, value in zip(("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"), given, strict=True):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    refuses(ArgumentError, jl.distributed.initialize, f"got {given[0]!r}, ", "JAX_NUM_PROCESSES and JAX_PROCESS_ID")
+
+
+def test_initialize_takes_the_job_that_the_environment_names(monkeypatch):
+    calls = []
+    monkeypatch.setattr(start, "jax_runs", lambda: False)
+    monkeypatch.setattr(start, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: calls.append(given[:3]))
+    for name, value in (("COORDINATOR_ADDRESS", "node0:1234"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    jl.distributed.initialize()
+    assert calls == [("node0:1234", 4, 3)]
+    jl.distributed.initialize("node1:1234", 2, 0)
+    assert calls[1:] == [("node1:1234", 2, 0)], "arguments come first"
+
+
 def test_initialize_after_the_first_use_of_jax_is_refused(monkeypatch):
     assert jax.devices()
     for _ in range(2):
