@@ -59,11 +59,7 @@ def initialize(
         return
     from jax._src.distributed import global_state  # jax has no public way to ask before its devices are initialized
 
-    if jax_runs():
-        raise ProcessError(
-            "distributed.initialize came after the first use of jax, which runs as one process already. Call it at the "
-            "top of the script."
-        )
+    _check_early()
     if coordinator_address is not None and process_id:
         _wait_for(coordinator_address, timeout)
     try:
@@ -93,6 +89,14 @@ def _check_given(address: str | None, count: int | None, index: int | None) -> b
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or to let jax detect them."
         )
     return address is not None
+
+
+def _check_early() -> None:
+    if jax_runs():
+        raise ProcessError(
+            "distributed.initialize came after the first use of jax, which runs as one process already. Call it at the "
+            "top of the script."
+        )
 
 
 def _from_environment() -> tuple[str, int, int] | tuple[None, None, None]:

@@ -49,6 +49,7 @@ def test_a_trainer_joins_the_job_before_jax_runs(monkeypatch: pytest.MonkeyPatch
     joined = list[dict[str, Any]]()
     monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
     monkeypatch.setattr("jaxlit.distributed.job.jax_runs", lambda: False)
     monkeypatch.setattr(start, "jax_runs", lambda: False)
     monkeypatch.setattr(start, "fate", lambda *args: None)
