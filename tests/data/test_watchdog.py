@@ -21,6 +21,7 @@ from kit.trainers import BARE, fit, make_trainer
 import jaxlit as jl
 from jaxlit.checkpoints import manifest
 from jaxlit.data import watchdog
+from jaxlit.distributed.team import Alone
 from jaxlit.errors import CheckpointError
 
 
@@ -52,6 +53,7 @@ def clock(monkeypatch):
     stopped = Ticking()
     ends = lambda code: (stopped.codes.append(code), stopped.bitten.set())  # noqa: E731
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=ends))
+    monkeypatch.setattr(Alone, "leave", lambda processes, code: ends(code))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=stopped))
     return stopped
 
