@@ -65,7 +65,7 @@ def main() -> int:
         print(f"supervise: {count} processes ended with {codes} after {time.monotonic() - began:.1f} s", flush=True)
         failed = [code for code in codes if code]
         errors = [code for code in failed if not may_restart(code)]
-        if not failed or errors or restarts == 0:
+        if not failed or errors or restarts <= 0:
             return (errors or failed or [0])[0]
         restarts, count = restarts - 1, max(1, count - args.fewer)
 

@@ -60,7 +60,7 @@ class Control:
 
     def begin(self, *, alone: bool) -> None:
         """Begin a run, in one process or in several; a signal that has come since the fit was called counts."""
-        self.asked = None if alone else [x for x in self.asked or () if x.startswith("signal ")]
+        self.asked = None if alone else [x for x in self.asked or () if x.startswith(("signal ", "interrupt "))]
         self.interrupted = alone and self.signal is not None
         self.noted.clear()
         self.agreed.clear()
@@ -98,7 +98,7 @@ class Control:
         done = name in self.agreed
         self.agreed.discard(name)
         if wanted and not done:
-            self._ask(name)
+            self._ask(f"name {name}")
         return done
 
     def take(self, agreed: list[str]) -> None:
@@ -112,7 +112,7 @@ class Control:
                 self.interrupted |= what == "interrupt"
                 self.stop_reason = self.stop_reason or rest or None
             else:
-                self.agreed.add(text)
+                self.agreed.add(rest)
             if self.asked and text in self.asked:  # in place: another thread may ask for more
                 self.asked.remove(text)
 

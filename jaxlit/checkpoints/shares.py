@@ -13,7 +13,7 @@ import jax
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, loaders_of
-from jaxlit.distributed.exchange import drop, received, send, sent
+from jaxlit.distributed.exchange import received, send, sent
 from jaxlit.errors import ProcessError
 
 
@@ -45,12 +45,6 @@ def give_up(token: str, error: BaseException) -> None:
 def problem_of(token: str) -> str | None:
     """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
     return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
-
-
-def forget(token: str) -> None:
-    """Delete in process 0 what processes have sent about a checkpoint that was not written."""
-    if jax.process_count() > 1:
-        drop(f"saved/{token}")
 
 
 def collect(folder: Path, token: str) -> dict[str, Any]:

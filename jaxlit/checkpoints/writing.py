@@ -48,19 +48,14 @@ class Saving(Background[None]):
         processes = team()
         error = self._wait_for_others() if processes.size > 1 else self.join() and self.error
         self.was_awaited = True
-        try:
-            processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
-        finally:
-            if error and processes.index == 0 and not processes.over:
-                shares.forget(self._token)
+        processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
 
     def _wait_for_others(self) -> BaseException | None:
         """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""
-        end = None if (left := team().seconds_left) is None else time.monotonic() + left
         while not self.join(0.5):
             if (problem := shares.problem_of(self._token)) is not None:
                 return ProcessError(problem)
-            if end is not None and time.monotonic() > end:  # it waits for processes that have failed
+            if team().seconds_left == 0.0:  # it waits for processes that have failed
                 return ProcessError("the job ended before")
         return self.error
 

@@ -17,7 +17,7 @@ from jaxlit.data.source import length_of
 from jaxlit.distributed.exchange import join_rows
 from jaxlit.distributed.start import own_rows
 from jaxlit.distributed.team import team
-from jaxlit.errors import DataError
+from jaxlit.errors import DataError, PeerError
 from jaxlit.strategies.program import ReplicatedBatch
 
 _MOST_AHEAD = 8  # batches that are drawn before the processes compare how many they have
@@ -78,9 +78,7 @@ class Agreement:
 
     def in_step(self, stream: Iterator[Any]) -> Iterator[Any]:
         """Return as many of the loader's batches as every process has; a length that is exact has been compared."""
-        kind, has_length = type(self._loader), length_of(self._loader) is not None
-        is_exact = kind in (ArrayLoader, list, tuple) or (has_length and kind.__module__.startswith("grain."))
-        return stream if is_exact else InStep(stream, self._argument)
+        return stream if type(self._loader) in (ArrayLoader, list, tuple) else InStep(stream, self._argument)
 
     def _first(self, batch: Any, last: bool) -> list[int]:
         """Compare the first batches; returns every process's rows."""
@@ -131,16 +129,19 @@ class InStep:
         self._ready, self._drawn = deque[Any](), deque[Any]()  # compared, and not yet
         self._size, self._count, self._over = 1, 0, False
         self._error: Exception | None = None
+        self._failed = list[int]()  # processes whose loaders have raised
 
     def __iter__(self) -> "InStep":
         return self
 
     def __next__(self) -> Any:
         if self._ready:
-            self._draw(1)
+            self._draw(min(2, self._size - len(self._drawn)))  # the next time more are needed than are used now
         elif not self._over:
             self._draw(self._size - len(self._drawn))
             self._compare()
+        if not self._ready and self._error is None and self._failed:
+            raise PeerError(f"{self._argument}: the loader of process {self._failed[0]} has failed.")
         if not self._ready:
             raise self._error or StopIteration
         return self._ready.popleft()
@@ -156,10 +157,11 @@ class InStep:
         mine, processes = min(len(self._drawn), self._size), team()
         topic = f"batches of {self._argument} after batch {self._count}"
         given, failed = zip(*processes.agree(topic, [mine, self._error is not None]), strict=True)
+        self._failed = [process for process, has_failed in enumerate(failed) if has_failed]
         least, self._over = min(given), min(given) < self._size
         self._ready.extend(self._drawn.popleft() for _ in range(least))
         self._count, self._size = self._count + least, min(2 * self._size, _MOST_AHEAD)
-        if least < max(given) and processes.index == 0 and not any(failed):
+        if least < max(given) and processes.index == 0 and not self._failed:
             ended = ", ".join(str(process) for process, count in enumerate(given) if count == least)
             left = ", ".join(f"{count - least} in process {i}" for i, count in enumerate(given) if count > least)
             _logger.warning(

@@ -27,7 +27,6 @@ class Decisions:
         self._known = set[str]()  # what was asked for and is not done yet
         self._mine = list[str]()  # of this process, in the round that comes
         self._due: dict[int, list[str]] = {}  # by place
-        self._has_ended = False  # a process, so that no round ends any more
         self._is_open = False  # a round in which this process has given its place
         fate.listener = self._listen
 
@@ -66,7 +65,7 @@ class Decisions:
             self._stays = False
 
     def _wait_while(self, waits: Callable[[], bool]) -> None:
-        while waits() and not self._has_ended:
+        while waits():
             self._fate.check()
             self._turn.wait(0.2)
 
@@ -74,26 +73,24 @@ class Decisions:
     def _folder(self) -> str:
         return f"jaxlit/decide/{self._round}"
 
-    def _listen(self) -> bool:
-        """Take part in the round that a process has begun, if one has; return whether it is still open."""
+    def _listen(self) -> None:
+        """Take part in the round that a process has begun, if one has."""
         client, folder, size = self._fate.client, self._folder, self._fate.size
         if not self._is_open:
             if not client.key_value_dir_get(f"{folder}/asked/"):
-                return False
+                return
             with self._turn:
                 self._is_open = True
                 mine = [self._places + (not self._stays), self._run, self._mine]
             arrive(client, folder, self._fate.index, size, json.dumps(mine))
-        if (told := gather(client, folder, size, 0.02)) is None:
-            self._has_ended = bool(self._fate.ended())  # a process that takes part in nothing any more
-            return not self._has_ended
+        if (told := gather(client, folder, size, 0.5)) is None:  # the thread has more to do than to wait for it
+            return self._fate.listen_now()
         places, runs, asked = zip(*map(json.loads, told), strict=True)
         with self._turn:
             together = dict.fromkeys(x for run, each in zip(runs, asked, strict=True) if run == self._run for x in each)
             self._due.setdefault(max(places), []).extend(together)
             self._known.update(together)
-            self._mine, self._round, self._is_open = [], self._round + 1, False
+            self._mine, self._round, self._is_open, self._stays = [], self._round + 1, False, False
             self._turn.notify_all()
         if self._fate.index == 0 and self._round > 1:  # all that were in this round have read the one before it
             client.key_value_delete(f"jaxlit/decide/{self._round - 2}")
-        return False

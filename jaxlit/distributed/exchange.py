@@ -54,7 +54,7 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
             work()
     except Exception as error:
         failure = error
-    # A download may take hours; a process that dies is noticed by jax itself.
+    # A download may take hours; one that fails or dies ends the others.
     failures = processes.agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
     if failure is not None:
         raise in_all(failure)
@@ -88,13 +88,8 @@ def received(topic: str) -> list[str]:
                 break
             team().check()
     texts = sent(topic)
-    drop(topic)
+    client.key_value_delete(f"jaxlit/{topic}/")
     return [texts[process] for process in range(1, jax.process_count())]
-
-
-def drop(topic: str) -> None:
-    """Delete the texts."""
-    _client().key_value_delete(f"jaxlit/{topic}/")
 
 
 def fetch(x: Any) -> np.ndarray:

@@ -15,19 +15,21 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxlit.background import Background
+from jaxlit.distributed.store import arrive, gather
 from jaxlit.errors import PeerError
 
 DEAD_AFTER_S = 30.0
 """Seconds without a sign of life after which a process counts as dead, unless `initialize` is given others."""
 
-SHUTDOWN_TIMEOUT_S = 300.0
-"""Seconds that a process which has ended waits for the others, unless `initialize` is given others."""
-
 RESTART = 75
 """The exit code of a process that another one's death has ended, EX_TEMPFAIL: the job may be started again."""
 
-_FAILURE, _BEATS, _GONE, _COUNT = (f"jaxlit/fate/{name}" for name in ("failure", "beat/", "gone/", "failures"))
+_FAILURE, _COUNT, _DONE, _BEATS, _GONE = (
+    f"jaxlit/fate/{name}" for name in ("failure", "failures", "done", "beat/", "gone/")
+)
 _BEAT_S = 1.0
 _LINGER_S = 3.0  # that process 0 waits for the others after their time is over
 # What jax raises, as one of several classes, from a collective whose peer is gone.
@@ -51,8 +53,8 @@ class Fate:
     Once a second each process writes a beat and reads one small key, where the first process that fails puts its
     reason; process 0 alone reads all beats, in one request. After a failure nothing waits for other processes any more,
     and a process that has not ended by itself after `fail_timeout` seconds, for example because it is in a collective,
-    is ended. The thread waits for the service at most `dead_after` seconds: a thread that waits there when jax shuts
-    its client down would abort the process.
+    is ended. The thread has ended when jax shuts its client down: one that waits for the service then
+    would abort the process.
 
     Args:
         client: jax's client of the service.
@@ -62,7 +64,7 @@ class Fate:
         dead_after: Seconds without a beat after which a process counts as dead.
 
     Attributes:
-        listener: What the thread calls once a second, or twenty times as often as long as it returns True.
+        listener: What the thread calls once a second.
         failure: Why the job ends; None while it does not.
         fail_timeout: Seconds that a process takes at most to end, for teardown hooks and checkpoint writers.
         place: Returns where this process is, in words.
@@ -75,13 +77,12 @@ class Fate:
         size: int,
         address: str,
         dead_after: float = DEAD_AFTER_S,
-        shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
     ) -> None:
         self.client, self.index, self.size, self._address = client, index, size, address
-        self.dead_after, self._shutdown_timeout = dead_after, shutdown_timeout
+        self.dead_after = dead_after
         self._host, self._pid, self._count, self._is_done = socket.gethostname(), os.getpid(), 0, False
-        self.listener: Callable[[], bool] = lambda: False
-        self._now, self._is_busy = threading.Event(), False
+        self.listener: Callable[[], object] = lambda: None
+        self._now = threading.Event()
         self.failure: Failure | None = None
         self.fail_timeout, self._deadline = 10.0, 0.0
         self.place: Callable[[], str] = lambda: _OUTSIDE
@@ -116,7 +117,8 @@ class Fate:
             place: Where.
             code: The exit code of this process; None for that of the error.
         """
-        if isinstance(error, (RuntimeError, ValueError)) and _BY_A_PEER.search(str(error)):
+        by_a_peer = isinstance(error, (RuntimeError, ValueError)) and _BY_A_PEER.search(str(error))
+        if by_a_peer or isinstance(error, PeerError):
             self._wait_for_reason()  # the connections to a process break before its reason is heard
         if self.failure is not None:
             return
@@ -147,7 +149,7 @@ class Fate:
                 self.client.key_value_set(_FAILURE, json.dumps(failure), allow_overwrite=True)
 
     def _wait_for_reason(self) -> None:
-        end = time.monotonic() + self.dead_after + 3 * _BEAT_S
+        end = time.monotonic() + self.dead_after + 10 * _BEAT_S
         while self.failure is None and time.monotonic() < end:
             time.sleep(0.05)
 
@@ -158,14 +160,18 @@ class Fate:
 
     def _watch(self) -> None:
         while not self._thread.stopping.is_set():
-            self._now.wait(0.05 if self._is_busy else _BEAT_S)
+            self._now.wait(_BEAT_S)
             self._now.clear()
             if self.failure is not None:
                 if time.monotonic() >= self._deadline:
                     self.leave()
                 continue
-            with suppress(Exception):  # the service is gone, and jax ends this process in a moment
+            try:
                 self._listen()
+            except jax.errors.JaxRuntimeError:  # the service is gone, and jax ends this process in a moment
+                pass
+            except Exception as error:  # no defect here may leave the others waiting
+                self.fail(error, "in its watch of the others")
 
     def _listen(self) -> None:
         try:
@@ -184,21 +190,21 @@ class Fate:
             self._fail(dead)
             self._say(dead.text)
         else:
-            self._is_busy = self.listener()
+            self.listener()
 
     def _beat(self) -> None:
         self._count += 1
-        beat = "" if self._is_done else json.dumps([self._count, self._host, self.place()])
+        beat = json.dumps([self._count, self._host, self.place(), self._is_done])
         self.client.key_value_set(f"{_BEATS}{self.index}", beat, allow_overwrite=True)
 
     def _find_dead(self) -> Failure | None:
-        """Return a failure if a process gives no beat any more; one that has ended has written an empty one."""
+        """Return a failure if a process gives no beat any more."""
         now = time.monotonic()
         for key, beat in self.client.key_value_dir_get(_BEATS):
             before, since = self._seen.get(key, ("", now))
             self._seen[key] = (beat, since if before == beat else now)
-            if beat and before == beat and now - since > self.dead_after:
-                (_, host, place), index = json.loads(beat), int(key.removeprefix(_BEATS))
+            if before == beat and now - since > self.dead_after:
+                (_, host, place, _), index = json.loads(beat), int(key.removeprefix(_BEATS))
                 silent = f"gave no sign of life for {self.dead_after:g} s; it was last seen {place}"
                 return Failure(f"{self._name(index, host)} {silent}", RESTART, True)
         return None
@@ -206,7 +212,7 @@ class Fate:
     def ended(self) -> list[int]:
         """Return the processes that have come to their end without a failure."""
         beats = self.client.key_value_dir_get(_BEATS)
-        return [int(key.removeprefix(_BEATS)) for key, beat in beats if not beat]
+        return [int(key.removeprefix(_BEATS)) for key, beat in beats if json.loads(beat)[3]]
 
     # The end ------------------------------------------------------------------------------------------
 
@@ -214,16 +220,18 @@ class Fate:
         """Wait for the others where the process ends, as jax does, and listen meanwhile; leave if one fails."""
         if os.getpid() != self._pid:
             return
-        self._is_done, end = True, time.monotonic() + self._shutdown_timeout
-        with suppress(Exception):  # the service is gone
-            self._beat()
-            while self.failure is None and len(self.ended()) < self.size and time.monotonic() < end:
-                self._now.wait(0.1)
-        self._thread.stop()
-        self._now.set()
-        self._thread.join(2 * _BEAT_S)
-        if self.failure is not None:
-            self.leave()
+        self._is_done = True
+        try:
+            with suppress(jax.errors.JaxRuntimeError):  # the service is gone
+                arrive(self.client, _DONE, self.index, self.size, "")
+                while self.failure is None and gather(self.client, _DONE, self.size, 1.0) is None:
+                    pass
+        finally:
+            self._thread.stop()
+            self._now.set()
+            self._thread.join(2 * _BEAT_S)
+            if self.failure is not None:
+                self.leave()
 
     def leave(self) -> None:
         """End this process after a failure, with its own exit code; process 0 waits for the others before."""
@@ -234,10 +242,8 @@ class Fate:
         else:
             with suppress(Exception):
                 self.client.key_value_set(f"{_GONE}{self.index}", "")
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()
         self._say(self.failure.text)
+        Background("jaxlit-flush", _flush).start().join(1.0)  # a pipe may be full
         os._exit(self.failure.code if self._code is None else self._code)
 
     def _linger(self) -> None:
@@ -281,6 +287,12 @@ class Fate:
         return self.failure.code if self._code is None else self._code
 
 
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
 def _code_of(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -311,13 +323,13 @@ _handlers: list[Any] = []  # ctypes does not keep them
 _fate: Fate | None = None
 
 
-def fate(dead_after: float = DEAD_AFTER_S, shutdown_timeout: float = SHUTDOWN_TIMEOUT_S) -> Fate:
+def fate(dead_after: float = DEAD_AFTER_S) -> Fate:
     """Return what watches the processes of this job; it starts at the first call."""
     global _fate
     if _fate is None:
         from jax._src.distributed import global_state as job  # jax has no public way to its key-value store
 
         address = str(job.coordinator_address)
-        _fate = Fate(job.client, job.process_id, job.num_processes, address, dead_after, shutdown_timeout)
+        _fate = Fate(job.client, job.process_id, job.num_processes, address, dead_after)
         _fate.start()
     return _fate

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jaxlit import checks as check
-from jaxlit.distributed.fate import DEAD_AFTER_S, SHUTDOWN_TIMEOUT_S, fate
+from jaxlit.distributed.fate import DEAD_AFTER_S, fate
 from jaxlit.errors import ArgumentError, ProcessError
 
 
@@ -23,7 +23,7 @@ def initialize(
     timeout: float = 300.0,
     dead_after: float = DEAD_AFTER_S,
     heartbeat_timeout: float = 100.0,
-    shutdown_timeout: float = SHUTDOWN_TIMEOUT_S,
+    shutdown_timeout: float = 300.0,
 ) -> None:
     """Join the processes of one training; call it first in the script, before anything else uses jax.
 
@@ -73,7 +73,7 @@ def initialize(
     except RuntimeError as error:
         raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
     if global_state.num_processes > 1:
-        fate(dead_after, shutdown_timeout)
+        fate(dead_after)
 
 
 def _check_given(address: str | None, count: int | None, index: int | None) -> bool:

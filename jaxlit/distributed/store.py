@@ -4,7 +4,6 @@ Each process writes its value and increments a counter; the last one writes a ke
 processes poll nothing, and each reads all values in one request.
 """
 
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -27,11 +26,14 @@ def arrive(client: Any, folder: str, index: int, size: int, value: str) -> None:
 
 def gather(client: Any, folder: str, size: int, seconds: float) -> list[str] | None:
     """Return the values of all processes, in their order; None if some have not arrived within so many seconds."""
-    with suppress(jax.errors.JaxRuntimeError):
+    try:
         client.blocking_key_value_get(f"{folder}/all", max(1, int(seconds * 1000)))
-        values = arrived(client, folder)
-        return [values[process] for process in range(size)]
-    return None
+    except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return None
+    values = arrived(client, folder)
+    return [values[process] for process in range(size)]
 
 
 def arrived(client: Any, folder: str) -> dict[int, str]:

@@ -58,13 +58,16 @@ class Alone:
         """
         return [value]
 
-    def watch(self, place: Callable[[], str], fail_timeout: float | None = None) -> None:
+    def watch(self, of: tuple[Callable[[], str], float]) -> tuple[Callable[[], str], float]:
         """Set how messages describe this process, and its seconds to end after a failure.
 
         Args:
-            place: Returns where it is, in words.
-            fail_timeout: The seconds; None for those that are set.
+            of: What returns where it is, in words, and the seconds.
+
+        Returns:
+            What was set before.
         """
+        return of
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """End the other processes, which would wait for this one for ever; not if they raise the same.
@@ -157,9 +160,9 @@ class Several(Alone):
             if left > 1.0 and time.monotonic() < look:
                 continue
             look = time.monotonic() + _LOOK_S
-            there = arrived(client, folder)
+            ended, there = self._fate.ended(), arrived(client, folder)  # in this order: the last to arrive may end
             missing = ", ".join(str(process) for process in range(self.size) if process not in there)
-            if gone := [process for process in self._fate.ended() if process not in there]:
+            if gone := [process for process in ended if process not in there]:
                 raise ProcessError(f"Process {gone[0]} has ended, and does not come to '{topic}': look at its log.")
             if left <= 1.0:
                 raise ProcessError(
@@ -170,10 +173,11 @@ class Several(Alone):
                 silent = False
                 _logger.warning("Still waiting at '%s', since %d s, for process %s.", topic, _SILENT_S, missing)
 
-    def watch(self, place: Callable[[], str], fail_timeout: float | None = None) -> None:
+    def watch(self, of: tuple[Callable[[], str], float]) -> tuple[Callable[[], str], float]:
         """See `Alone`."""
-        self._fate.place = place
-        self._fate.fail_timeout = self._fate.fail_timeout if fail_timeout is None else fail_timeout
+        before = self._fate.place, self._fate.fail_timeout
+        self._fate.place, self._fate.fail_timeout = of
+        return before
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """See `Alone`."""

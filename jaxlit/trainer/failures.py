@@ -54,10 +54,10 @@ def rescue(trainer: Any, run: Setup | None) -> str:
     Returns:
         What was saved, as a text.
     """
-    if not isinstance(run, Run):
-        return "Nothing was there to be saved."
     error = TimeoutError("nothing moved")
-    failed = run.times.team.fail(error, run.place, EXIT_CODE)
+    failed = "" if run is None else run.times.team.fail(error, run.place, EXIT_CODE)
+    if not isinstance(run, Run):
+        return f"Nothing was there to be saved. {failed}".strip()
     with contextlib.suppress(Exception):  # else the checkpoint would be of after a step that was not finite
         end_before_bad_step(run, error)
     before, texts = run.progress, []

@@ -145,10 +145,9 @@ class Session:
         if checkpoint is not None:
             warn_of_bad_step(checkpoint, self.settings.nan_policy)
         resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
-        writes = any(c.is_logger or c.role == "checkpoint" for c in self.callbacks)
         # Signals are noted from here on, so that the lock is released and checkpoints are finished.
         with interruptible(self.control):
-            lock = self.folder.hold() if writes else None
+            lock = self.folder.hold() if any(c.is_logger or c.role == "checkpoint" for c in self.callbacks) else None
             try:
                 self.run(module, stage, loaders, loop_fit, take_ownership=take_ownership, resume=resume)
             finally:
@@ -243,11 +242,10 @@ class Session:
             self.running, self.current, self.module = True, None, module
             self.compiles = CompileLog(self._ask_again)
             self.current = setup = self._set_up(module, stage, loaders, resume)
-            setup.times.team.watch(lambda: self.current.place if self.current else "", self.settings.fail_timeout)
+            stack.callback(team().watch, team().watch((lambda: setup.place, self.settings.fail_timeout)))
             stack.callback(READS_ARE_COMPARED.reset, READS_ARE_COMPARED.set(self.settings.debug))
             stack.enter_context(self.compiles.listening())
-            watchdog, hooks = stack.enter_context(self._watchdog()), setup.hooks
-            results, error = None, None
+            watchdog, hooks, results, error = stack.enter_context(self._watchdog()), setup.hooks, None, None
             try:
                 with contextlib.ExitStack() as opened:
                     if hooks.bind("prepare_data"):
@@ -273,7 +271,9 @@ class Session:
             # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
             error = self.saver.finish(hooks.call_all("teardown", stage.method, error))
             if error is not None:
+                setup.fail(error)
                 raise error
+            self.control.take(team().decide(self.control.asked or ()))  # the last place for a signal
             return results
 
     def _ending(self, module: TrainModule) -> Callable[..., None]:
@@ -283,7 +283,6 @@ class Session:
         def end(kind: Any, error: BaseException | None, _: Any) -> None:
             if error is not None:
                 note_step(error, self.position.global_step)
-            team().watch(lambda: "outside of a run")
             team().begin()  # what was asked for in this run does not count in another one
             if self.current is not None:
                 self.current.times.ended = time.monotonic()

@@ -125,6 +125,7 @@ class Stopping(jl.Callback):
 def train_together() -> None:
     """End trainings in ways that only one process knows of, and say where each process is then."""
     os.environ["SLURM_JOB_ID"] = "1"
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
     (rows,) = random(1, rows=8 * STEPS)
     loader = jl.ArrayLoader(rows, 8)
     cases = {how: Stopping(how, 5, (1,)) for how in ("SIGINT", "SIGHUP", "SIGUSR1", "request")}

@@ -24,6 +24,8 @@ class Store:
 
     def key_value_set(self, key: str, value: str) -> None:
         with self.changed:
+            if key in self.values:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: {key}")
             self.values[key] = value
             self.changed.notify_all()
 
@@ -45,7 +47,7 @@ class Store:
         with self.changed:
             self.changed.wait_for(lambda: key in self.values or self.is_broken, timeout_ms / 1000)
             if key not in self.values:
-                raise jax.errors.JaxRuntimeError(f"no {key}")
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self.values[key]
 
     def end(self) -> None:
