@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,8 +31,8 @@ def join_job() -> None:
     if jax_runs():
         raise ProcessError(
             f"The environment names a job of {count} processes, but jax runs in this one already: each would train "
-            "alone. Call jl.distributed.initialize() at the top of the script, before anything uses jax. If each is "
-            "meant to train alone, set JAX_NUM_PROCESSES=1."
+            "alone. Call jl.distributed.initialize() at the top of the script, before anything uses jax; in Ray, start "
+            "them with jl.integrations.ray.RayTrainer. If each is meant to train alone, set JAX_NUM_PROCESSES=1."
         )
     initialize()
     from jax._src.distributed import global_state
@@ -39,19 +40,24 @@ def join_job() -> None:
     if global_state.num_processes != count:
         raise ProcessError(
             f"The environment names a job of {count} processes, and jax has found {global_state.num_processes}. Pass "
-            "the address of process 0 to jl.distributed.initialize, or set JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID."
+            "the address of process 0 to jl.distributed.initialize, or set JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID; "
+            "in Ray, start them with jl.integrations.ray.RayTrainer."
         )
 
 
 def job_size() -> int:
     """Return how many processes the job has that the environment names, 1 if there is none.
 
-    SLURM, Open MPI, TPU pods and indexed jobs of Kubernetes are detected by jax; `JAX_NUM_PROCESSES` counts first.
+    SLURM, Open MPI, TPU pods and indexed jobs of Kubernetes are detected by jax, workers of Ray Train by Ray;
+    `JAX_NUM_PROCESSES` counts first.
     """
     from jax._src.clusters import ClusterEnv  # jax has no public way to ask what initialize() would detect
 
     if (count := os.environ.get("JAX_NUM_PROCESSES", "")).isdecimal():
         return int(count)
+    if (ray_train := sys.modules.get("ray.train")) is not None:  # as in a worker that Ray Train has started
+        with suppress(Exception):
+            return ray_train.get_context().get_world_size()
     is_indexed = "JOB_COMPLETION_INDEX" in os.environ  # else a pod is no process of a job
     with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")

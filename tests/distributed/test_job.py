@@ -1,6 +1,8 @@
 """The job that the environment names, what only process 0 does, and reads that one process alone makes."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -36,6 +38,17 @@ def test_the_size_of_a_job_is_read_from_the_environment(job: str, monkeypatch: p
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert job_size() == size
+
+
+def test_workers_of_ray_that_have_not_joined_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: worker))
+    jax.devices()
+    with pytest.raises(ProcessError, match="a job of 2 processes, but jax runs in this one already"):
+        make_trainer(**BARE)
+    monkeypatch.setattr("jaxlit.distributed.job.jax_runs", lambda: False)
+    with pytest.raises(ProcessError, match="a job of 2 processes, and jax has found 1"):
+        make_trainer(**BARE)
 
 
 def test_a_trainer_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

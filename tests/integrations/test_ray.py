@@ -124,8 +124,10 @@ def test_a_job_that_has_failed_reports_nothing(ray: Ray, monkeypatch: pytest.Mon
     assert ray.reports == []
 
 
-def test_workers_that_each_train_alone_are_refused(ray: Ray) -> None:
+def test_workers_that_each_train_alone_are_refused(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     ray.size = 2
+    refuses(ProcessError, train, "a job of 2 processes, .* start them with jl.integrations.ray.RayTrainer")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
     refuses(ProcessError, train, "RayReport: .* Ray has 2, and jax 1: each would train alone.*jl.integrations.ray.RayT")
     assert not Path("run/metrics.csv").exists()
 
