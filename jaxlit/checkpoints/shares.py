@@ -1,7 +1,7 @@
 """The files of a checkpoint that each process has written: it hashes them, and process 0 seals those of all.
 
-A process writes its hashes to a file in the temporary folder of the checkpoint, and then tells process 0 that they are
-there. Only this short message goes through the coordinator of jax: many hashes would be too much for it.
+A process writes its hashes to a file in the temporary folder of the checkpoint, and then sends process 0 a short
+message. Only this goes through the coordinator of jax: many hashes would be too much for it.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ def hand_over(folder: Path, token: str, loaders: bytes) -> None:
 
 
 def give_up(token: str, error: BaseException) -> None:
-    """Tell the other processes that this one cannot write its part."""
+    """Send the other processes the reason why this one cannot write its part."""
     if jax.process_count() > 1:
         with contextlib.suppress(Exception):  # the error that led here is the one to raise
             send(f"saved/{token}", str(error).strip() or type(error).__name__)

@@ -110,7 +110,7 @@ class Fate:
         self._thread.start()
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> None:
-        """Tell the other processes that this one fails. The first reason of a job counts.
+        """Publish that this process fails, and why. The first reason of a job counts.
 
         Args:
             error: What it has raised.

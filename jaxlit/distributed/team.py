@@ -78,7 +78,7 @@ class Alone:
             code: The exit code of this process; None for that of the error.
 
         Returns:
-            What the others are told.
+            What the others read.
         """
         return ""
 

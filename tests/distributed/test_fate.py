@@ -161,6 +161,10 @@ CASES: dict[str, tuple[list[int | None], str]] = {
     "on_exception 1 saving": ([1, 1], here(1, RAISED)),
     "teardown 1": ([1, 1], here(1, RAISED)),
     "teardown 1 saving": ([1, 1], here(1, RAISED)),
+    "loader 1 saving": (
+        [1, 1],
+        here(1, r"failed in Trainer\.fit\(.*\) in epoch 0, batch 6: OSError: the file is gone"),
+    ),
     "hook all": ([1, 1], here(0, RAISED) + "|" + here(1, RAISED)),
     "exit 1": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
     "exit 1 saving": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
@@ -170,6 +174,10 @@ CASES: dict[str, tuple[list[int | None], str]] = {
     "kill 0": (
         [-signal.SIGKILL, 75],
         r"jaxlit: process 0, which coordinates the job, is gone; process 1 on .* was after",
+    ),
+    "kill 0 saving": (
+        [-signal.SIGKILL, 75],
+        r"jaxlit: process 0, which coordinates the job, is gone; process 1 on .* was",
     ),
     "stop 1": ([75, None], here(1, f"{SILENT}; it was last seen ")),
     "stop 0": ([None, 75], f"jaxlit: process 0 {SILENT}; process 1 on .* was after"),

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 from kit.batches import Stream, random, sized
+from kit.costs import reads
 from kit.journal import hooks
 from kit.modules import Linear
 from kit.processes import launch, say
@@ -187,3 +188,25 @@ def test_an_error_of_one_process_is_raised_in_all(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(DataError, match="no rows"):
         team().same_error("writing", errors[2])
     assert team().same_error("writing", None) is None
+
+
+def read_in_steps() -> None:
+    """Say how many values were read from the devices after each step, one of which asks for a stop."""
+    (rows,) = random(1, rows=8 * STEPS)
+    asks, after = Stopping("stop", 20, (1,)), list[int]()
+    with reads() as seen:
+        count = hooks(on_train_batch_end=lambda *_: after.append(len(seen)))
+        arguments = BARE | {"strategy": "ddp", "max_epochs": 1, "log_every_n_steps": 0, "num_sanity_val_steps": 0}
+        make_trainer(asks, count, **arguments).fit(Linear(), jl.ArrayLoader(rows, 8))
+    say("after", after)
+    say("in all", len(seen))
+
+
+@pytest.mark.full
+def test_a_stop_of_one_process_reads_nothing_from_a_device(tmp_path: Path) -> None:
+    first, second = launch(read_in_steps, tmp_path, devices=2)
+    assert [first.code, second.code] == [0, 0], first.errors + second.errors
+    assert first.said["in all"] > 0, "the counter has seen nothing"
+    for one in (first, second):
+        assert 20 <= len(one.said["after"]) < STEPS
+        assert len({*one.said["after"][1:]}) == 1
