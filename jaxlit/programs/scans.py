@@ -1,4 +1,4 @@
-"""Layers that a step scans over: which arrays are stacked, and one layer of them gathered at a time."""
+"""Arrays that are gathered where a step uses them: those of layers that it scans over one layer at a time."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -90,10 +90,11 @@ def _inside(eqn: Any, given: _Followed) -> _Followed:
 def by_layer(
     body: Callable[..., Any], shardings: Sequence[tuple[NamedSharding, NamedSharding] | None], policy: Any = None
 ) -> Callable[..., Any]:
-    """Return a function whose scans gather their arrays slice by slice, forward and again backward.
+    """Return a function that gathers its arrays where they are used, those of scans slice by slice.
 
     Without it XLA may split what the layers compute, and move activations between the devices for each of them, where
-    the weights of one layer are less. An array that no scan takes apart is left to XLA.
+    the weights of one layer are less: it does so for all layers if an embedding is split along its features. Slices are
+    gathered forward and again backward; an array that no scan takes apart is gathered once.
 
     Args:
         body: The function, of pytrees of arrays.
@@ -106,10 +107,9 @@ def by_layer(
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
         inputs = [i for i, x in enumerate(shardings) if x is not None]
-        if not scanned_dims(closed, inputs):
-            return body(*args)
-        given = _stacked_inputs(closed.jaxpr, inputs)
-        results = _Gathering(shardings, policy).run(closed.jaxpr, closed.consts, jax.tree.leaves(args), given)
+        given, scanned = _stacked_inputs(closed.jaxpr, inputs), frozenset(scanned_dims(closed, inputs))
+        gathering = _Gathering(shardings, scanned, policy)
+        results = gathering.run(closed.jaxpr, closed.consts, jax.tree.leaves(args), given)
         return jax.tree.structure(shapes).unflatten(results)
 
     return call
@@ -127,6 +127,7 @@ class _Gathering:
     """Runs a program, and gathers slices where they are used."""
 
     shardings: Sequence[tuple[NamedSharding, NamedSharding] | None]
+    scanned: frozenset[int]  # the inputs that a scan takes apart, of which only slices are gathered
     policy: Any
 
     def run(
@@ -150,7 +151,7 @@ class _Gathering:
         cache = {} if gathered is None else gathered
 
         def used(x: _Value) -> Any:
-            if x.stacked is None or not x.stacked.is_slice:
+            if x.stacked is None or (x.stacked.index in self.scanned and not x.stacked.is_slice):
                 return x.array
             if id(x.array) not in cache:
                 cache[id(x.array)] = (x.array, self.gather(x.array, x.stacked))

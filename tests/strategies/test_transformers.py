@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit.notebook import LM
 from kit.trainers import BARE, fit
 
@@ -73,6 +74,36 @@ def test_each_array_of_a_transformer_is_gathered_once() -> None:
     _, sent, trainer = cost_of("fsdp", module, np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32))
     assert sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.state.params)) == 27
     assert sent["all-gather"].calls <= 27 and sent["all-gather"].bytes <= 1.1 * parameter_bytes(trainer)
+
+
+class Layers(jl.TrainModule):
+    """A decoder whose layers no scan runs, and whose vocabulary does not divide among devices."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(VOCAB - 1, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def training_step(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return optax.softmax_cross_entropy_with_integer_labels(self.embed.attend(x), tokens[:, 1:]).mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adamw(1e-3)
+
+
+def test_an_embedding_split_along_its_features_splits_no_activation() -> None:
+    module = Layers(rngs=nnx.Rngs(0))
+    fsdp, sent, trainer = cost_of(
+        "fsdp", module, np.random.default_rng(0).integers(0, VOCAB - 1, (16, 33)).astype(np.int32)
+    )
+    assert trainer.state.params["embed"]["embedding"].sharding.spec == P(None, "data")
+    # The all-to-all turns the rows of a batch, which are split, into features of the embedding's gradient.
+    assert set(sent) <= {"all-gather", "all-reduce", "reduce-scatter", "all-to-all"}
+    assert sent["all-gather"].bytes <= 1.1 * parameter_bytes(trainer)
+    ddp, _, _ = cost_of("ddp", Layers(rngs=nnx.Rngs(0)), TOKENS % (VOCAB - 1))
+    assert fsdp.memory.temporaries <= ddp.memory.temporaries + 2 * parameter_bytes(trainer)  # and its gathered arrays
 
 
 class Counted(nnx.Module):
