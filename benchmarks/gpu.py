@@ -33,7 +33,7 @@ from flax import nnx
 import jaxlit as jl
 from benchmarks.contenders import BARE, flat_step
 from benchmarks.perceptron import Perceptron, make_batches
-from jaxlit.programs.peaks import peak_flops
+from jaxlit.programs.hardware import peak_flops
 
 SECTIONS = ("dispatch", "fused", "transfers", "leaves", "gpt", "checkpoint", "start")
 

@@ -12,7 +12,7 @@ from jaxlit.callbacks.measure import Measure, Measured
 from jaxlit.core.replica import num_rows
 from jaxlit.distributed.team import team
 from jaxlit.programs.flops import Flops
-from jaxlit.programs.peaks import peak_flops
+from jaxlit.programs.hardware import peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -19,15 +19,18 @@ with lazy_imports(globals()):
     from jaxlit.engine.compiled import compile_step
     from jaxlit.engine.lazy import lazy
     from jaxlit.pipeline.marks import pipeline_yield
+    from jaxlit.programs.hardware import Hardware
     from jaxlit.strategies.base import Strategy
     from jaxlit.strategies.registry import register_strategy
     from jaxlit.trainer.lr_find import lr_find
+    from jaxlit.trainer.scale_batch_size import scale_batch_size
     from jaxlit.trainer.trainer import Trainer
 
 __all__ = [
     "ArrayLoader",
     "Callback",
     "DataModule",
+    "Hardware",
     "Optimizer",
     "Strategy",
     "TrainModule",
@@ -45,6 +48,7 @@ __all__ = [
     "pipeline_yield",
     "rank_zero_only",
     "register_strategy",
+    "scale_batch_size",
     "sharding",
     "strategies",
     "testing",

@@ -12,6 +12,7 @@ with lazy_imports(globals()):
         Std1F1B,
         ZeroBubbleH1,
     )
+    from jaxlit.strategies.auto import Auto
     from jaxlit.strategies.base import Strategy
     from jaxlit.strategies.ddp import DDP
     from jaxlit.strategies.fsdp import FSDP
@@ -32,6 +33,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "ZBV",
+    "Auto",
     "Eager1F1B",
     "GPipe",
     "Interleaved1F1B",

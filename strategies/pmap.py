@@ -34,15 +34,18 @@ class PMap(PerReplica):
 
     def place(self, batch: Any, *, replicated: bool) -> Any:
         """Give every leaf a leading dim of replicas, on its device."""
-        n = self.num_replicas
+        n, to = self.num_replicas, NamedSharding(self.mesh, P(self.axis))
 
-        def stack(x: Any) -> np.ndarray:
-            x = np.asarray(x)
-            if replicated or not x.ndim:  # pmap refuses a call with nothing mapped
-                return np.broadcast_to(x, (n, *x.shape))
-            return x.reshape(n, x.shape[0] // n, *x.shape[1:])
+        def stack(x: Any) -> Any:
+            copied = replicated or not x.ndim  # pmap refuses a call with nothing mapped
+            shape = (n, *x.shape) if copied else (n, x.shape[0] // n, *x.shape[1:])
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return x.update(shape=shape, sharding=to)
+            return np.broadcast_to(x, shape) if copied else np.asarray(x).reshape(shape)
 
-        return jax.device_put(jax.tree.map(stack, batch), NamedSharding(self.mesh, P(self.axis)))
+        stacked = jax.tree.map(stack, batch)
+        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
+        return stacked if is_abstract else jax.device_put(stacked, to)
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""

@@ -10,6 +10,7 @@ import jax
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.porting import advice
 from jaxlit.shown import shown
+from jaxlit.strategies.auto import Auto, memory_limit
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
@@ -138,6 +139,8 @@ def _choose(devices: int | None, axes: Any) -> Strategy:
         chosen: Strategy = FSDP() if "fsdp" in axes else DDP()
         chosen.reason = f"auto: axes {', '.join(map(str, axes))}"
         return chosen
+    if memory_limit() is not None:
+        return Auto()
     count = jax.device_count() if devices is None else devices
     chosen = SingleDevice() if count == 1 else DDP()
     chosen.reason = f"auto: {count} device{'s' * (count > 1)}"

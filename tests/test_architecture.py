@@ -67,7 +67,7 @@ def where(module: str, line: int) -> str:
 def room(module: str) -> str:
     """Return the room of a file: `jaxlit.loop.run` is in loop."""
     parts = module.split(".")
-    if len(parts) == 1 or parts[1] == "loggers":
+    if len(parts) == 1 or parts[1] in ("loggers", "__main__"):
         return "jaxlit"
     return "ground" if parts[1] in GROUND else parts[1]
 

@@ -259,3 +259,18 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     assert float(reached) == pytest.approx(1 - int(count) / 397, abs=1e-4)
     for outputs in (curves, wrong):
         assert any("image/png" in x.get("data", {}) for x in outputs)
+
+
+@pytest.mark.full
+def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
+    _, plan = called("plan_70b.py", "--layers", "1", "--devices", "8")
+    width, hidden, pairs = 8192, 28672, 8 * 128
+    layer = 2 * width * width + 2 * width * pairs + 3 * width * hidden + 2 * width
+    parameters = 4 * (layer + 2 * 128256 * width + width)
+    ddp, _, fsdp, remat, copies = plan.plans
+    assert ddp.bytes["parameters"] == parameters
+    assert ddp.bytes["optimizer"] == 2 * parameters + 4  # and a count
+    # All but the norms' scales are split.
+    assert fsdp.bytes["parameters"] == pytest.approx(parameters / 8, rel=1e-4)
+    assert remat.bytes["temporaries"] < fsdp.bytes["temporaries"]
+    assert copies.bytes["parameters"] == parameters

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,16 @@ class CompiledProgram:
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 
     def _first(self, *args: Any) -> Any:
-        self._arguments = jax.tree.map(_abstract, args)  # before the call, which may overwrite arrays
-        self._out = is_out.get()
+        self.given(*args)  # before the call, which may overwrite arrays
         same_program(self.name, lambda: trace(self.program, *args), self._step)  # a trace that the call uses again
         result = self.program(*args)
         self.ran, self.run = True, self.program
         return result
+
+    def given(self, *args: Any) -> Self:
+        """Note the arguments of a call, or their shapes, dtypes and shardings, without a call; returns itself."""
+        self._arguments, self._out = jax.tree.map(_abstract, args), is_out.get()
+        return self
 
     @property
     def failed(self) -> bool:
@@ -60,6 +64,8 @@ class CompiledProgram:
     @cached_property
     def cost(self) -> ProgramCost:
         """What a call like the first one costs; nothing is traced or compiled that jax still has of it."""
+        if hasattr(self.program, "estimate"):  # it runs in parts
+            return self.program.estimate(*self._arguments)  # type: ignore[attr-defined]
         if (traced := self._trace()) is None:
             return ProgramCost(self.name)
         with out(self._out):
@@ -77,6 +83,8 @@ class CompiledProgram:
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     """Return what jax knows an argument of a compiled function by."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     if isinstance(x, jax.Array):
         placed = x.sharding if x.committed else None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=x.aval.weak_type)  # type: ignore[attr-defined]

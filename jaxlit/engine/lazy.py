@@ -62,8 +62,8 @@ class lazy:
         return lambda: self.cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
 
-def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
-    """Build a lazy module straight into the shards of the strategy."""
+def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule, Callable[[], Any]]:
+    """Return a lazy module of shapes and dtypes, and a function that makes its parameters and other variables."""
     build = model.builder(seed)
     graphs, traced = list[Any](), list[TrainModule]()
 
@@ -87,11 +87,21 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
             "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "
             "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
         ) from error
-    pure = PureModule(graphs[0], nnx.Param, nnx.merge(graphs[0], params, rest))
+    module = nnx.merge(graphs[0], params, rest)
+    share_hparams(module, traced[0])
+    return module, init
+
+
+def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
+    """Build a lazy module straight into the shards of the strategy."""
+    shapes, init = shape_lazy(model, strategy, seed)
+    graphdef, *variables = nnx.split(shapes, nnx.Param, ...)
+    params, rest = map(nnx.as_pure, variables)
+    pure = PureModule(graphdef, nnx.Param, shapes)
     # Of a state without optimizer, known before an array exists: none is ever unsharded on a device.
     blank = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, nnx.State({}), rest)
     shardings = strategy.state_sharding(replace(blank, opt_state=()), pure, None)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    built = nnx.merge(graphs[0], *arrays)
-    share_hparams(built, traced[0])
+    built = nnx.merge(graphdef, *arrays)
+    share_hparams(built, shapes)
     return built

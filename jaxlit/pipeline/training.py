@@ -16,6 +16,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.leaf_names import leaf_name
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
+from jaxlit.pipeline.estimate import estimate
 from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.report import StageFacts, facts_of, residuals_of
@@ -24,6 +25,7 @@ from jaxlit.pipeline.segments import holds_mark
 from jaxlit.pipeline.simulator import simulate
 from jaxlit.pipeline.stages import Stage, flow_of
 from jaxlit.pipeline.tasks import FusedTask, Kind, Task
+from jaxlit.programs.cost import ProgramCost
 from jaxlit.programs.jaxpr import inline
 
 
@@ -129,14 +131,22 @@ class Microbatched:
 
     def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
         """Run the program."""
-        self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        microbatches = self._split(batch)
-        sets = [self._set(x, batch) for x in microbatches]
+        microbatches, sets = self.prepare(leaves, batch)
         run = BatchRun(self, leaves, microbatches, sets)
         written, grads, tables, outputs = run.run(self._order(len(microbatches)))
         rows = [x.rows for x in microbatches]
         joined = self._joined(outputs, rows)
         return self._finish(leaves, written, grads, np.float32(sum(rows)), self._combine(tables), joined)
+
+    def prepare(self, leaves: Sequence[Any], batch: Any) -> tuple[list[Microbatch], list[StageSet]]:
+        """Return the microbatches of a batch, and the programs of each; of the state only shapes are read."""
+        self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        microbatches = self._split(batch)
+        return microbatches, [self._set(x, batch) for x in microbatches]
+
+    def estimate(self, leaves: Sequence[Any], batch: Any) -> ProgramCost:
+        """Return what a call takes, of arrays or of their shapes, dtypes and shardings."""
+        return estimate(self, leaves, batch)
 
     def _check_outputs(self) -> None:
         """Refuse outputs that cannot be joined from those of microbatches: neither rows nor numbers to average."""

@@ -3,7 +3,9 @@
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from jaxlit.programs.device_groups import groups_of
 
 _KINDS = (
     "all-gather",
@@ -15,9 +17,11 @@ _KINDS = (
     "reduce-scatter",
 )
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
-_INSTRUCTION = re.compile(r" = (.*?) ([a-z][\w.-]*)\((.*)")  # the type of its result, the opcode, and the rest
+# Its name, the type of its result, the opcode, and the rest.
+_INSTRUCTION = re.compile(r"%?([\w.-]+) = (.*?) ([a-z][\w.-]*)\((.*)")
 _TARGETS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(?:\{([^}]*)\}|%?([\w.-]+))")
 _TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_PARTS = re.compile(r"\b(?:num_partitions|replica_count)=(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([^\]]*)\]")
 
 
@@ -32,16 +36,25 @@ class Collective:
         bytes: Of the results of all of them on one device: of an all-gather the entire array, of a reduce-scatter a
             device's part.
         exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
+        sent: Bytes that a device sends at least, around a ring of its group.
+        span: How far apart in the mesh's order the devices of a group are at most, both ends counted: a group of more
+            than a node has devices crosses nodes.
     """
 
     kind: str
     calls: int
     bytes: int
     exact: bool = True
+    sent: int = field(default=0, compare=False)
+    span: int = field(default=1, compare=False)
 
     def __add__(self, other: "Collective") -> "Collective":
-        exact = self.exact and other.exact
-        return Collective(self.kind, self.calls + other.calls, self.bytes + other.bytes, exact)
+        exact, span = self.exact and other.exact, max(self.span, other.span)
+        calls, num_bytes, sent = self.calls + other.calls, self.bytes + other.bytes, self.sent + other.sent
+        return Collective(self.kind, calls, num_bytes, exact, sent, span)
+
+    def __mul__(self, times: int) -> "Collective":
+        return replace(self, calls=self.calls * times, bytes=self.bytes * times, sent=self.sent * times)
 
 
 def count_collectives(hlo: str) -> tuple[Collective, ...]:
@@ -52,16 +65,20 @@ def count_collectives(hlo: str) -> tuple[Collective, ...]:
     """
     computations, entry = _parse(hlo)
     known: dict[str, tuple[Collective, ...]] = {}
+    devices = math.prod(int(count) for count in _PARTS.findall(hlo.partition("\n")[0]))
+    # A collective that is started and waited for apart names its devices where it is started.
+    starts = {name: rest for lines in computations.values() for name, _, _, rest in lines if "replica_groups=" in rest}
 
     def of(name: str) -> tuple[Collective, ...]:
         if name not in known:
-            known[name] = _added(x for line in computations.get(name, ()) for x in of_instruction(*line))
+            known[name] = _added(x for line in computations.get(name, ()) for x in of_instruction(*line[1:]))
         return known[name]
 
     def of_instruction(result: str, opcode: str, rest: str) -> Iterable[Collective]:
         # A collective that is started and waited for apart counts where it is done, whose result is its own.
         if (kind := opcode.removesuffix("-done")) in _KINDS:
-            return (Collective(kind, 1, _bytes(result)),)
+            start = starts.get(rest.partition(")")[0].rpartition("%")[2], "") if opcode != kind else ""
+            return (_collective(kind, _bytes(result), start or rest, devices),)
         if opcode.endswith(("-done", "-update")):  # its start has run the computation
             return ()
         targets = [name for several, one in _TARGETS.findall(rest) for name in (several or one).split(",")]
@@ -73,7 +90,7 @@ def count_collectives(hlo: str) -> tuple[Collective, ...]:
             return inner
         turns = _TURNS.search(rest)
         times = int(turns[1]) if turns else 1
-        return (Collective(x.kind, x.calls * times, x.bytes * times, x.exact and turns is not None) for x in inner)
+        return (replace(x * times, exact=x.exact and turns is not None) for x in inner)
 
     return of(entry)
 
@@ -90,6 +107,15 @@ def _parse(hlo: str) -> tuple[dict[str, list[tuple[str, ...]]], str]:
         elif match := _INSTRUCTION.search(line):
             lines.append(match.groups())
     return computations, entry
+
+
+def _collective(kind: str, num_bytes: int, rest: str, devices: int) -> Collective:
+    """Return one collective, given the bytes of its result and the text that names its devices."""
+    groups = groups_of(rest, devices)
+    size = max(map(len, groups))
+    shares = {"all-reduce": 2 * (size - 1) / size, "reduce-scatter": size - 1, "collective-permute": 1}
+    sent = math.ceil(num_bytes * shares.get(kind, (size - 1) / size))
+    return Collective(kind, 1, num_bytes, sent=sent, span=max(max(group) - min(group) + 1 for group in groups))
 
 
 def _bytes(type_text: str) -> int:

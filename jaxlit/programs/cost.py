@@ -19,12 +19,14 @@ class Memory:
         outputs: What it returns.
         temporaries: What it holds meanwhile.
         aliased: The part of the outputs that takes the place of arguments.
+        exact: Whether there are no more temporaries: of a step that runs in parts those of each part are not counted.
     """
 
     arguments: int
     outputs: int
     temporaries: int
     aliased: int
+    exact: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,20 @@
 
 import logging
 import math
-import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError
-from jaxlit.trainer.defaults import without
 from jaxlit.trainer.trainer import Trainer
+from jaxlit.trainer.trial import copied, trial_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,11 +24,6 @@ _logger = logging.getLogger("jaxlit")
 
 _BETA = 0.98  # decay of the running mean of the losses
 _SETTLED = 10  # losses after which the running mean may be compared
-
-# The trial's steps compute what those of the training will.
-_SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
-_SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
-_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
 
 
 class LRFinder:
@@ -167,8 +159,8 @@ def lr_find(
     holder, name = _attribute(model, attr_name) if update_attr else (None, "")
     rates = _rates(min_lr, max_lr, num_training_steps, mode)
     test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
-    trial = _trial(trainer, test)
-    trial.fit(_copied(model), train_dataloaders, datamodule=datamodule)
+    trial = trial_of(trainer, test, max_steps=len(rates), nan_policy="ignore")  # the largest rates may diverge
+    trial.fit(copied(model), train_dataloaders, datamodule=datamodule)
     if trial.interrupted:
         raise KeyboardInterrupt
     if holder is not None and (rate := test.finder.suggestion()) is not None:
@@ -184,22 +176,6 @@ def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
     check.integer("num_training_steps", steps, low=2, owner=owner)
     exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
     return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
-
-
-def _trial(trainer: Trainer, test: "_RangeTest") -> Trainer:
-    """Return a Trainer whose steps compute what those of another one will."""
-    changes_step = operator.attrgetter("changes_step")
-    trial = Trainer(
-        **{key: getattr(trainer.settings, key) for key in _SAME},
-        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
-        max_steps=len(test.rates),
-        callbacks=[*filter(changes_step, without(trainer.callbacks, trainer._session.added)), test],
-        nan_policy="ignore",  # the largest rates may give no finite loss
-        limit_val_batches=0,
-        log_every_n_steps=0,
-    )
-    trial._session.takes = changes_step  # of the callbacks that the module adds
-    return trial
 
 
 class _RangeTest(Callback):
@@ -255,11 +231,3 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
         f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute or hparam {wanted}. Keep the rate in "
         "one that configure_optimizers reads, or pass the name of another one as attr_name."
     )
-
-
-def _copied(model: TrainModule | lazy) -> TrainModule | lazy:
-    if isinstance(model, lazy):  # which is built anew
-        return model
-    copy = nnx.clone(model)
-    share_hparams(copy, model)
-    return copy

@@ -1,4 +1,4 @@
-"""What a Trainer shows: its arguments as the runs use them, and what its runs have come to."""
+"""What hooks read of a Trainer, its arguments and what its runs have come to, and how they end a training."""
 
 import functools
 import math
@@ -16,11 +16,12 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.reads import READS
 from jaxlit.core.state import TrainState
 from jaxlit.engine.hyperparams import Hyperparams
-from jaxlit.errors import did_you_mean
+from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Arguments, Settings
+from jaxlit.mesh_context import out_of_meshes
 from jaxlit.porting import advice
 from jaxlit.programs.flops import Flops
 from jaxlit.shown import shown
@@ -293,6 +294,61 @@ class TrainerProperties(Arguments):
     def val_dataloaders(self) -> list[Any]:
         """The loaders that the newest fit validates on."""
         return [] if self._session.fitted is None else [source.loader for source, _ in self._session.fitted.data.val]
+
+    @out_of_meshes
+    def callback_arrays(self, callback: Callback) -> Any:
+        """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
+
+        They are global arrays, split over the devices as the parameters are. The next step overwrites them, so copy
+        what you keep.
+
+        Args:
+            callback: A callback with `init_arrays` and `update_arrays`.
+
+        Raises:
+            ArgumentError: It took no part in the newest fit, or keeps no arrays.
+        """
+        engine = self._session.engine
+        key = (
+            None if engine is None else next((key for key, keeper in engine.extras.items() if keeper is callback), None)
+        )
+        if engine is None or key is None:
+            raise ArgumentError(
+                f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call "
+                "it from fit on, with a callback that defines init_arrays and update_arrays."
+            )
+        return engine.state.unflatten().extras[key]
+
+    def stop(self, reason: str) -> None:
+        """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
+        self._session.control.stop(reason)
+
+    def request_stop(self, reason: str) -> None:
+        """End training after the step that runs, with a checkpoint, as a first Ctrl-C does; any thread may call this.
+
+        Where training runs in another thread than the main one, Python delivers it no signals: the program's own
+        handler calls this. `fit` then returns, with `trainer.interrupted` and `trainer.stop_reason` set.
+
+        Args:
+            reason: Why, for the last lines.
+        """
+        self._session.control.interrupt(reason)
+
+    def agreed(self, name: str, wanted: bool) -> bool:
+        """Return whether something is done now that goes by a clock, or by anything else that processes do not share.
+
+        In one process that is `wanted`. In several processes, each of which calls this in a hook of each step, it is
+        True in all of them at the same step, after one of them has wanted it.
+
+        Args:
+            name: A name for it, the same in all processes.
+            wanted: Whether this process wants it; repeated until it is done.
+        """
+        return self._session.control.agree(name, wanted)
+
+    def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
+        """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
+        self._session.stop_after(seconds, reason, at_epoch_end)
 
 
 def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from jaxlit.callbacks.base import Callback
@@ -38,7 +38,6 @@ from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, without
@@ -92,7 +91,7 @@ class Session:
         self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self._engines = Engines(lambda: self.strategy, settings.compile_cache)
+        self._engines = Engines(settings)
         self.folder = RunFolder(settings.default_root_dir)
         self.current: Setup | None = None  # a Run once its loops begin
         self.fitted: Run | None = None
@@ -106,13 +105,10 @@ class Session:
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
 
-    @cached_property
+    @property
     def strategy(self) -> Strategy:
         """The strategy on its devices, which are chosen when a run begins, or when it is read before one."""
-        settings = self.settings
-        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
-        strategy.setup(settings.device_count)
-        return strategy
+        return self._engines.strategy
 
     @property
     def engine(self) -> Engine | None:

@@ -14,17 +14,18 @@ from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.distributed.job import join_job
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import Settings
-from jaxlit.mesh_context import out_of_meshes
 from jaxlit.porting import no_such_name, takes_only_its_arguments
+from jaxlit.programs.hardware import Hardware
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.building import check_predictions, config_of
 from jaxlit.trainer.choose import Start
 from jaxlit.trainer.defaults import all_callbacks
 from jaxlit.trainer.explanation import Explanation, explain
+from jaxlit.trainer.plan import Plan
+from jaxlit.trainer.planning import make_plan
 from jaxlit.trainer.properties import TrainerProperties, check_settable
 from jaxlit.trainer.session import Session
 
@@ -302,30 +303,6 @@ class Trainer(TrainerProperties):
         """
         return self._session.apply(fn, *inputs)
 
-    @out_of_meshes
-    def callback_arrays(self, callback: Callback) -> Any:
-        """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
-
-        They are global arrays, split over the devices as the parameters are. The next step overwrites them, so copy
-        what you keep.
-
-        Args:
-            callback: A callback with `init_arrays` and `update_arrays`.
-
-        Raises:
-            ArgumentError: It took no part in the newest fit, or keeps no arrays.
-        """
-        engine = self._session.engine
-        key = (
-            None if engine is None else next((key for key, keeper in engine.extras.items() if keeper is callback), None)
-        )
-        if engine is None or key is None:
-            raise ArgumentError(
-                f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call "
-                "it from fit on, with a callback that defines init_arrays and update_arrays."
-            )
-        return engine.state.unflatten().extras[key]
-
     @takes_only_its_arguments("Trainer.save_checkpoint")
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
@@ -360,33 +337,49 @@ class Trainer(TrainerProperties):
         """
         return explain(self._session.current, self._session.compiles)
 
-    def stop(self, reason: str) -> None:
-        """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
-        self._session.control.stop(reason)
+    def plan(
+        self,
+        model: TrainModule | lazy,
+        data: Any = None,
+        *,
+        devices: int | Sequence[int] | None = None,
+        strategies: Sequence[str | Strategy] | None = None,
+        hardware: str | Hardware | None = None,
+        batch_size: int | None = None,
+        rows_per_device: int | None = None,
+        timeout: float = 600.0,
+    ) -> Plan:
+        """Return what an optimizer step would take: memory, operations, traffic and time, before anything is trained.
 
-    def request_stop(self, reason: str) -> None:
-        """End training after the step that runs, with a checkpoint, as a first Ctrl-C does; any thread may call this.
-
-        Where training runs in another thread than the main one, Python delivers it no signals: the program's own
-        handler calls this. `fit` then returns, with `trainer.interrupted` and `trainer.stop_reason` set.
-
-        Args:
-            reason: Why, for the last lines.
-        """
-        self._session.control.interrupt(reason)
-
-    def agreed(self, name: str, wanted: bool) -> bool:
-        """Return whether something is done now that goes by a clock, or by anything else that processes do not share.
-
-        In one process that is `wanted`. In several processes, each of which calls this in a hook of each step, it is
-        True in all of them at the same step, after one of them has wanted it.
+        The step is compiled from shapes alone: no weights are made, and of the data only the first batch is read. More
+        devices than there are here are simulated in another process.
 
         Args:
-            name: A name for it, the same in all processes.
-            wanted: Whether this process wants it; repeated until it is done.
-        """
-        return self._session.control.agree(name, wanted)
+            model: The module; `jl.lazy(...)` for one that is too large for this machine.
+            data: A loader, or a `jl.DataModule`; its first batch counts.
+            devices: How many, or several numbers; None for those that are there.
+            strategies: Names or strategies; None for the Trainer's.
+            hardware: What is to train it: a name such as "NVIDIA H100", or a `jl.Hardware`; None for what is there.
+            batch_size: Rows of a batch, of all devices together; None for those of the first batch.
+            rows_per_device: The same for each device.
+            timeout: Seconds that a compile in another process may take.
 
-    def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
-        """Stop once so many seconds from now are over, from a hook of `fit`; all processes do so at the same step."""
-        self._session.stop_after(seconds, reason, at_epoch_end)
+        Raises:
+            JaxlitError: An argument or the data cannot be used, or no strategy can train the module; it says why.
+
+        Example:
+            >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
+            >>> from flax import nnx
+            >>> class Line(jl.TrainModule):
+            ...     def __init__(self):
+            ...         self.slope = nnx.Param(jnp.zeros(()))
+            ...     def training_step(self, batch):
+            ...         return jnp.mean((self.slope * batch - 1) ** 2)
+            ...     def configure_optimizers(self):
+            ...         return optax.sgd(0.1)
+            >>> plan = jl.Trainer(max_steps=1).plan(Line(), [np.ones(8, np.float32)], strategies=["single"], devices=1)
+            >>> plan.rows()[0]["parameters"]
+            4
+        """
+        asked = {"devices": devices, "strategies": strategies, "hardware": hardware, "batch_size": batch_size}
+        return make_plan(self, model, data, **asked, rows_per_device=rows_per_device, timeout=timeout)

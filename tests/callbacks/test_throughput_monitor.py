@@ -21,7 +21,7 @@ from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
 from jaxlit.callbacks.measure import Measured
 from jaxlit.errors import ArgumentError
 from jaxlit.loop import compile_log
-from jaxlit.programs.peaks import peak_flops
+from jaxlit.programs.hardware import peak_flops
 
 ROWS, INSIDE, WIDTH, OUT = 16, 3, 8, 1
 

@@ -1,0 +1,125 @@
+"""How a plan is made: one compile for each strategy and number of devices."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxlit import checks as check
+from jaxlit.core.module import TrainModule
+from jaxlit.core.replica import num_rows, with_rows
+from jaxlit.core.stage import STAGES
+from jaxlit.data.datamodule import DataModule
+from jaxlit.data.watchdog import Watchdog
+from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError, JaxlitError
+from jaxlit.loop.hooks import overrides
+from jaxlit.loop.run_data import count
+from jaxlit.mesh_context import out_of_meshes
+from jaxlit.programs.hardware import Hardware, hardware_of, resolve_hardware
+from jaxlit.reporting.terminal import say
+from jaxlit.strategies.auto import Auto, candidates
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.trainer.building import check_model, make_loaders
+from jaxlit.trainer.plan import Plan, PlanRow
+from jaxlit.trainer.plan_process import cost_elsewhere
+from jaxlit.trainer.step_cost import cost_of_step, shapes_of
+from jaxlit.trainer.trial import changes_step, trial_of
+
+
+@out_of_meshes
+def make_plan(
+    trainer: Any,
+    model: TrainModule | lazy,
+    data: Any,
+    *,
+    devices: int | Sequence[int] | None,
+    strategies: Sequence[str | Strategy] | None,
+    hardware: str | Hardware | None,
+    batch_size: int | None,
+    rows_per_device: int | None,
+    timeout: float,
+) -> Plan:
+    """Return a plan; see `Trainer.plan`."""
+    owner = "Trainer.plan"
+    if jax.process_count() > 1:
+        raise ArgumentError(f"{owner} runs in one process, got {jax.process_count()}. Call it before the job starts.")
+    check_model(model, STAGES["training"])
+    counts = [jax.device_count()] if devices is None else [devices] if isinstance(devices, int) else list(devices)
+    for each in counts:
+        check.integer("devices", each, low=1, owner=owner)
+    for name, value in (("batch_size", batch_size), ("rows_per_device", rows_per_device)):
+        check.integer(name, value, low=1, also=(None,), owner=owner)
+    if batch_size is not None and rows_per_device is not None:
+        raise ArgumentError(f"{owner} takes batch_size, of all devices together, or rows_per_device. Leave one out.")
+    check.positive("timeout", timeout, owner=owner)
+    given = resolve_hardware(hardware) if hardware is not None else hardware_of(jax.devices()[0].device_kind)
+    _, batch, num_batches = first_batch(trainer, model, data)
+    model = model if isinstance(model, lazy) else shapes_of(model)
+    asked = [trainer.settings.strategy] if strategies is None else list(strategies)
+    cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(strategy, n)]
+    rows, failures, told = list[PlanRow](), list[JaxlitError](), set[str]()
+    for i, (name, strategy, n) in enumerate(cases):
+        num = batch_size or (rows_per_device or 0) * n or num_rows(batch)
+        began = time.monotonic()
+        say(f"plan {i + 1}/{len(cases)}: {name} on {n} device{'s' * (n > 1)}, {num:,} rows", aside=True)
+        cost, error = None, ""
+        try:
+            trial = plan_trial(trainer, strategy, n)
+            job = trial, model, with_rows(batch, num), num_batches
+            here = n <= jax.device_count()
+            cost = cost_of_step(*job) if here else cost_elsewhere(*job, devices=n, timeout=timeout, told=told)
+        except JaxlitError as failure:
+            failures.append(failure)
+            error = str(failure)
+        rows.append(PlanRow(name, n, num, given, cost, error, time.monotonic() - began))
+    if len(failures) == len(cases):
+        raise failures[0]
+    return Plan(tuple(rows))
+
+
+def named_strategies(strategy: Any, devices: int) -> list[tuple[str, Any]]:
+    """Return a strategy with its name; of "auto" all among which it chooses on as many devices."""
+    if strategy == "auto" or isinstance(strategy, Auto):
+        return [*candidates(devices).items()]
+    return [(strategy if isinstance(strategy, str) else repr(strategy), strategy)]
+
+
+def plan_trial(trainer: Any, strategy: str | Strategy, devices: int) -> Any:
+    """Return a Trainer of its own for one compile."""
+    resolved = resolve_strategy(strategy, devices)
+    vars(resolved).pop("mesh", None)  # of the devices of another run
+    settings = trainer.settings
+    limits = {name: settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")}
+    takes = lambda c: changes_step(c) or overrides(c, "init_arrays")  # noqa: E731
+    return trial_of(trainer, takes=takes, strategy=resolved, devices=devices, mesh=None, **limits)
+
+
+def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
+    """Return a loader's first batch, what a step takes of it, and how many batches an epoch has.
+
+    Args:
+        trainer: The Trainer whose limits and keys apply.
+        model: The module, whose hooks may make the loader and prepare a batch.
+        data: A loader or a `DataModule`; None for the module's hook.
+    """
+    if isinstance(data, DataModule):
+        data.prepare_data()
+        data.setup("fit")
+    loaders = make_loaders(trainer.settings, STAGES["training"], {"training": (data, "data")}, None)
+    loaders.module = None if isinstance(model, lazy) else model
+    ((source, limit),) = loaders.open("training", required=True)
+    if source.is_iterator:
+        raise ArgumentError(
+            f"{source.argument} takes a re-iterable loader, got an iterator, whose first batch is lost."
+        )
+    try:
+        with Watchdog(trainer.settings.data_timeout, trainer.settings.hang_timeout) as watchdog:
+            loaders.check_first(source, None, watchdog, required=True)
+            given, _ = next(source.epoch(0))
+            _, batch = loaders.validator_of(source)(given)
+    finally:
+        source.close()
+    return given, batch, count(limit)

@@ -1,0 +1,159 @@
+"""The largest batch that fits into the memory of the devices, by compiling and not by running out of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit import checks as check
+from jaxlit.core.module import TrainModule
+from jaxlit.core.replica import abstract_batch, num_rows, with_rows
+from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError
+from jaxlit.mesh_context import out_of_meshes
+from jaxlit.strategies.auto import memory_limit
+from jaxlit.table import size
+from jaxlit.trainer.planning import first_batch, named_strategies, plan_trial
+from jaxlit.trainer.step_cost import cost_of_step, shapes_of
+from jaxlit.trainer.trial import copied, trial_of
+
+_MOST_DOUBLINGS = 25  # as in Lightning
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What `jl.scale_batch_size` returns.
+
+    Attributes:
+        batch_size: The rows of a batch, of all devices together.
+        accumulate_grad_batches: How many such batches make the batch that was asked for.
+        strategy: The strategy's name.
+        memory: Bytes that a step with this batch takes of a device, as compiled.
+        tried: The same for each number of rows that was compiled.
+    """
+
+    batch_size: int
+    accumulate_grad_batches: int
+    strategy: str
+    memory: int
+    tried: dict[int, int]
+
+
+@out_of_meshes
+def scale_batch_size(
+    trainer: Any,
+    model: TrainModule | lazy,
+    train_dataloaders: Any = None,
+    memory_bytes: int | None = None,
+    *,
+    effective_batch_size: int | None = None,
+) -> BatchSize:
+    """Find the largest batch whose training step fits into the devices' memory.
+
+    Steps are compiled from shapes alone, for twice as many rows each time and then by bisection; one step is taken at
+    the end, on a copy of the module and the rows of the loader's first batch, repeated. `trainer` and the module do not
+    change. Use the result as `jl.ArrayLoader(..., batch_size=found.batch_size)`.
+
+    Args:
+        trainer: The Trainer that will train the module.
+        model: The module.
+        train_dataloaders: A loader, or a `jl.DataModule`, of batches of any size.
+        memory_bytes: What a device may use; None for what it reports, which CPUs do not.
+        effective_batch_size: Rows of an optimizer step. The batch is then the largest part of it that fits, and
+            `accumulate_grad_batches` the number of parts. None for one batch a step.
+
+    Returns:
+        The batch and what it takes.
+
+    Raises:
+        ArgumentError: Not even one row a device fits, or the rows of a step do not divide into batches that do.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
+        >>> from flax import nnx
+        >>> class Line(jl.TrainModule):
+        ...     def __init__(self):
+        ...         self.slope = nnx.Param(jnp.zeros(()))
+        ...     def training_step(self, batch):
+        ...         return jnp.mean((self.slope * batch - 1) ** 2)
+        ...     def configure_optimizers(self):
+        ...         return optax.sgd(0.1)
+        >>> trainer = jl.Trainer(strategy="single", max_steps=1, logger=False)
+        >>> found = jl.scale_batch_size(trainer, Line(), [np.ones(8, np.float32)], memory_bytes=10_000)
+        >>> found.memory <= 10_000 and found.accumulate_grad_batches
+        1
+    """
+    owner = "jl.scale_batch_size"
+    check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner)
+    check.integer("effective_batch_size", effective_batch_size, low=1, also=(None,), owner=owner)
+    limit = memory_limit() if memory_bytes is None else memory_bytes
+    check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
+    assert limit is not None
+    raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
+    shapes = model if isinstance(model, lazy) else shapes_of(model)
+    devices = trainer.settings.device_count or jax.device_count()
+    like, least = abstract_batch(batch), 0
+    for name, strategy in named_strategies(trainer.settings.strategy, devices):
+        tried: dict[int, int] = {}
+        trial = plan_trial(trainer, strategy, 1 if name == "single" else devices)
+        unit = trial.strategy.num_replicas
+
+        def needs(parts: int, unit: int = unit, tried: dict[int, int] = tried, trial: Any = trial) -> int:
+            rows = parts * unit
+            if rows not in tried:
+                tried[rows] = cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total
+            return tried[rows]
+
+        if (least := needs(1)) <= limit:
+            break
+    else:
+        raise ArgumentError(f"{owner}: one row a device needs {size(least)} of {size(limit)}. Use more devices.")
+    rows, accumulate = _largest(needs, limit) * unit, 1
+    if effective_batch_size is not None:
+        rows, accumulate = _part_of(effective_batch_size, rows, unit)
+        needs(rows // unit)
+    real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
+    trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=1).fit(copied(model), [real])
+    return BatchSize(rows, accumulate, name, tried[rows], tried)
+
+
+def _largest(needs: Callable[[int], int], limit: int) -> int:
+    """Return the largest number whose need is within the limit, given that 1 is."""
+    fits, fails = 1, None
+    for _ in range(_MOST_DOUBLINGS):
+        if needs(2 * fits) > limit:
+            fails = 2 * fits
+            break
+        fits *= 2
+    while fails is not None and fails - fits > 1:
+        # Memory grows with the rows along pieces of straight lines: the line through both ends is a good guess.
+        low, high = needs(fits), needs(fails)
+        guess = fits + int((fails - fits) * (limit - low) / max(high - low, 1))
+        middle = min(max(guess, fits + 1), fails - 1)
+        if needs(middle) > limit:
+            fails = middle
+        elif needs(middle + 1) > limit:
+            return middle
+        else:
+            fits = middle + 1
+    return fits
+
+
+def _part_of(rows: int, most: int, unit: int) -> tuple[int, int]:
+    """Return the largest equal parts of at most so many rows, a multiple of the unit, and how many they are."""
+    parts = [count for count in range(1, rows + 1) if rows % count == 0]
+    fitting = [count for count in parts if rows // count <= most and (rows // count) % unit == 0]
+    if not fitting:
+        raise ArgumentError(
+            f"jl.scale_batch_size(effective_batch_size={rows}) does not divide into batches of at most {most} rows, a "
+            f"multiple of {unit}. Ask for another number, such as {max(rows // most, 1) * most}."
+        )
+    return rows // fitting[0], fitting[0]
+
+
+def _repeated(x: Any, rows: int, wanted: int) -> Any:
+    """Return an array of rows with others in number, the same ones again and again."""
+    x = np.asarray(x)
+    return np.take(x, np.arange(wanted) % rows, axis=0) if x.ndim and x.shape[0] == rows else x

@@ -1,0 +1,177 @@
+"""What a training step takes of each device, known before an array exists."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxlit.core.hparams import share_hparams
+from jaxlit.core.module import TrainModule
+from jaxlit.core.plan import TrainingPlan
+from jaxlit.core.precision import Precision
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.side_tables import attach
+from jaxlit.core.stage import STAGES
+from jaxlit.core.state import TrainState
+from jaxlit.engine.compiled_program import CompiledProgram
+from jaxlit.engine.lazy import lazy, shape_lazy
+from jaxlit.engine.training import training_of
+from jaxlit.loop.run import Setup
+from jaxlit.programs.collectives import Collective
+from jaxlit.programs.cost import Memory
+from jaxlit.programs.flops import Flops
+from jaxlit.reporting.placement import bytes_per_device
+from jaxlit.strategies.base import Strategy
+from jaxlit.trainer.building import make_loaders
+from jaxlit.trainer.training_plan import training_plan
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a training step takes: bytes on the device that holds the most, operations on all devices together.
+
+    Attributes:
+        parameters: Bytes of the parameters, also of frozen ones.
+        optimizer: Of the optimizer's state.
+        window: Of the gradients that `accumulate_grad_batches` adds up.
+        other: Of the rest of the state: batch statistics, random state, callbacks' arrays, counters.
+        gradients: Of the gradients, in their shardings. They are a part of the temporaries where the compiler keeps
+            all of them at once.
+        devices: How many devices there are.
+        device: Their kind.
+        batch: Bytes of the device's share of a batch.
+        memory: What the compiled program takes, as the compiler reports it; None before it is compiled.
+        flops: Of its matrix products and convolutions; None where they are not known.
+        collectives: What the devices send each other.
+    """
+
+    parameters: int
+    optimizer: int
+    window: int
+    other: int
+    gradients: int
+    devices: int
+    device: str
+    batch: int = 0
+    memory: Memory | None = None
+    flops: Flops | None = None
+    collectives: tuple[Collective, ...] | None = None
+
+    @property
+    def held(self) -> int:
+        """Bytes of the state and the batch."""
+        return self.parameters + self.optimizer + self.window + self.other + self.batch
+
+    @property
+    def total(self) -> int:
+        """Bytes of all that the step takes."""
+        return self.held + self.temporaries + self.made
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes that the step holds in addition to its arguments and results."""
+        return 0 if self.memory is None else self.memory.temporaries
+
+    @property
+    def made(self) -> int:
+        """Bytes of results that take no argument's place: metrics and outputs."""
+        return 0 if self.memory is None else self.memory.outputs - self.memory.aliased
+
+
+def shapes_of(module: TrainModule) -> TrainModule:
+    """Return a copy of a module of shapes and dtypes."""
+    graphdef, state = nnx.split(module)
+    copy = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+    share_hparams(copy, module)
+    return copy
+
+
+def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches: int | float) -> StepCost:
+    """Compile a training step from shapes and dtypes alone, and return what it takes.
+
+    Args:
+        trial: A Trainer of its own, see `trial_of`.
+        model: The module; no array of it is read.
+        batch: The shapes and dtypes of a batch, global rows.
+        num_batches: How many an epoch has, inf for an unknown number.
+    """
+    strategy = trial.strategy
+    module = shape_lazy(model, strategy, trial.seed)[0] if isinstance(model, lazy) else shapes_of(model)
+    attach(module, trial)
+    plan = training_plan(_set_up(trial, module, num_batches), batch)
+    return AbstractStep(module, strategy, plan, Precision(trial.precision)).compiled(batch)
+
+
+class AbstractStep:
+    """A training step of which no array exists.
+
+    Args:
+        module: The module; its arrays may be shapes and dtypes.
+        strategy: The strategy, set up.
+        plan: How optimizer steps are taken.
+        precision: The dtypes.
+    """
+
+    def __init__(self, module: TrainModule, strategy: Strategy, plan: TrainingPlan, precision: Precision) -> None:
+        pure = PureModule(nnx.graphdef(module), plan.optimizer.wrt, module, precision)
+        self.strategy, self._training = strategy, training_of(module, pure, strategy, plan)
+
+    @property
+    def state(self) -> StepCost:
+        """What the state and the gradients take; no step is traced."""
+        state, devices = self._training.spec.tree, self.strategy.mesh.devices
+        parts = {
+            "parameters": (state.params, state.frozen),
+            "optimizer": state.opt_state,
+            "window": state.window,
+            "other": (
+                state.model_state,
+                state.counters,
+                state.sums,
+                state.loss_scale,
+                state.extras,
+                state.window_start,
+            ),
+        }
+        held: dict[str, Any] = {name: bytes_per_device(jax.tree.leaves(tree)) for name, tree in parts.items()}
+        held["gradients"] = _gradients(state, self._training.spec.grad_shardings)
+        return StepCost(**held, devices=devices.size, device=devices.flat[0].device_kind)
+
+    def compiled(self, batch: Any) -> StepCost:
+        """Compile the step, and return what it takes.
+
+        Args:
+            batch: The shapes and dtypes of a batch, global rows.
+        """
+        training, placed = self._training.trace(batch), self.strategy.shard_batch(batch)
+        program = CompiledProgram("train_step", self.strategy.compile(training.train))
+        cost = program.given(training.spec.arrays, placed).cost
+        self._training = training  # with the metrics that the step logs
+        made = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
+        return replace(self.state, batch=_bytes(placed), **made)
+
+
+def _set_up(trial: Any, module: TrainModule, num_batches: int | float) -> Setup:
+    """Return a fit whose data nobody opens, for hooks that ask how long training is."""
+    session, stage = trial._session, STAGES["training"]
+    loaders = make_loaders(trial.settings, stage, {"training": (None, "data")}, None)
+    session.current = session._set_up(module, stage, loaders, None)
+    session.control.num_training_batches = num_batches
+    return session.current
+
+
+def _bytes(placed: Any) -> int:
+    """Return the bytes of a placed batch on a device; on a single one it has no shardings."""
+    leaves = jax.tree.leaves(placed)
+    shards = [x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in leaves]
+    return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shards, leaves, strict=True))
+
+
+def _gradients(state: TrainState, shardings: Any) -> int:
+    """Return the bytes of all gradients on the device that holds the most."""
+    if shardings is None:
+        return bytes_per_device(jax.tree.leaves(state.params))
+    split = jax.tree.map(lambda x, to: x.update(sharding=to), state.params, shardings)
+    return bytes_per_device(jax.tree.leaves(split))

@@ -1,0 +1,69 @@
+"""The strategy that is chosen by the memory that a step takes."""
+
+from collections.abc import Mapping
+
+import jax
+
+from jaxlit import checks as check
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.ddp import DDP
+from jaxlit.strategies.fsdp import FSDP
+from jaxlit.strategies.single import SingleDevice
+
+
+class Auto(FSDP):
+    """Train under the first of `single`, `ddp`, `zero1`, `fsdp` and `fsdp` with `remat` that fits.
+
+    On one device the choice is between `single` and `remat`, on several among the others. It is made when a fit
+    begins, by the compiled memory of a training step, and holds for the Trainer from then on. It takes at most one
+    compile more than the strategy that is chosen: a candidate whose state alone is too large is not compiled, and after
+    one that does not fit the temporaries of the others are estimated by its own. Until a fit, a module that
+    `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
+
+    Args:
+        memory_bytes: What a device may use; None for what jax reports, which on CPUs is nothing: without a limit
+            `strategy="auto"` is `single` or `ddp`, and this class refuses.
+
+    Raises:
+        ArgumentError: The devices report no limit, and none is given.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(strategy=jl.strategies.Auto(memory_bytes=24 * 10**9), max_epochs=1, logger=False)
+    """
+
+    takes_mesh = False
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        super().__init__()
+        self.memory_bytes = check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner="Auto")
+
+    def setup(self, devices: int | None = None) -> None:
+        """Build the mesh, and find the limit.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        super().setup(devices)
+        limit = self.memory_bytes if self.memory_bytes is not None else memory_limit()
+        rule = "has to be given where devices report no memory, as CPUs do not"
+        check.require(limit is not None, "memory_bytes", limit, rule, owner="Auto")
+        self.limit: int = limit  # type: ignore[assignment]
+
+    def candidates(self) -> Mapping[str, Strategy]:
+        """Return the strategies among which it chooses, the first choice first, by their names."""
+        return candidates(self.mesh.size)
+
+
+def candidates(devices: int) -> dict[str, Strategy]:
+    """Return the strategies among which "auto" chooses on as many devices, by their names."""
+    last: dict[str, Strategy] = {"fsdp with remat": FSDP(remat=True)}
+    if devices == 1:
+        return {"single": SingleDevice()} | last
+    return {"ddp": DDP(), "zero1": FSDP(stage=1), "fsdp": FSDP()} | last
+
+
+def memory_limit() -> int | None:
+    """Return the bytes that a device of this process may use, the least of all; None if one does not report them."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    return min(limits) or None

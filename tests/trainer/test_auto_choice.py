@@ -1,0 +1,129 @@
+"""strategy="auto" takes the first strategy that a plan says fits, with at most one compile more."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax._src import compilation_cache
+from kit.trainers import BARE
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies import Auto
+
+LAYERS, WIDTH = 4, 64
+
+
+class Tower(jl.TrainModule):
+    """Layers that a scan runs, or not: only scanned ones can be recomputed."""
+
+    def __init__(self, *, scans: bool = True, rngs: nnx.Rngs) -> None:
+        self.scans = scans
+        if scans:
+            self.layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(LAYERS))
+        else:
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        x = batch
+        if self.scans:
+            run = lambda x, layer: jnp.tanh(layer(x))  # noqa: E731
+            x = nnx.scan(run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        else:
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+        return jnp.mean((x - batch) ** 2)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(1e-3)
+
+
+DATA = [np.random.default_rng(i).normal(size=(256, WIDTH)).astype(np.float32) for i in range(2)]
+SAME = {"ddp": "DDP()", "zero1": "FSDP(stage=1)", "fsdp": "FSDP()", "fsdp with remat": "FSDP(remat=True)"}
+
+
+def planner(strategy: Any = "auto", **arguments: Any) -> jl.Trainer:
+    return jl.Trainer(strategy=strategy, **(BARE | {"max_epochs": 1, "compile_cache": False} | arguments))
+
+
+def fitted(limit: int, *, scans: bool = True, **arguments: Any) -> jl.Trainer:
+    trainer = planner(Auto(memory_bytes=limit), **arguments)
+    trainer.fit(jl.lazy(Tower, scans=scans), DATA)
+    return trainer
+
+
+@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_auto_is_what_the_plan_says_fits(scans: bool) -> None:
+    plan = planner().plan(jl.lazy(Tower, scans=scans), DATA, devices=8)
+    rows = [row for row in plan.plans if row.cost is not None]
+    assert [row.strategy for row in rows] == [*SAME][: 4 if scans else 3]
+    for limit in sorted(row.total + off for row in rows for off in (0, -1)):
+        trainer = fitted(limit, scans=scans)
+        first = next((x for x in rows if x.total <= limit), rows[-1])
+        assert repr(trainer.strategy) == SAME[first.strategy]
+    trainer = fitted(rows[0].total - 1, scans=scans)
+    assert trainer.strategy.reason.startswith("auto: ddp needs ")
+    assert f"({trainer.strategy.reason})" in trainer.strategy.describe()
+
+
+def test_auto_trains_as_the_strategy_that_it_is() -> None:
+    ddp = planner().plan(jl.lazy(Tower), DATA, strategies=["ddp"]).plans[0]
+    auto, named = fitted(ddp.total - 1), planner("zero1")
+    named.fit(jl.lazy(Tower), DATA)
+    for a, b in zip(jax.tree.leaves(auto.state), jax.tree.leaves(named.state), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.sharding == b.sharding
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Path]:
+    """Have compiled programs stored in a folder of their own."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    yield tmp_path
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("part", [1.0, 0.7, 0.1])
+def test_auto_compiles_one_step_more_at_most(part: float, stored: Path) -> None:
+    ddp = planner().plan(jl.lazy(Tower), DATA, strategies=["ddp"]).plans[0]
+    jax.clear_caches()
+    for entry in stored.iterdir():
+        entry.unlink()
+    trainer = fitted(int(part * ddp.total))
+    assert 1 <= len([*stored.glob("jit_train_step-*-cache")]) <= 2
+    assert trainer.global_step == 2
+
+
+def test_where_nothing_fits_the_last_one_trains() -> None:
+    trainer = fitted(1)
+    assert repr(trainer.strategy) == SAME["fsdp with remat"]
+    assert "fsdp with remat needs at least" in trainer.strategy.describe()
+
+
+def test_auto_on_one_device_is_single_or_recomputes() -> None:
+    row = planner("single").plan(jl.lazy(Tower), DATA, devices=1).plans[0]
+    assert repr(fitted(row.total, devices=1).strategy) == "SingleDevice()"
+    assert repr(fitted(row.total - 1, devices=1).strategy) == SAME["fsdp with remat"]
+
+
+def test_the_first_fit_chooses_for_all_runs() -> None:
+    trainer = fitted(10**9)
+    chosen = trainer.strategy
+    trainer.fit(jl.lazy(Tower), DATA)
+    assert trainer.strategy is chosen
+    assert repr(chosen) == SAME["ddp"]
+
+
+def test_a_limit_is_needed() -> None:
+    with pytest.raises(ArgumentError, match=r"Auto\(memory_bytes=\.\.\.\) has to be given"):
+        planner(Auto()).fit(jl.lazy(Tower), DATA)
+    assert repr(planner().strategy) == SAME["ddp"]  # by name, where devices report no memory

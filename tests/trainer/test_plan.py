@@ -1,0 +1,342 @@
+"""trainer.plan says before a run what explain() says of it after: bytes, operations and collectives."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.trainers import BARE, SEVERAL, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.strategies import FSDP, Pipeline, SequenceParallel, TensorParallel
+
+ROWS, WIDTH = 16, 32
+
+
+class Two(jl.TrainModule):
+    """Two layers, dropout, batch statistics and a schedule that asks how long training is."""
+
+    def __init__(self, width: int = WIDTH, *, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(width, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def training_step(self, batch: Any) -> jax.Array:
+        x = self.dropout(jnp.tanh(self.up(self.norm(batch["x"]))))
+        loss = jnp.mean((self.down(x) - batch["x"]) ** 2)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adamw(optax.cosine_decay_schedule(1e-3, self.trainer.estimated_stepping_batches))
+
+
+class Marked(jl.TrainModule):
+    """Four layers, with marks between them."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
+
+    def training_step(self, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for layer in self.layers:
+            x = jl.pipeline_yield(jnp.tanh(layer(x)))
+        return jnp.mean((x - batch["x"]) ** 2)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(1e-3)
+
+
+def batches(rows: int = ROWS) -> list[dict[str, np.ndarray]]:
+    return [{"x": np.random.default_rng(i).normal(size=(rows, WIDTH)).astype(np.float32)} for i in range(3)]
+
+
+def planner(**arguments: Any) -> jl.Trainer:
+    return jl.Trainer(**(BARE | {"max_epochs": 1} | arguments))
+
+
+def planned(trainer: jl.Trainer, strategy: Any, module: Any = None, **asked: Any) -> Any:
+    (row,) = trainer.plan(module or jl.lazy(Two), batches(), strategies=[strategy], **asked).plans
+    return row
+
+
+SHARDED = ("hsdp", "zero2", "explicit")
+CASES = thinned(
+    [(s, n) for s in ("single", *SEVERAL, *SHARDED) for n in (1, 3)],
+    *[("single", 1), ("fsdp", 3), ("shard_map", 1), ("pmap", 3), ("zero1", 1), ("explicit", 3)],
+)
+
+
+@pytest.mark.parametrize(("name", "accumulate"), CASES)
+def test_a_plan_equals_the_run_to_the_byte(name: str, accumulate: int) -> None:
+    strategy, arguments = splitting(name), {"accumulate_grad_batches": accumulate, "gradient_clip_val": 1.0}
+    devices = 1 if name == "single" else 8
+    cost = planned(planner(**arguments), strategy, devices=devices).cost
+    trainer = planner(strategy=splitting(name), **arguments)
+    trainer.fit(jl.lazy(Two), batches())
+    explained = trainer.explain()
+    (ran,) = (program for program in explained.programs if program.name == "train_step")
+    assert cost.memory == ran.memory
+    assert cost.flops == ran.flops
+    assert cost.collectives == ran.collectives
+    assert [(x.sent, x.span) for x in cost.collectives] == [(x.sent, x.span) for x in ran.collectives]
+    held = {part.name: part.bytes_per_device for part in explained.shardings}
+    assert cost.optimizer == held["(optimizer)"]
+    assert cost.window == held.get("(window)", 0)
+    assert cost.parameters + cost.optimizer + cost.window + cost.other == held["(all)"]
+
+
+def test_a_plan_of_a_built_module_is_that_of_a_lazy_one() -> None:
+    built, lazy = (planned(planner(), "fsdp", x) for x in (Two(rngs=nnx.Rngs(0)), jl.lazy(Two)))
+    assert built.as_dict() == lazy.as_dict()
+
+
+def test_arrays_of_callbacks_are_planned() -> None:
+    trainer = planner(callbacks=[jl.callbacks.EMA()])
+    row = planned(trainer, "fsdp")
+    plain = planned(planner(), "fsdp")
+    assert row.bytes["other"] - plain.bytes["other"] >= plain.bytes["parameters"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Pipeline(stages=2, microbatches=4),
+        Pipeline(stages=4, microbatches=4, inner="ddp"),
+        Pipeline(stages=2, microbatches=4, schedule="zbv"),
+    ],
+)
+def test_a_pipeline_has_the_operations_of_other_strategies(strategy: Pipeline) -> None:
+    row, whole = planned(planner(), strategy, jl.lazy(Marked)), planned(planner(), "ddp", jl.lazy(Marked))
+    assert row.cost.flops == whole.cost.flops
+    trainer = planner(strategy=strategy)
+    trainer.fit(jl.lazy(Marked), batches())
+    explained = trainer.explain()
+    held = {part.name: part.bytes_per_device for part in explained.shardings}
+    assert row.cost.parameters + row.cost.optimizer + row.cost.other == held["(all)"]
+    (ran,) = (program for program in explained.programs if program.name == "train_step")
+    assert (row.cost.flops, row.cost.collectives) == (ran.flops, ran.collectives)
+    assert row.bound == ">="
+    # Forward and back, a microbatch's rows of activations cross each border of ranks.
+    (send,) = row.cost.collectives
+    assert send.kind == "send"
+    assert send.calls % 4 == 0
+
+
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("sequence", marks=pytest.mark.full)])
+def test_other_meshes_are_planned_as_they_run(kind: str) -> None:
+    def strategy() -> jl.Strategy:
+        if kind == "sequence":
+            return SequenceParallel(seq=2, data=4)
+        P = jax.sharding.PartitionSpec
+        return TensorParallel({"up.kernel": P(None, "tp"), "down.kernel": P("tp")}, tp=4, data=2)
+
+    cost = planned(planner(), strategy()).cost
+    trainer = planner(strategy=strategy())
+    trainer.fit(jl.lazy(Two), batches())
+    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    assert (cost.memory, cost.flops, cost.collectives) == (ran.memory, ran.flops, ran.collectives)
+
+
+# Devices that are not here ------------------------------------------------------------------------
+
+
+def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planner().plan(jl.lazy(Two), batches(64), devices=64, strategies=["ddp", "fsdp"], hardware="NVIDIA H100")
+    err, (ddp, fsdp) = capsys.readouterr().err, plan.plans
+    here = planned(planner(), "ddp").cost
+    assert ddp.cost.parameters == here.parameters
+    assert ddp.cost.optimizer == here.optimizer
+    assert (ddp.cost.devices, fsdp.cost.devices) == (64, 64)
+    assert fsdp.cost.flops == ddp.cost.flops
+    # 32 x 128 and 128 x 32 numbers divide by 64; the rest is small and stays whole.
+    kernels = 2 * WIDTH * 4 * WIDTH * 4
+    assert ddp.bytes["parameters"] - fsdp.bytes["parameters"] == kernels - kernels // 64
+    assert ddp.bytes["batch"] == 64 // 64 * WIDTH * 4
+    assert [line for line in err.splitlines() if line.startswith("plan ")] == [
+        "plan 1/2: ddp on 64 devices, 64 rows",
+        "plan 2/2: fsdp on 64 devices, 64 rows",
+    ]
+
+
+class Reads(jl.TrainModule):
+    def __init__(self, path: str) -> None:
+        self.weight = nnx.Param(jnp.asarray(np.load(path)))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"] * self.weight)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+class Holds(Reads):
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(()))
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (jl.lazy(Reads, "absent.npy"), ("FileNotFoundError", "absent.npy", "in __init__")),
+        (Holds(), ("cannot be pickled", "locks")),
+    ],
+    ids=["reads a file", "holds a lock"],
+)
+def test_a_module_that_cannot_be_planned_says_why(module: Any, words: tuple[str, ...]) -> None:
+    with pytest.raises(ArgumentError) as error:
+        planner().plan(module, batches(), devices=16, strategies=["ddp"])
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+def test_a_compile_has_a_time_limit() -> None:
+    with pytest.raises(ArgumentError, match=r"more than timeout=0.01 s"):
+        planner().plan(jl.lazy(Two), batches(), devices=16, strategies=["ddp"], timeout=0.01)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np, optax, jaxlit as jl
+from flax import nnx
+class Long(jl.TrainModule):
+    def __init__(self):
+        self.weight = nnx.Param(jnp.ones((8, 8)))
+    def training_step(self, batch):
+        if jax.device_count() > 1:
+            print("there", flush=True)
+            open({path!r}, "w").write(str(__import__("os").getpid()))
+            while True:
+                pass
+        return jnp.mean(batch @ self.weight)
+    def configure_optimizers(self):
+        return optax.sgd(0.1)
+if __name__ == "__main__":
+    jl.Trainer(max_steps=1, logger=False).plan(jl.lazy(Long), [np.ones((16, 8), np.float32)], devices=16)
+"""
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_the_other_process(tmp_path: Path) -> None:
+    path, script = tmp_path / "pid", tmp_path / "long.py"
+    script.write_text(SCRIPT.format(path=str(path)))
+    env = os.environ | {"XLA_FLAGS": ""}
+    process = subprocess.Popen([sys.executable, str(script)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    end = time.monotonic() + 120
+    while not (path.exists() and path.read_text()):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
+
+
+# What is asked for ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"devices": 0}, "devices"),
+        ({"batch_size": 8, "rows_per_device": 2}, "Leave one out"),
+        ({"hardware": "NVIDIA B100"}, "Did you mean"),
+        ({"hardware": 5}, "jl.Hardware"),
+        ({"timeout": -1}, "timeout"),
+        ({"strategies": ["fspd"]}, "Did you mean 'fsdp'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(asked: dict[str, Any], words: str) -> None:
+    with pytest.raises((ArgumentError, jl.errors.ArgumentTypeError), match=words):
+        planner().plan(jl.lazy(Two), batches(), **asked)
+
+
+def test_a_strategy_that_refuses_leaves_the_others() -> None:
+    plan = planner().plan(jl.lazy(Two), batches(), devices=8, strategies=["ddp", "pipeline", FSDP(replicas=3)])
+    assert [row.cost is None for row in plan.plans] == [False, True, True]
+    assert "do not divide into 3 copies" in str(plan)
+    assert plan.rows()[2]["total"] is None
+
+
+def test_an_iterator_keeps_its_first_batch() -> None:
+    data = iter(batches())
+    with pytest.raises(ArgumentError, match="re-iterable"):
+        planner().plan(jl.lazy(Two), data)
+    assert len([*data]) == 3
+
+
+def test_rows_are_counted_for_each_device_or_all() -> None:
+    first = planned(planner(), "ddp")
+    each = planned(planner(), "ddp", rows_per_device=4)
+    whole = planned(planner(), "ddp", batch_size=32)
+    assert (first.batch_size, each.batch_size, whole.batch_size) == (ROWS, 32, 32)
+    assert each.bytes == whole.bytes
+    assert whole.bytes["batch"] == 2 * first.bytes["batch"]
+
+
+def test_plans_read_one_batch_and_make_no_array() -> None:
+    class Once:
+        drawn = 0
+
+        def __len__(self) -> int:
+            return 3
+
+        def __iter__(self) -> Any:
+            for batch in batches():
+                Once.drawn += 1
+                yield batch
+
+    gc.collect()
+    before = {id(x) for x in jax.live_arrays()}
+    planner().plan(jl.lazy(Two), Once(), strategies=["fsdp"])
+    assert Once.drawn == 1
+    assert [x.shape for x in jax.live_arrays() if id(x) not in before and x.size > 4] == []
+
+
+def test_a_roofline_takes_the_slowest_of_three() -> None:
+    slow = jl.Hardware(half=2e6, fast=1e6, full=1e6, memory=1e6, bandwidth=1e9, link=1e9, node=8, network=1.0)
+    row = planned(planner(), "ddp", hardware=slow)
+    (reduce,) = row.cost.collectives
+    memory = row.cost.memory
+    assert row.seconds == {
+        "compute": row.cost.flops.count / 8 / 1e6,
+        "memory": (memory.arguments + memory.outputs + 2 * memory.temporaries) / 1e9,
+        "network": reduce.sent / 1e9,
+    }
+    assert row.step_seconds == (row.seconds["compute"], row.seconds["compute"])
+    # Each of eight devices sends seven eighths of what it reduces, twice; nodes of four are left for others.
+    assert reduce.sent == np.ceil(2 * 7 / 8 * reduce.bytes)
+    apart = jl.Hardware(half=2e6, fast=1e6, full=1e6, memory=1e6, bandwidth=1e9, link=1e9, node=4, network=1e3)
+    assert planned(planner(), "ddp", hardware=apart).seconds["network"] == reduce.sent / 1e3
+    assert row.left == 1e6 - row.total
+    assert row.fits
+
+
+def test_a_plan_is_drawn_and_listed() -> None:
+    plan = planner().plan(jl.lazy(Two), batches(), strategies=["ddp", "fsdp"], hardware="NVIDIA A100")
+    json.dumps(plan.rows())
+    (axes,) = plan.plot().axes
+    heights = {
+        kind: [bar.get_height() for bar in bars]
+        for kind, bars in zip(
+            ("parameters", "optimizer", "gradients", "temporaries", "batch", "other"), axes.containers, strict=True
+        )
+    }
+    for i, row in enumerate(plan.rows()):
+        np.testing.assert_allclose(sum(h[i] for h in heights.values()) * 2**30, row["total"])
+        assert sum(row[kind] for kind in heights) == row["total"]
+    assert plan.best is plan.plans[0]
+    assert [line.split()[0] for line in str(plan).splitlines()[1:3]] == ["ddp", "fsdp"]

@@ -1,0 +1,84 @@
+"""jl.scale_batch_size finds the largest batch whose compiled step fits, and takes one step with it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.trainers import BARE
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+
+
+class Counts(jl.TrainModule):
+    """A layer; it notes the rows of each step that runs."""
+
+    steps: list[int] = []  # noqa: RUF012
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.layer = nnx.Linear(16, 64, rngs=rngs)
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return jnp.mean(jnp.tanh(self.layer(batch["x"])) ** 2)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        Counts.steps.append(len(batch["x"]))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(1e-3)
+
+
+DATA = [{"x": np.ones((8, 16), np.float32), "names": np.array(["a"] * 8, object)}]
+
+
+def planner(strategy: Any = "ddp", **arguments: Any) -> jl.Trainer:
+    return jl.Trainer(strategy=strategy, **(BARE | {"max_epochs": 1, "host_keys": ["names"]} | arguments))
+
+
+def needs(trainer: jl.Trainer, rows: int) -> int:
+    devices = 1 if trainer.settings.strategy == "single" else 8
+    return trainer.plan(jl.lazy(Counts), DATA, devices=devices, batch_size=rows).plans[0].total
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_the_largest_batch_fits_and_the_next_does_not(strategy: str) -> None:
+    Counts.steps.clear()
+    trainer, unit = planner(strategy), 1 if strategy == "single" else 8
+    found = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, memory_bytes=100_000)
+    assert found.memory == needs(trainer, found.batch_size) <= 100_000
+    assert needs(trainer, found.batch_size + unit) > 100_000
+    assert found.batch_size % unit == 0
+    assert Counts.steps == [found.batch_size]  # one real step
+    assert (found.strategy, found.accumulate_grad_batches) == (strategy, 1)
+    assert len(found.tried) < 24
+
+
+def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
+    trainer = planner("fsdp")
+    most = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, memory_bytes=100_000).batch_size
+    wanted = 8 * (most // 8) * 3
+    found = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=wanted)
+    assert found.batch_size * found.accumulate_grad_batches == wanted
+    assert found.batch_size <= most
+    assert found.batch_size % 8 == 0
+    with pytest.raises(ArgumentError, match="does not divide"):
+        jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
+
+
+def test_the_module_and_the_trainer_stay_as_they_were() -> None:
+    module, trainer = Counts(rngs=nnx.Rngs(0)), planner()
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
+    jl.scale_batch_size(trainer, module, DATA, memory_bytes=100_000)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(module)))
+    assert (trainer.global_step, trainer.module) == (0, None)
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"one row a device needs .* of 1000 B"):
+        jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, memory_bytes=1000)
+    with pytest.raises(ArgumentError, match="has to be given where devices report none"):
+        jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
