@@ -20,9 +20,7 @@ WIDTH, HIDDEN, HEADS, GROUPS, SIZE, VOCAB, TIME, BLOCK = 8192, 28672, 64, 8, 128
 
 class Layer(nnx.Module):
     def __init__(self, rngs):
-        def linear(width, out):
-            return nnx.Linear(width, out, use_bias=False, rngs=rngs)
-
+        linear = lambda width, out: nnx.Linear(width, out, use_bias=False, rngs=rngs)  # noqa: E731
         self.norms = nnx.List([nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)])
         self.query, self.out = linear(WIDTH, HEADS * SIZE), linear(HEADS * SIZE, WIDTH)
         self.key, self.value = linear(WIDTH, GROUPS * SIZE), linear(WIDTH, GROUPS * SIZE)
@@ -70,7 +68,7 @@ class Decoder(jl.TrainModule):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--devices", type=lambda text: [int(n) for n in text.split(",")], default=[64, 512])
+    parser.add_argument("--devices", type=int, nargs="+", default=[64, 512])
     args = parser.parse_args()
     strategies = ["ddp", "zero1", "fsdp", jl.strategies.FSDP(remat=True), jl.strategies.FSDP(remat=True, replicas=8)]
     trainer, texts = jl.Trainer(precision="bf16-mixed", max_steps=1, logger=False), [np.zeros((1, TIME + 1), np.int32)]

@@ -64,9 +64,6 @@ def scale_batch_size(
         effective_batch_size: Rows of an optimizer step. The batch is then the largest part of it that fits, and
             `accumulate_grad_batches` the number of parts. None for one batch a step.
 
-    Returns:
-        The batch and what it takes.
-
     Raises:
         ArgumentError: Not even one row a device fits, or the rows of a step do not divide into batches that do.
 
@@ -92,35 +89,54 @@ def scale_batch_size(
     check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
     assert limit is not None
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
-    shapes = model if isinstance(model, lazy) else shapes_of(model)
-    devices = trainer.settings.device_count or jax.device_count()
-    like, least = abstract_batch(batch), 0
-    for name, strategy in named_strategies(trainer.settings.strategy, devices):
-        tried: dict[int, int] = {}
-        trial = plan_trial(trainer, strategy, 1 if name == "single" else devices)
-        unit = trial.strategy.num_replicas
-
-        def needs(parts: int, unit: int = unit, tried: dict[int, int] = tried, trial: Any = trial) -> int:
-            rows = parts * unit
-            if rows not in tried:
-                tried[rows] = cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total
-            return tried[rows]
-
-        if (least := needs(1)) <= limit:
-            break
-    else:
-        raise ArgumentError(f"{owner}: one row a device needs {size(least)} of {size(limit)}. Use more devices.")
-    rows, accumulate = _largest(needs, limit) * unit, 1
+    like, shapes = abstract_batch(batch), model if isinstance(model, lazy) else shapes_of(model)
+    cost = lambda trial, rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total  # noqa: E731
+    name, strategy, tried = _scaled(trainer, cost, limit)
+    rows, accumulate = max(n for n, num_bytes in tried.items() if num_bytes <= limit), 1
     if effective_batch_size is not None:
-        rows, accumulate = _part_of(effective_batch_size, rows, unit)
-        needs(rows // unit)
+        trial = plan_trial(trainer, strategy, _devices(trainer, name))
+        rows, accumulate = _part_of(effective_batch_size, rows, trial.strategy.num_replicas)
+        tried.setdefault(rows, cost(trial, rows))
     real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
     trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=1).fit(copied(model), [real])
     return BatchSize(rows, accumulate, name, tried[rows], tried)
 
 
-def _largest(needs: Callable[[int], int], limit: int) -> int:
-    """Return the largest number whose need is within the limit, given that 1 is."""
+def _scaled(trainer: Any, cost: Callable[[Any, int], int], limit: int) -> tuple[str, Any, dict[int, int]]:
+    """Return the strategy's name and the strategy, of "auto" the first under which a row fits, and what was tried.
+
+    Args:
+        trainer: The Trainer.
+        cost: A function of a Trainer and a number of rows to the bytes of a step.
+        limit: The bytes that a device may use.
+
+    Raises:
+        ArgumentError: Not even one row a device fits.
+    """
+    least = 0
+    for name, strategy in named_strategies(trainer.settings.strategy, _devices(trainer)):
+        trial, tried = plan_trial(trainer, strategy, _devices(trainer, name)), dict[int, int]()
+
+        def needs(parts: int, trial: Any = trial, tried: dict[int, int] = tried) -> int:
+            rows = parts * trial.strategy.num_replicas
+            if rows not in tried:
+                tried[rows] = cost(trial, rows)
+            return tried[rows]
+
+        if (least := needs(1)) <= limit:
+            _search(needs, limit)
+            return name, strategy, tried
+    raise ArgumentError(
+        f"jl.scale_batch_size: one row a device needs {size(least)} of {size(limit)}. Use more devices or 'fsdp'."
+    )
+
+
+def _devices(trainer: Any, name: str = "") -> int:
+    return 1 if name == "single" else trainer.settings.device_count or jax.device_count()
+
+
+def _search(needs: Callable[[int], int], limit: int) -> None:
+    """Ask what numbers need until the largest whose need is within the limit is known, given that of 1 is."""
     fits, fails = 1, None
     for _ in range(_MOST_DOUBLINGS):
         if needs(2 * fits) > limit:
@@ -135,10 +151,9 @@ def _largest(needs: Callable[[int], int], limit: int) -> int:
         if needs(middle) > limit:
             fails = middle
         elif needs(middle + 1) > limit:
-            return middle
+            return
         else:
             fits = middle + 1
-    return fits
 
 
 def _part_of(rows: int, most: int, unit: int) -> tuple[int, int]:
