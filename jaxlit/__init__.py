@@ -23,6 +23,9 @@ with lazy_imports(globals()):
     from jaxlit.strategies.registry import register_strategy
     from jaxlit.trainer.lr_find import lr_find
     from jaxlit.trainer.trainer import Trainer
+    from jaxlit.weights.loading import load_weights
+    from jaxlit.weights.rules import WeightRule
+    from jaxlit.weights.saving import save_weights
 
 __all__ = [
     "ArrayLoader",
@@ -32,6 +35,7 @@ __all__ = [
     "Strategy",
     "TrainModule",
     "Trainer",
+    "WeightRule",
     "__version__",
     "callbacks",
     "compile_step",
@@ -40,11 +44,13 @@ __all__ = [
     "errors",
     "integrations",
     "lazy",
+    "load_weights",
     "lr_find",
     "pipeline",
     "pipeline_yield",
     "rank_zero_only",
     "register_strategy",
+    "save_weights",
     "sharding",
     "strategies",
     "testing",

@@ -214,8 +214,8 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     where = where.parent if which else where
     if where.is_file():
         raise CheckpointError(
-            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
-            "are read with it, and given to a module by nnx.update(module, state)."
+            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights in a file are given "
+            "to a module by jl.load_weights(module, path), or by fit(init_from=path)."
         )
     folder_of = lambda path: path / FOLDER if (path / FOLDER).is_dir() else path  # noqa: E731
     if (where / manifest.MANIFEST).exists() or step_of(where) is not None:

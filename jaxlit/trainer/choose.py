@@ -1,8 +1,9 @@
 """Which checkpoint a run begins with."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
+from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.loading import tell_taken
+from jaxlit.core.module import TrainModule
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.shown import shown
 from jaxlit.trainer.run_folder import RunFolder
+from jaxlit.weights.loading import load_weights
+from jaxlit.weights.sources import is_weights_file
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,29 @@ def resolve_checkpoint(
     if checkpoint is not None:
         tell_taken(purpose, checkpoint, skipped)
     return checkpoint
+
+
+def resolve_weights(
+    init_from: Any, callbacks: Sequence[Callback], folder: RunFolder
+) -> Callable[[TrainModule], object] | None:
+    """Return what gives a module the weights that a fit begins with, None for nothing.
+
+    Args:
+        init_from: See `Trainer.fit`.
+        callbacks: The Trainer's callbacks.
+        folder: That of the run.
+
+    Raises:
+        ArgumentTypeError: It is neither a path nor a function.
+        CheckpointError: There is no such checkpoint, or none that verifies.
+    """
+    if callable(init_from):
+        return init_from
+    if is_weights_file(init_from):
+        return partial(load_weights, source=init_from, strict=False)
+    checkpoint = resolve_checkpoint(init_from, "Trainer.fit(init_from=...)", "init_from", callbacks, folder)
+    # Without the states of random generators: they are of the training that wrote it.
+    return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
 
 
 def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:

@@ -181,7 +181,7 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         *,
-        init_from: str | Path | None = None,
+        init_from: str | Path | Callable[[Any], object] | None = None,
         strict: bool = True,
         reset_optimizer: bool = False,
     ) -> None:
@@ -200,8 +200,10 @@ class Trainer(TrainerProperties):
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
-            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
-                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` continues.
+            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`, or of a file of
+                safetensors or numpy: those that fit by name and shape, while a table names the others. Or a function
+                that gives the built module its weights: `lambda module: jl.load_weights(module, path, rename)`.
+                Ignored where `Trainer(resume="auto")` continues.
             strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
