@@ -11,6 +11,7 @@ with lazy_imports(globals()):
     from jaxlit.callbacks import *  # noqa: F403 - as in Lightning: `jl.EarlyStopping`
     from jaxlit.callbacks.base import Callback
     from jaxlit.core.decay import decay_mask
+    from jaxlit.core.export import export
     from jaxlit.core.module import TrainModule
     from jaxlit.core.optimizer import Optimizer
     from jaxlit.data.array_loader import ArrayLoader
@@ -42,6 +43,7 @@ __all__ = [
     "decay_mask",
     "distributed",
     "errors",
+    "export",
     "integrations",
     "lazy",
     "load_weights",
