@@ -61,6 +61,11 @@ class Checkpoint:
     state: dict[str, Any]
 
     @property
+    def weights_only(self) -> bool:
+        """Whether it has the module's arrays alone, so that no training continues from it."""
+        return all(name.startswith("module.") for name, _, _ in self.specs)
+
+    @property
     def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
         """The (name, shape, dtype) of each array."""
         return [(name, tuple(shape), dtype) for name, shape, dtype in self.state["arrays"]]

@@ -56,7 +56,7 @@ def export(
     if not isinstance(module, TrainModule):
         raise ArgumentTypeError(f"export takes a jl.TrainModule, whose predict_step it writes, got {shown(module)}.")
     call_step(module, "predict")
-    check.boolean("dynamic_batch", dynamic_batch)
+    check.boolean("dynamic_batch", dynamic_batch, owner="export")
     for name in platforms or ():
         check.one_of("platforms", name, _PLATFORMS, owner="export")
     check.import_package("flatbuffers", owner="export", install="flatbuffers", kind=ArgumentError)

@@ -58,7 +58,7 @@ def resolve_checkpoint(
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
-        checkpoint, skipped = _newest(folders)
+        checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
             if asked is not None and asked.best_model_path:
@@ -70,6 +70,11 @@ def resolve_checkpoint(
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:
             say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
+    if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
+        raise CheckpointError(
+            f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "
+            "No training continues from it: begin a new one with fit(init_from=path)."
+        )
     if checkpoint is not None:
         tell_taken(purpose, checkpoint, skipped)
     return checkpoint
@@ -98,8 +103,11 @@ def resolve_weights(
     return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
 
 
-def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others."""
+def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others.
+
+    For a resume those that have more than weights come first.
+    """
     found, errors = [], list[CheckpointError]()
     for folder in folders:
         try:
@@ -109,6 +117,7 @@ def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     checkpoints = [checkpoint for checkpoint, _ in found if checkpoint is not None]
     if errors and not checkpoints:
         raise errors[-1]
-    place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
+    seen = lambda c: (c.state["position"]["total_batch_idx"], c.state["epoch"])  # noqa: E731
+    place = lambda c: (not (resumes and c.weights_only), *seen(c))  # noqa: E731
     skipped = [*(text for _, texts in found for text in texts), *map(str, errors)]
     return max(checkpoints, key=place, default=None), skipped

@@ -94,7 +94,7 @@ def load_weights(
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"load_weights takes a flax.nnx module, got {shown(module)}.")
-        check.boolean("strict", strict)
+        check.boolean("strict", strict, owner="load_weights")
         leaves = {name: (variable, x) for name, variable, x in weights_of(module)}
         assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, (_, x) in leaves.items()})
         report = _compare(leaves, assigned)
