@@ -117,12 +117,12 @@ def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
     wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, (_, x) in leaves.items()]
     pairs, rows = match(saved, wanted, skip=lambda name: False, cast=True)
 
-    def text(spec: tuple[str, tuple[int, ...], str]) -> str:
-        names = assigned.origins[spec[0]]
-        origin = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        return f"{origin}: {spec[2]}{list(spec[1])}"
+    def text(name: str, shape: list[int]) -> str:
+        first, *more = assigned.origins[name]
+        made = "" if first.endswith(f"{shape}") else f" -> {shape}"  # by its rule
+        return f"{first}{f' and {len(more)} more' if more else ''}{made}"
 
-    texts = {spec[0]: text(spec) for spec in saved}
+    texts = {name: text(name, list(shape)) for name, shape, _ in saved}
     taken = [(wanted[k][0], texts[wanted[k][0]], f"{wanted[k][2]}{list(wanted[k][1])}") for k in pairs.values()]
     return LoadedWeights(taken, [(name, texts.get(name, "nothing"), theirs) for name, _, theirs in rows])
 

@@ -103,7 +103,7 @@ class Assigned:
 
     Attributes:
         arrays: By leaf; also of leaves that the module does not have.
-        origins: By leaf, the names that its array has in the source.
+        origins: By leaf, the arrays of the source that it gets, in words.
         idle: The patterns that no name has matched.
     """
 
@@ -138,7 +138,7 @@ def assign(
             parts = [] if (rule := rules[match.re]) is None else rule.parts(match, x, shapes)
         for leaf, index, part in parts:
             taken, names = given.setdefault(leaf, {}), origins.setdefault(leaf, [])
-            names.append(name)
+            names.append(f"{name}: {x.dtype}{list(x.shape)}")
             if index in taken or (taken and (None in taken or index is None)):
                 raise CheckpointError(f"{' and '.join(names[-2:])} are both for {leaf}. Give each a rule in rename=.")
             taken[index] = part

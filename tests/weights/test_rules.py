@@ -22,7 +22,8 @@ def test_the_first_rule_that_matches_all_of_a_name_counts() -> None:
     rename = {r"h\.(\d+)\.w": r"blocks[\1].kernel", r"h\.\d+\..*": None, "w": "no"}
     got = assign({"h.10.w": X, "h.0.b": X, "h.w": X}, rename, {})
     assert got.arrays == {"blocks.10.kernel": X, "h.w": X}
-    assert got.origins == {"blocks.10.kernel": ["h.10.w"], "h.w": ["h.w"]}
+    origins = {"blocks.10.kernel": ["h.10.w: float64[4, 6]"], "h.w": ["h.w: float64[4, 6]"]}
+    assert got.origins == origins
     assert got.idle == ["w"]
 
 
@@ -73,14 +74,14 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "too few sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(4,))}, ArgumentError, "one size for each leaf"),
     "axes": ({"x": jl.WeightRule("y", transpose=(0, 1, 2))}, ArgumentError, "does not apply"),
     "no number": ({"(x)": jl.WeightRule("y", stack=1)}, ArgumentError, "does not apply"),
-    "two for one": ({"x": "z", "y": "z"}, CheckpointError, "x and y are both for z"),
+    "two for one": ({"x": "z", "y": "z"}, CheckpointError, "x: float64[4, 6] and y: float64[4, 6] are both for z"),
     "a stack and one": ({r"h\.(\d)": jl.WeightRule("z", stack=1), "x": "z"}, CheckpointError, "both for z"),
     "a gap": (
         {r"h\.(\d)": jl.WeightRule("z", stack=1)},
         CheckpointError,
         "z is stacked of 1 arrays, and [0, 1, 2] are",
     ),
-    "twice": ({r"[xy]": jl.WeightRule("z")}, CheckpointError, "x and y are both for z"),
+    "twice": ({r"[xy]": jl.WeightRule("z")}, CheckpointError, "x: float64[4, 6] and y: float64[4, 6] are both for z"),
     "shapes": ({r"[hi]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "several shapes: [[4, 6], [6, 4]]"),
 }
 
