@@ -103,7 +103,7 @@ class ModelCheckpoint(Callback):
                 f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
         self._sign = 1 if mode == "min" else -1
-        self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))
+        self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval

@@ -88,7 +88,7 @@ class Saver:
         run.hooks.take_writes("trainer.saver.begin")
         check_finite(run)
         run.tracing.deliver()
-        where = Path(os.path.abspath(path))
+        where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
         if order is None:
             others = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *others]) + 1

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.distributed.exchange import fetch
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
@@ -34,7 +35,8 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
         ArgumentTypeError: It is no module, or another kind of file.
         CheckpointError: The file cannot hold an array, which is named, or cannot be written.
     """
-    path, leaves, problem = Path(os.path.abspath(path)), list[tuple[str, Any]](), None
+    leaves, problem = list[tuple[str, Any]](), None
+    path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"save_weights takes a flax.nnx module, got {shown(module)}.")

@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.leaf_names import keys_of
@@ -51,7 +52,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
-    path = Path(source)
+    path = Path(check.on_disk("source", source, owner="load_weights"))
     if path.is_dir():  # as Hugging Face's hub downloads it
         known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
         path = next((file for file in known if file.exists()), path)
