@@ -49,7 +49,7 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
     team().same_error("saving weights", problem)
     # The largest items first, so that each begins at a multiple of its size.
     leaves.sort(key=lambda leaf: (-leaf[1].dtype.itemsize, leaf[0]))
-    specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (fetch(x) for _, x in leaves)
+    specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (_gathered(x) for _, x in leaves)
     try:
         if jax.process_index() == 0:
             write(path, specs, arrays, {"format": "np", "module": type(module).__name__, "jaxlit": __version__})
@@ -58,6 +58,14 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
     for _ in arrays:  # every process takes part in gathering each of them, also after an error of process 0
         pass
     team().same_error("saving weights", problem)
+
+
+def _gathered(x: Any) -> np.ndarray:
+    """Return an entire array; the module's own would keep this copy as long as it lives."""
+    if isinstance(x, jax.Array):
+        parts = [shard.data for shard in x.addressable_shards]
+        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return fetch(x)
 
 
 def _check(leaves: list[tuple[str, Any]]) -> None:

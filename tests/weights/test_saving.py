@@ -77,6 +77,16 @@ def test_sharded_weights_are_gathered(strategy: str) -> None:
     np.testing.assert_array_equal(read["inner.kernel"], np.asarray(trainer.module.inner.kernel[...]))
 
 
+def test_no_copy_of_the_weights_stays_in_memory() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(np.arange(16.0, dtype=np.float32), jax.NamedSharding(mesh, jax.P("data")))
+    jl.save_weights(One(x), "x.safetensors")
+    assert x._npy_value is None  # type: ignore[attr-defined] - where jax keeps it
+    np.testing.assert_array_equal(safetensors.numpy.load_file("x.safetensors")["layers.0.w"], np.arange(16.0))
+    assert x.tolist() == list(range(16))
+    assert x._npy_value is not None  # type: ignore[attr-defined]
+
+
 def test_a_hook_saves_the_newest_weights() -> None:
     seen: list[Any] = []
 
