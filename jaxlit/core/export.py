@@ -84,19 +84,13 @@ def export(
 
 
 def _constants(variables: Any, name: str) -> Any:
-    """Return the module's arrays on the host: those on several devices would make a program for as many."""
+    """Return the module's arrays; those that other processes hold parts of are gathered."""
     if (size := sum(x.nbytes for x in jax.tree.leaves(variables))) > _MOST_BYTES:
         raise ModuleError(
             f"export: the weights of {name} have {size:,} bytes, and a file holds 2 GiB at most. Save them by "
             "jl.save_weights, and build the module where it is served."
         )
-
-    def on_host(x: jax.Array) -> Any:
-        if is_key(x):
-            return jax.random.wrap_key_data(jnp.asarray(fetch(jax.random.key_data(x))), impl=jax.random.key_impl(x))
-        return fetch(x)
-
-    return jax.tree.map(on_host, variables)
+    return jax.tree.map(lambda x: x if is_key(x) else fetch(x), variables)
 
 
 def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> None:

@@ -157,10 +157,9 @@ def place(source: Any, like: Any) -> jax.Array:
         return jnp.asarray(read((slice(None),) * like.ndim))
     shards: dict[str, np.ndarray] = {}  # replicas of a shard are read once
 
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        key = str(index)
-        if key not in shards:
-            shards[key] = read(index or ())
+    def shard(index: Any) -> np.ndarray:
+        if (key := str(index)) not in shards:
+            shards[key] = read(index)
         return shards[key]
 
     return jax.make_array_from_callback(like.shape, like.sharding, shard)

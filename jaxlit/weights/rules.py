@@ -26,8 +26,8 @@ class WeightRule:
         axis: The dim along which several leaves share it.
         sizes: The size of each leaf's share; None for equal ones.
         reshape: Give it the leaf's shape, for example to (width, heads, size) from (width, heads * size).
-        stack: The group of the pattern whose number is the array's index in the leaf's first dim, for layers that
-            `nnx.scan` runs.
+        stack: The group of the pattern, by number or name, that is the array's index in the leaf's first dim: for
+            layers that `nnx.scan` runs.
 
     Example:
         >>> import jaxlit as jl
@@ -46,7 +46,7 @@ class WeightRule:
     axis: int = 0
     sizes: Sequence[int] | None = None
     reshape: bool = False
-    stack: int | None = None
+    stack: int | str | None = None
 
     def parts(
         self, match: re.Match[str], x: np.ndarray, shapes: Mapping[str, tuple[int, ...]]

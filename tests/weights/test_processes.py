@@ -31,8 +31,12 @@ def load_and_save() -> None:
         jl.save_weights(module, "saved.safetensors")
 
     data = jl.ArrayLoader(random(1)[0], 8)
-    fit(jl.lazy(Net), data, strategy=splitting("fsdp"), init_from=load, logger=False, enable_checkpointing=False)
+    given: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "strategy": splitting("fsdp")}
+    trained = fit(jl.lazy(Net), data, init_from=load, **given).module
     say("seen", seen)
+    jl.save_weights(trained, "trained.safetensors")
+    exported = jl.export(trained, random(1)[0])
+    Path(f"net{jax.process_index()}.jax").write_bytes(exported)
     try:
         jl.load_weights(expected(), "given.safetensors" if jax.process_index() else "absent.safetensors")
     except Exception as error:
@@ -53,6 +57,12 @@ def test_two_processes_load_shards_and_one_saves(tmp_path: Path) -> None:
     assert given.keys() == saved.keys()
     for name, x in given.items():
         np.testing.assert_array_equal(saved[name], x)
+    trained, batch = expected(), random(1)[0]
+    jl.load_weights(trained, tmp_path / "trained.safetensors")
+    trained.eval()
+    for index in range(2):
+        served = jax.export.deserialize(bytearray((tmp_path / f"net{index}.jax").read_bytes()))
+        np.testing.assert_allclose(served.call(batch), trained(batch["x"]), rtol=1e-5, atol=1e-6)
     for x in ended:
         assert x.said["seen"] == [[11, False]]
         assert "absent.safetensors cannot be read" in x.said["error"]

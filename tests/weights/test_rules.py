@@ -55,7 +55,7 @@ def test_reshape_takes_the_shape_of_the_leaf() -> None:
 
 
 def test_stacked_arrays_are_read_in_parts() -> None:
-    layers = {f"h.{i}.w": X + 100 * i for i in range(12)}
+    layers = dict(sorted((f"h.{i}.w", X + 100 * i) for i in range(12)))  # in a file, 10 comes before 2
     rule = jl.WeightRule(["q", "k"], axis=1, stack=1)
     got = result(layers, {r"h\.(\d+)\.w": rule})
     expected = np.stack([layers[f"h.{i}.w"][:, :3] for i in range(12)])
