@@ -207,6 +207,19 @@ def test_shards_stay_shards() -> None:
     assert kernel.shard_shape((16, 16)) == (2, 16)
 
 
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "single", "shard_map", "pmap"], "fsdp"))
+def test_a_lazy_module_is_evaluated_with_given_weights(strategy: str) -> None:
+    load = jl.callbacks.LambdaCallback(setup=lambda trainer, module, stage: jl.load_weights(module, foreign(), RENAME))
+    trainer = jl.Trainer(strategy=splitting(strategy), logger=False, enable_progress_bar=False, callbacks=load)
+    expected, (batch,) = by_hand(foreign()), random(1)
+    expected.eval()
+    for _ in range(2):
+        (predicted,) = trainer.predict(jl.lazy(Net), [batch])  # type: ignore[misc]
+        np.testing.assert_allclose(predicted, expected(batch["x"]), rtol=1e-5, atol=1e-5)
+    kernel = trainer.module.inner.kernel[...]
+    assert kernel.sharding.shard_shape(kernel.shape) == ((3, 2) if strategy == "fsdp" else (3, 16))
+
+
 def test_init_from_takes_a_file(caplog: pytest.LogCaptureFixture) -> None:
     jl.save_weights(by_hand(foreign()), "x.safetensors")
     start: list[Any] = []
