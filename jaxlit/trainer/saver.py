@@ -77,6 +77,7 @@ class Saver:
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
+        check.boolean("weights_only", weights_only, owner="trainer.saver.begin")
         run = self._training()
         if run.hooks.deferred is not None:
             raise CheckpointError(
@@ -102,12 +103,12 @@ class Saver:
                 run.checkpoints.written.append(saving)
         return saving
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, weights_only: bool = False) -> None:
         """Write a checkpoint, see `Trainer.save_checkpoint`."""
         if (deferred := self._training().hooks.deferred) is not None:
-            deferred.append(partial(self.save, path))
+            deferred.append(partial(self.save, path, weights_only=weights_only))
         else:
-            self.begin(path).wait()
+            self.begin(path, weights_only=weights_only).wait()
 
     def finish(self, first: BaseException | None) -> BaseException | None:
         """Wait for the checkpoints that no call has waited for, and return the first error of all.

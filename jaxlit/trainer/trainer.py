@@ -329,7 +329,7 @@ class Trainer(TrainerProperties):
         return engine.state.unflatten().extras[key]
 
     @takes_only_its_arguments("Trainer.save_checkpoint")
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
         In several processes all must call it. In a hook, the callbacks whose hook comes later count as if it had run;
@@ -338,6 +338,7 @@ class Trainer(TrainerProperties):
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
+            weights_only: Leave out all but the module's arrays; no training continues from it.
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
@@ -350,7 +351,7 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.save(path)
+        self.saver.save(path, weights_only=weights_only)
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.

@@ -41,6 +41,15 @@ def test_it_has_the_arrays_of_the_module_alone() -> None:
     assert small < large
 
 
+def test_a_call_saves_weights_too() -> None:
+    trainer = trained(ModelCheckpoint())
+    trainer.save_checkpoint("one", weights_only=True)
+    assert {name.split(".")[0] for name in names(Path("one"))} == {"module"}
+    assert_same(params_of(Net.load_from_checkpoint("one")), params_of(trainer.module), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="has weights only"):
+        fit(Net(rngs=nnx.Rngs(0)), random(3), ckpt_path="one")
+
+
 @pytest.mark.parametrize("strategy", thinned(["fsdp", "single", "shard_map", "pmap"], "fsdp"))
 def test_evaluations_modules_and_new_trainings_take_it(strategy: str) -> None:
     trainer = trained(strategy=splitting(strategy))
