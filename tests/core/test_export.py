@@ -24,7 +24,7 @@ for name in ("jaxlit", "flax", "optax", "orbax"):
     sys.modules[name] = None
 import jax, numpy as np
 given = np.load("batch.npz")
-served = jax.export.deserialize(bytearray(open("net.jax", "rb").read()))
+served = jax.export.deserialize(open("net.jax", "rb").read())
 out = served.call({"inputs": [given["x"], (given["shift"],)]})
 np.savez("out.npz", prediction=out["prediction"], twice=out["pair"][1], platforms=served.platforms)
 """
@@ -71,7 +71,7 @@ def test_it_runs_with_jax_alone_on_any_number_of_rows() -> None:
 def test_it_is_in_evaluation_mode_and_leaves_the_module_as_it_is() -> None:
     net = Net(rngs=nnx.Rngs(0), rate=0.5)
     batch = random(1)[0]
-    served = jax.export.deserialize(bytearray(jl.export(net, batch)))
+    served = jax.export.deserialize(jl.export(net, batch))
     first, second = (np.asarray(served.call(batch)) for _ in range(2))
     assert not net.drop.deterministic
     np.testing.assert_array_equal(first, second)
@@ -86,7 +86,7 @@ class ByCount(Mean):
 def test_a_step_that_computes_with_the_rows_takes_those_of_the_example() -> None:
     with pytest.raises(ModuleError, match=r"ByCount\.predict_step computes with .* rows.*dynamic_batch=False"):
         jl.export(ByCount(), {"x": np.ones((2, 1))})
-    served = jax.export.deserialize(bytearray(jl.export(ByCount(), {"x": np.ones((2, 1))}, dynamic_batch=False)))
+    served = jax.export.deserialize(jl.export(ByCount(), {"x": np.ones((2, 1))}, dynamic_batch=False))
     np.testing.assert_array_equal(served.call({"x": np.ones((2, 1), np.float32)}), 2 * np.ones((2, 1)))
 
 
