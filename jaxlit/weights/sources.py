@@ -87,12 +87,12 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             for info in archive.infolist():
                 with archive.open(info) as file:
                     if info.compress_type == zipfile.ZIP_STORED:
-                        header = {(1, 0): known.read_array_header_1_0}.get(
-                            known.read_magic(file), known.read_array_header_2_0
-                        )
+                        is_first = known.read_magic(file) == (1, 0)
+                        header = known.read_array_header_1_0 if is_first else known.read_array_header_2_0
                         shape, is_fortran, dtype = header(file)
-                        at = info.header_offset  # of the zip's own header, which ends with two fields after byte 30
-                        start = at + 30 + int(data[at + 26 : at + 30].view("<u2").sum()) + file.tell()
+                        # The zip's own header has 30 bytes, of which the last four are the sizes of two more fields.
+                        at = info.header_offset + 30
+                        start = at + int(data[at - 4 : at].view("<u2").sum()) + file.tell()
                         array = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype)
                         array = array.reshape(shape, order="F" if is_fortran else "C")
                     else:
