@@ -43,8 +43,8 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     for name, places in (("checkpoint", checkpoints), ("report", reports + loggers), ("trace", traces)):
         if parts := [x if "://" in x or name == "checkpoint" else str(short_path(Path(x))) for x in places if x]:
             lines.append(join([f"  {name:<10}  {parts[0]}", *parts[1:]], indent=" " * 14))
-    if checkpoints:
-        lines.append(f"  {'resume':<10}  {_resume(trainer, cut=error is not None or trainer.interrupted)}")
+    if checkpoints and (resume := _resume(trainer, cut=error is not None or trainer.interrupted)):
+        lines.append(f"  {'resume':<10}  {resume}")
     return "\n".join(lines)
 
 
@@ -60,14 +60,18 @@ def _location(callback: Any) -> str | None:
 
 
 def _resume(trainer: "Trainer", *, cut: bool) -> str:
-    """Return how to continue; a training that has reached its limit ends at once, unless that is larger."""
-    limit = ""
+    """Return how to continue; a training that has reached its limit ends at once, unless that is larger.
+
+    That is "" if only weights were saved.
+    """
+    limit, callbacks = "", [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
+    if not (paths := [Path(callback.last_model_path) for callback in callbacks if callback.last_model_path]):
+        return ""
     if not cut and trainer.stop_reason is None:
         limit = "max_steps" if trainer.max_steps == trainer.global_step else ""
         limit = "max_epochs" if trainer.max_epochs == trainer.current_epoch else limit
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
-    paths = [Path(callback.last_model_path) for callback in trainer.checkpoint_callbacks if callback.last_model_path]
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
     place = trainer.run_dir if in_run else paths[0]
     return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"

@@ -46,6 +46,8 @@ class ModelCheckpoint(Callback):
             after each epoch; where only the newest is kept, so seldom that writing takes a tenth of the time at most.
         train_time_interval: Time between checkpoints: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         save_on_exception: Write one when training raises, if the state is complete.
+        save_weights_only: Write the module's arrays alone, for evaluations, `load_from_checkpoint` and
+            `fit(init_from=...)`: a third of the size with Adam. No training can be resumed from them.
         on_save_error: What a checkpoint that cannot be written does: "raise", a step later at most, or "warn".
 
     Attributes:
@@ -80,6 +82,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         train_time_interval: timedelta | dict[str, int] | str | None = None,
         save_on_exception: bool = True,
+        save_weights_only: bool = False,
         on_save_error: str = "raise",
     ) -> None:
         owner = "ModelCheckpoint"
@@ -100,7 +103,7 @@ class ModelCheckpoint(Callback):
                 f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
         self._sign = 1 if mode == "min" else -1
-        self.dirpath = None if not dirpath else Path(os.path.abspath(dirpath))
+        self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
@@ -109,6 +112,7 @@ class ModelCheckpoint(Callback):
         # Where only the newest is kept, not every epoch must write one.
         self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception = save_on_exception
+        self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
         self.exclusive = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None
@@ -159,7 +163,14 @@ class ModelCheckpoint(Callback):
 
         Raises:
             CheckpointError: Saying which.
+            ArgumentError: `Trainer(resume="auto")` is to continue, and only weights would be saved.
         """
+        writers = trainer.checkpoint_callbacks
+        if trainer.resume == "auto" and all(getattr(c, "save_weights_only", False) for c in writers):
+            raise ArgumentError(
+                "Trainer(resume='auto') has nothing to continue from with ModelCheckpoint(save_weights_only=True) "
+                "alone. Add a ModelCheckpoint(dirpath=...) that writes everything, or leave resume= out."
+            )
         problem = None
         try:
             if trainer.is_global_zero:
@@ -269,7 +280,7 @@ class ModelCheckpoint(Callback):
             self._newest_finite = path
         self._replaced = sorted(self._names(self._before) - self._names(self.state_dict()))
         try:
-            self._saving = trainer.saver.begin(path, self._order)
+            self._saving = trainer.saver.begin(path, self._order, weights_only=self.save_weights_only)
         except CheckpointError as error:
             self._failed(error)
             return

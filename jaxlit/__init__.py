@@ -11,6 +11,7 @@ with lazy_imports(globals()):
     from jaxlit.callbacks import *  # noqa: F403 - as in Lightning: `jl.EarlyStopping`
     from jaxlit.callbacks.base import Callback
     from jaxlit.core.decay import decay_mask
+    from jaxlit.core.export import export
     from jaxlit.core.module import TrainModule
     from jaxlit.core.optimizer import Optimizer
     from jaxlit.data.array_loader import ArrayLoader
@@ -25,6 +26,9 @@ with lazy_imports(globals()):
     from jaxlit.trainer.lr_find import lr_find
     from jaxlit.trainer.scale_batch_size import scale_batch_size
     from jaxlit.trainer.trainer import Trainer
+    from jaxlit.weights.loading import load_weights
+    from jaxlit.weights.rules import WeightRule
+    from jaxlit.weights.saving import save_weights
 
 __all__ = [
     "ArrayLoader",
@@ -35,19 +39,23 @@ __all__ = [
     "Strategy",
     "TrainModule",
     "Trainer",
+    "WeightRule",
     "__version__",
     "callbacks",
     "compile_step",
     "decay_mask",
     "distributed",
     "errors",
+    "export",
     "integrations",
     "lazy",
+    "load_weights",
     "lr_find",
     "pipeline",
     "pipeline_yield",
     "rank_zero_only",
     "register_strategy",
+    "save_weights",
     "scale_batch_size",
     "sharding",
     "strategies",

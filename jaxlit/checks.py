@@ -123,6 +123,19 @@ def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, .
     return tuple(value)
 
 
+def on_disk(name: str, value: Any, *, owner: str = "Trainer") -> Any:
+    """Return a path of this machine; the address of a remote file system would become the name of a local folder.
+
+    Without a name `owner` is the argument: "Trainer.fit(init_from=...)".
+    """
+    if re.match(r"[A-Za-z][\w+.-]+:/", str(value)):
+        raise ArgumentError(
+            f"{owner}{f'({name}=...)' if name else ''} takes a path on a disk of this machine, got {str(value)!r}. "
+            "Mount the bucket, or copy checkpoints in on_checkpoint_saved: see docs/checkpoints.md."
+        )
+    return value
+
+
 _NUMBERS = (int, float, np.integer, np.floating)
 
 

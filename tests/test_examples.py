@@ -14,6 +14,7 @@ import nbformat
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 from kit.by_hand import assert_same, params_of
 from kit.inside import laid_out, leaf_name
@@ -198,6 +199,54 @@ def test_fine_tuning_leaves_the_backbone_unchanged(called: Any, capsys: pytest.C
     assert f"trained {sizes[0]:,} of {sizes[1]:,} parameters" in out
     before, after = map(float, re.findall(r"^accuracy (\S+) before, (\S+) after$", out, re.M)[0])
     assert before < 0.6 and after > 0.8
+
+
+def gpt2_by_hand(weights: dict[str, np.ndarray], ids: np.ndarray, heads: int) -> np.ndarray:
+    """Return the logits of GPT-2, in numpy from the weights as they are named and stored on the hub."""
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def conv1d(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    rows, time = ids.shape
+    x = weights["wte.weight"][ids] + weights["wpe.weight"][:time]
+    for i in range(sum(name.endswith("ln_1.bias") for name in weights)):
+        split = conv1d(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn").reshape(rows, time, 3, heads, -1)
+        q, k, v = np.moveaxis(split, 2, 0).swapaxes(2, 3)  # (rows, heads, time, size) each
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[-1])
+        scores = np.where(np.tri(time, dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = (shares / shares.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(x.shape)
+        x = x + conv1d(mixed, f"h.{i}.attn.c_proj")
+        up = conv1d(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        up = up / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
+        x = x + conv1d(up, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ weights["wte.weight"].T
+
+
+def test_gpt2_computes_the_logits_of_the_weights_that_it_is_given() -> None:
+    example = runpy.run_path(str(EXAMPLES / "gpt2_weights.py"))
+    example["make_weights"]("model.safetensors")
+    model = example["GPT2"](rngs=nnx.Rngs(0))
+    loaded = jl.load_weights(model, "model.safetensors", example["RENAME"])
+    weights = safetensors.numpy.load_file("model.safetensors")
+    ids = np.random.default_rng(0).integers(0, example["VOCABULARY"], (3, 20))
+    expected = gpt2_by_hand({name: x.astype(np.float64) for name, x in weights.items()}, ids, example["HEADS"])
+    np.testing.assert_allclose(model(jnp.asarray(ids)), expected, rtol=1e-4, atol=1e-4)
+    assert np.std(expected) > 0.1
+    assert len(loaded.taken) == 36 and loaded.left == []
+
+
+@pytest.mark.full
+def test_gpt2_is_fine_tuned_in_shards(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = load("gpt2_weights.py")["trainer"]
+    kernel = trainer.module.h[0].mlp.c_fc.kernel[...]
+    assert kernel.sharding.shard_shape(kernel.shape) == (64, 32)
+    losses = [float(x) for x in re.findall(r"loss (\S+)$", capsys.readouterr().out, re.M)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.2
 
 
 @pytest.mark.full

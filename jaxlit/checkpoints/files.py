@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.folder_lock import PROBE
 from jaxlit.checkpoints.schema import check_loaders, check_state
@@ -59,6 +60,11 @@ class Checkpoint:
 
     path: Path
     state: dict[str, Any]
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it has the module's arrays alone, so that no training continues from it."""
+        return all(name.startswith("module.") for name, _, _ in self.specs)
 
     @property
     def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
@@ -209,13 +215,13 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    where, checkpoint, skipped = Path(path), None, list[str]()
+    where, checkpoint, skipped = Path(check.on_disk("", path, owner=argument)), None, list[str]()
     which = where.name if where.name in ("best", "last") and where.parent.is_dir() and not where.exists() else ""
     where = where.parent if which else where
     if where.is_file():
         raise CheckpointError(
-            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights of another library "
-            "are read with it, and given to a module by nnx.update(module, state)."
+            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights in a file are given "
+            "to a module by jl.load_weights(module, path), or by fit(init_from=path)."
         )
     folder_of = lambda path: path / FOLDER if (path / FOLDER).is_dir() else path  # noqa: E731
     if (where / manifest.MANIFEST).exists() or step_of(where) is not None:

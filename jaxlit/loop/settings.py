@@ -174,6 +174,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "steps_per_execution": _int(1, "auto"),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
+    "default_root_dir": check.on_disk,
+    "resume": check.on_disk,
     "seed": _int(0),
     "nan_policy": partial(check.one_of, allowed=("raise", "skip", "rollback", "ignore")),
     "prefetch": _int(0, "auto"),

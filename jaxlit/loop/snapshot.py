@@ -22,12 +22,13 @@ from jaxlit.loop.run import Run, Setup
 from jaxlit.to_json import NotJSONError, to_json
 
 
-def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
+def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
     Args:
         run: The fit.
         ask: Whether `on_save_checkpoint` is called.
+        weights_only: Whether the arrays are those of the module alone, see `arrays_of`.
 
     Raises:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
@@ -45,7 +46,7 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        "arrays": engine.state.spec.entries,
+        "arrays": [engine.state.spec.entries[i] for i in arrays_of(run, weights_only)],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
@@ -81,6 +82,12 @@ def take(run: Run, *, ask: bool = True) -> dict[str, Any]:
             f"A checkpoint keeps JSON values, and {place or 'it'} {error.problem}. Return numbers, strings, lists and "
             "dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
         ) from None
+
+
+def arrays_of(run: Run, weights_only: bool) -> list[int]:
+    """Return the indices of the arrays in a checkpoint: all, or those of the module."""
+    names = enumerate(name for name, _, _ in run.engine.state.spec.entries)
+    return [i for i, name in names if not weights_only or name.startswith("module.")]
 
 
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:

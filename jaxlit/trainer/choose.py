@@ -1,8 +1,9 @@
 """Which checkpoint a run begins with."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
+from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.loading import tell_taken
+from jaxlit.core.module import TrainModule
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.shown import shown
 from jaxlit.trainer.run_folder import RunFolder
+from jaxlit.weights.loading import load_weights
+from jaxlit.weights.sources import is_weights_file
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def resolve_checkpoint(
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
-        checkpoint, skipped = _newest(folders)
+        checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
             if asked is not None and asked.best_model_path:
@@ -65,13 +70,44 @@ def resolve_checkpoint(
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:
             say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
+    if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
+        raise CheckpointError(
+            f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "
+            "No training continues from it: begin a new one with fit(init_from=path)."
+        )
     if checkpoint is not None:
         tell_taken(purpose, checkpoint, skipped)
     return checkpoint
 
 
-def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others."""
+def resolve_weights(
+    init_from: Any, callbacks: Sequence[Callback], folder: RunFolder
+) -> Callable[[TrainModule], object] | None:
+    """Return what gives a module the weights that a fit begins with, None for nothing.
+
+    Args:
+        init_from: See `Trainer.fit`.
+        callbacks: The Trainer's callbacks.
+        folder: That of the run.
+
+    Raises:
+        ArgumentTypeError: It is neither a path nor a function.
+        CheckpointError: There is no such checkpoint, or none that verifies.
+    """
+    if callable(init_from):
+        return init_from
+    if is_weights_file(init_from):
+        return partial(load_weights, source=init_from, strict=False)
+    checkpoint = resolve_checkpoint(init_from, "Trainer.fit(init_from=...)", "init_from", callbacks, folder)
+    # Without the states of random generators: they are of the training that wrote it.
+    return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
+
+
+def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others.
+
+    For a resume those that have more than weights come first.
+    """
     found, errors = [], list[CheckpointError]()
     for folder in folders:
         try:
@@ -81,6 +117,7 @@ def _newest(folders: list[Path]) -> tuple[Checkpoint | None, list[str]]:
     checkpoints = [checkpoint for checkpoint, _ in found if checkpoint is not None]
     if errors and not checkpoints:
         raise errors[-1]
-    place = lambda checkpoint: (checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"])  # noqa: E731
+    seen = lambda c: (c.state["position"]["total_batch_idx"], c.state["epoch"])  # noqa: E731
+    place = lambda c: (not (resumes and c.weights_only), *seen(c))  # noqa: E731
     skipped = [*(text for _, texts in found for text in texts), *map(str, errors)]
     return max(checkpoints, key=place, default=None), skipped

@@ -56,7 +56,7 @@ class Saver:
         self._open: list[Saving] = []  # not waited for yet
 
     @out_of_meshes
-    def begin(self, path: str | Path, order: int | None = None) -> Saving:
+    def begin(self, path: str | Path, order: int | None = None, *, weights_only: bool = False) -> Saving:
         """Begin to write a checkpoint; training continues meanwhile.
 
         After `teardown` the end of a run waits for checkpoints that no call has waited for, and raises their errors.
@@ -65,6 +65,7 @@ class Saver:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
             order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
                 highest there, with those that are being written.
+            weights_only: Leave out the optimizer's and all other arrays that are not the module's.
 
         Returns:
             A handle: `wait()` waits and raises what went wrong, `is_done` is whether it is over, `path` is the folder
@@ -76,6 +77,7 @@ class Saver:
             NonFiniteError: A step was not finite, and the policy is to raise.
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
+        check.boolean("weights_only", weights_only, owner="trainer.saver.begin")
         run = self._training()
         if run.hooks.deferred is not None:
             raise CheckpointError(
@@ -87,25 +89,26 @@ class Saver:
         run.hooks.take_writes("trainer.saver.begin")
         check_finite(run)
         run.tracing.deliver()
-        where = Path(os.path.abspath(path))
+        where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
         if order is None:
             others = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *others]) + 1
-        draft = prepare(where, partial(snapshot.take, run), order)
+        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
+        leaves = [run.engine.state.leaves[i] for i in snapshot.arrays_of(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
-            saving = draft.write(dict(enumerate(run.engine.state.leaves)))
+            saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
-            if run.settings.nan_policy == "rollback":  # each holds its state.json
+            if run.settings.nan_policy == "rollback" and not weights_only:  # each holds its state.json
                 run.checkpoints.written.append(saving)
         return saving
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, weights_only: bool = False) -> None:
         """Write a checkpoint, see `Trainer.save_checkpoint`."""
         if (deferred := self._training().hooks.deferred) is not None:
-            deferred.append(partial(self.save, path))
+            deferred.append(partial(self.save, path, weights_only=weights_only))
         else:
-            self.begin(path).wait()
+            self.begin(path, weights_only=weights_only).wait()
 
     def finish(self, first: BaseException | None) -> BaseException | None:
         """Wait for the checkpoints that no call has waited for, and return the first error of all.

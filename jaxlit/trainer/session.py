@@ -9,7 +9,6 @@ from typing import Any
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.position import HookClock, Position
-from jaxlit.checkpoints.weights import load_variables
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
 from jaxlit.core.side_tables import attach
@@ -39,7 +38,7 @@ from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_anew
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
-from jaxlit.trainer.choose import Start, resolve_checkpoint
+from jaxlit.trainer.choose import Start, resolve_checkpoint, resolve_weights
 from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, without
 from jaxlit.trainer.engines import Engines
 from jaxlit.trainer.failures import explained, rescue
@@ -137,7 +136,7 @@ class Session:
         module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
         check_fitting(self.settings, module, checkpoint, given["validation"][0])
         if weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
-            load_variables(module, weights, strict=False, draws=False)
+            weights(module)
         if checkpoint is not None:
             warn_of_bad_step(checkpoint, self.settings.nan_policy)
         resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
@@ -173,8 +172,8 @@ class Session:
 
     def _claim(
         self, stage: Stage, ckpt_path: Any, init_from: Any = None
-    ) -> tuple[Checkpoint | None, Checkpoint | None]:
-        """Return the checkpoint to continue from, or to take weights of, and make the run's folder this Trainer's."""
+    ) -> tuple[Checkpoint | None, Callable[[TrainModule], object] | None]:
+        """Return the checkpoint to continue from, or what loads weights, and make the run's folder this Trainer's."""
         if self.running:
             raise ArgumentError(
                 f"Trainer.{stage.method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
@@ -191,8 +190,7 @@ class Session:
             wanted, argument = resume, "Trainer(resume=...)"
         checkpoint = resolve_checkpoint(wanted, argument, "resume" if method == "fit" else method, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
-        given = init_from if checkpoint is None else None
-        weights = resolve_checkpoint(given, "Trainer.fit(init_from=...)", "init_from", *places)
+        weights = resolve_weights(init_from, *places) if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
         self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.method == "fit")
         return checkpoint, weights

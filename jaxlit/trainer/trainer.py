@@ -182,7 +182,7 @@ class Trainer(TrainerProperties):
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         *,
-        init_from: str | Path | None = None,
+        init_from: str | Path | Callable[[Any], object] | None = None,
         strict: bool = True,
         reset_optimizer: bool = False,
     ) -> None:
@@ -201,8 +201,10 @@ class Trainer(TrainerProperties):
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
-            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`: those that fit
-                by name and shape, while a table names the others. Ignored where `Trainer(resume="auto")` continues.
+            init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`, or of a file of
+                safetensors or numpy: those that fit by name and shape, while a table names the others. Or a function
+                that gives the built module its weights: `lambda module: jl.load_weights(module, path, rename)`.
+                Ignored where `Trainer(resume="auto")` continues.
             strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.
             reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
@@ -304,7 +306,7 @@ class Trainer(TrainerProperties):
         return self._session.apply(fn, *inputs)
 
     @takes_only_its_arguments("Trainer.save_checkpoint")
-    def save_checkpoint(self, path: str | Path) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
         In several processes all must call it. In a hook, the callbacks whose hook comes later count as if it had run;
@@ -313,6 +315,7 @@ class Trainer(TrainerProperties):
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
+            weights_only: Leave out all but the module's arrays; no training continues from it.
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
@@ -325,7 +328,7 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.save(path)
+        self.saver.save(path, weights_only=weights_only)
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.

@@ -1,0 +1,106 @@
+"""A module's predictions as a file that runs without jaxlit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlit import checks as check
+from jaxlit.core.module import TrainModule, call_step
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica, abstract_batch, with_rows
+from jaxlit.distributed.exchange import fetch
+from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, ModuleError
+from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.mesh_context import out_of_meshes
+from jaxlit.shown import shown
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+_MOST_BYTES = 2**31 - 2**24  # of the weights: flatbuffers writes 2 GiB at most
+
+
+@out_of_meshes
+def export(
+    module: TrainModule, example: Any, *, platforms: Sequence[str] | None = None, dynamic_batch: bool = True
+) -> bytes:
+    """Return `predict_step` with its weights as bytes that run with jax alone.
+
+    It is compiled in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has neither
+    jaxlit nor flax. Sharded weights are gathered; in several processes all must call this. Writing and reading it needs
+    `pip install flatbuffers`.
+
+    Args:
+        module: The module.
+        example: A batch as `predict_step` takes it, of arrays in dicts, lists and tuples.
+        platforms: Where it can run: "cpu", "cuda", "rocm" and "tpu"; None for the platform of this process.
+        dynamic_batch: Take batches of any number of rows; otherwise of that of the example, for a step that computes
+            with the number.
+
+    Raises:
+        ArgumentError: No such platform, or flatbuffers is not installed.
+        ArgumentTypeError: The example has something else than arrays of numbers in plain containers.
+        ModuleError: The module has no `predict_step`, it returns something else, or the weights need over 2 GiB.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jaxlit as jl
+        >>> class Double(jl.TrainModule):
+        ...     def predict_step(self, batch):
+        ...         return 2 * batch
+        >>> data = jl.export(Double(), jnp.ones((4, 3)))
+        >>> jax.export.deserialize(data).call(jnp.ones((7, 3))).shape
+        (7, 3)
+    """
+    if not isinstance(module, TrainModule):
+        raise ArgumentTypeError(f"export takes a jl.TrainModule, whose predict_step it writes, got {shown(module)}.")
+    call_step(module, "predict")
+    check.boolean("dynamic_batch", dynamic_batch, owner="export")
+    for name in platforms or ():
+        check.one_of("platforms", name, _PLATFORMS, owner="export")
+    check.import_package("flatbuffers", owner="export", install="flatbuffers", kind=ArgumentError)
+    name = f"{type(module).__name__}.predict_step"
+    _check_plain(example, "example", "export", ArgumentTypeError)
+    pure = PureModule(nnx.graphdef(module), nnx.Param, module)
+    variables = _constants(pure.split(module), type(module).__name__)
+
+    def predict(batch: Any) -> Any:
+        _, (_, _, _, outputs) = pure.run("predict", Replica(), None, *variables, batch, 0, 0, 0)
+        _check_plain(outputs, "output", name, ModuleError)
+        return outputs
+
+    specs = abstract_batch(example)
+    if dynamic_batch:
+        specs = with_rows(specs, jax.export.symbolic_shape("batch")[0])  # type: ignore[arg-type]
+    try:
+        exported = jax.export.export(jax.jit(predict), platforms=platforms)(specs)
+    except jax.errors.InconclusiveDimensionOperation as error:
+        raise ModuleError(
+            f"{name} computes with the number of rows, which is any number in the export: "
+            f"{str(error).splitlines()[0].rstrip('.')}. Pass export(dynamic_batch=False) for that of the example."
+        ) from error
+    return bytes(exported.serialize())
+
+
+def _constants(variables: Any, name: str) -> Any:
+    """Return the module's arrays; those that other processes hold parts of are gathered."""
+    if (size := sum(x.nbytes for x in jax.tree.leaves(variables))) > _MOST_BYTES:
+        raise ModuleError(
+            f"export: the weights of {name} have {size:,} bytes, and a file holds 2 GiB at most. Save them by "
+            "jl.save_weights, and build the module where it is served."
+        )
+    return jax.tree.map(lambda x: x if is_key(x) else fetch(x), variables)
+
+
+def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> None:
+    """Refuse what a process without jaxlit could not make or read."""
+    is_leaf = lambda x: x is not None and type(x) not in (dict, list, tuple)  # noqa: E731
+    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        if not hasattr(x, "dtype"):
+            problem = f"a {type(x).__name__}, and takes arrays in plain dicts, lists and tuples"
+        elif is_key(x) or not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            problem = f"of {x.dtype}, and takes numbers"
+        else:
+            continue
+        raise kind(f"{owner}: the {what}{'.' * bool(path)}{leaf_name(path)} is {problem} only.")

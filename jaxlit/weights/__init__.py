@@ -1,0 +1,1 @@
+"""Pretrained weights: files of other libraries read into a module, and a module written to one."""

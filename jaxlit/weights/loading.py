@@ -1,0 +1,174 @@
+"""Weights into a module: by name and shape, each straight into its sharding."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlit import checks as check
+from jaxlit.checkpoints.weights import match
+from jaxlit.distributed.team import team
+from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
+from jaxlit.leaf_names import is_key
+from jaxlit.reporting.terminal import say
+from jaxlit.shown import shown
+from jaxlit.table import count, table
+from jaxlit.weights.rules import Assigned, WeightRule, assign
+from jaxlit.weights.sources import dotted, read_arrays
+
+_logger = logging.getLogger("jaxlit")
+
+_MOST_ROWS = 20
+_NO_WEIGHTS = nnx.Any(nnx.RngState, nnx.metrics.MetricState, nnx.Intermediate, nnx.Cache)
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What `load_weights` has done; printed, it is a table.
+
+    Attributes:
+        taken: The (leaf, array in the source, array in the module) of each leaf that got weights.
+        left: The same of all that do not fit: either side may be "nothing".
+    """
+
+    taken: list[tuple[str, str, str]]
+    left: list[tuple[str, str, str]]
+
+    def __str__(self) -> str:
+        head = ("", "in the source", "in the module")
+        groups = [("taken", self.taken), ("not taken", self.left)]
+        return "\n".join(
+            line for title, rows in groups if rows for line in (f"{title}:", *_lines([head, *rows], len(rows)))
+        )
+
+
+def weights_of(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable, Any]]:
+    """Yield the (name in files, Variable, array) of the module's weights.
+
+    These are all of its Variables but random generators, metrics, caches of decoding and what layers have sown.
+    """
+    no_weights = nnx.filterlib.to_predicate(_NO_WEIGHTS)
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        if isinstance(variable, nnx.Variable) and not no_weights(path, variable):
+            yield dotted(path), variable, variable.get_value()
+
+
+def load_weights(
+    module: nnx.Module,
+    source: str | Path | Mapping[str, Any],
+    rename: Mapping[str, str | WeightRule | None] | None = None,
+    *,
+    strict: bool = True,
+) -> LoadedWeights:
+    r"""Give a module pretrained weights, each straight into the sharding of the leaf.
+
+    Weights are cast to the dtype of their leaf. A file is read shard by shard: no array is unsharded on a device, and
+    none unless a rule reshapes it on the host. In several processes all must call this. For a module that the Trainer
+    builds, pass it to `fit`: `init_from=lambda module: jl.load_weights(module, path, rename)`.
+
+    Args:
+        module: Any NNX module.
+        source: A file of safetensors, the `*.safetensors.index.json` of several, a folder of Hugging Face with one of
+            them, an `.npz`, or a mapping of names to arrays, such as the `state_dict` of a torch module.
+        rename: Rules by regular expression. The first that matches all of a name in the source says where the array
+            goes: the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a `jl.WeightRule`, or None
+            for nowhere. A name that none matches is that of a leaf.
+        strict: Refuse weights that are not exactly those of the module, before anything is changed. Otherwise those
+            that fit by name and shape are taken, and the others named.
+
+    Returns:
+        What was taken and what was not.
+
+    Raises:
+        ArgumentError: A rule does not apply to an array that it matches.
+        CheckpointError: A file cannot be read, or the weights do not fit: a table has the leaves and shapes.
+    """
+    leaves, assigned, report = dict[str, Any](), Assigned({}, {}, []), LoadedWeights([], [])
+    problem: JaxlitError | None = None
+    try:
+        if not isinstance(module, nnx.Module):
+            raise ArgumentTypeError(f"load_weights takes a flax.nnx module, got {shown(module)}.")
+        check.boolean("strict", strict, owner="load_weights")
+        leaves = {name: (variable, x) for name, variable, x in weights_of(module)}
+        assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, (_, x) in leaves.items()})
+        report = _compare(leaves, assigned)
+        _check(report, assigned, module, source, strict)
+    except JaxlitError as error:
+        problem = error
+    team().same_error("loading weights", problem)
+    for name, _, _ in report.taken:
+        variable, x = leaves[name]
+        variable.set_value(place(assigned.arrays[name], x))
+    if jax.process_index() == 0:
+        size = count(sum(leaves[name][1].size for name, _, _ in report.taken))
+        whose = f"the {len(leaves)} arrays of {type(module).__name__}"
+        say(f"weights: {len(report.taken)} of {whose}, {size} numbers, from {_where(source)}")
+    return report
+
+
+def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
+    saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
+    wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, (_, x) in leaves.items()]
+    pairs, rows = match(saved, wanted, skip=lambda name: False, cast=True)
+
+    def text(name: str, shape: list[int]) -> str:
+        first, *more = assigned.origins[name]
+        made = "" if first.endswith(f"{shape}") else f" -> {shape}"  # by its rule
+        return f"{first}{f' and {len(more)} more' if more else ''}{made}"
+
+    texts = {name: text(name, list(shape)) for name, shape, _ in saved}
+    taken = [(wanted[k][0], texts[wanted[k][0]], f"{wanted[k][2]}{list(wanted[k][1])}") for k in pairs.values()]
+    return LoadedWeights(taken, [(name, texts.get(name, "nothing"), theirs) for name, _, theirs in rows])
+
+
+def _check(report: LoadedWeights, assigned: Assigned, module: Any, source: Any, strict: bool) -> None:
+    """Refuse weights that do not fit, or warn of what is not taken."""
+    if not report.left:
+        return
+    name = type(module).__name__
+    rows = "\n".join(_lines([("", "in the source", "in the module"), *report.left], _MOST_ROWS))
+    if not strict and report.taken:
+        _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
+        return
+    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
+    hint = "; strict=False takes what fits" if report.taken else ""
+    raise CheckpointError(
+        f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}Say in rename= where they go (None: "
+        f"nowhere){hint}."
+    )
+
+
+def place(source: Any, like: Any) -> jax.Array:
+    """Return an array of the source with the dtype and sharding of another."""
+    like = jnp.asarray(like)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        # A copy of this shard alone: jax may go on using the memory that it is given.
+        return np.array(source[index], like.dtype, order="C", copy=True)
+
+    # An array that is committed to no device stays so: a mesh of several processes takes no other.
+    if not like.committed:
+        return jnp.asarray(read((slice(None),) * like.ndim))
+    shards: dict[str, np.ndarray] = {}  # replicas of a shard are read once
+
+    def shard(index: Any) -> np.ndarray:
+        if (key := str(index)) not in shards:
+            shards[key] = read(index)
+        return shards[key]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+
+def _lines(rows: list[tuple[str, str, str]], most: int) -> list[str]:
+    lines = table(rows[: most + 1], texts=3)
+    return [f"  {line}" for line in (*lines, *([f"and {len(rows) - 1 - most} more"] if len(rows) - 1 > most else []))]
+
+
+def _where(source: Any) -> str:
+    return str(source) if isinstance(source, (str, Path)) else f"a mapping of {len(source)} names"

@@ -1,0 +1,170 @@
+"""Rules from the names and layouts of another library to those of a module."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.shown import shown
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    r"""How an array of another library becomes leaves of a module, see `load_weights`.
+
+    The parts apply in this order: transpose, split, reshape, stack. Without any, a rule is its `to`.
+
+    Args:
+        to: The leaf, for example `r"blocks.\1.attention.out.kernel"`, where `\1` is the pattern's first group. Several
+            leaves share the array.
+        transpose: True to reverse the dims, as a torch `Linear` needs, or the axes of `numpy.transpose`: `(2, 3, 1, 0)`
+            for the kernel of a torch `Conv2d`.
+        axis: The dim along which several leaves share it.
+        sizes: The size of each leaf's share; None for equal ones.
+        reshape: Give it the leaf's shape, for example to (width, heads, size) from (width, heads * size).
+        stack: The group of the pattern, by number or name, that is the array's index in the leaf's first dim: for
+            layers that `nnx.scan` runs.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> rename = {
+        ...     r"h\.(\d+)\.ln_1\.weight": r"blocks.\1.norm.scale",
+        ...     r"h\.(\d+)\.attn\.c_attn\.weight": jl.WeightRule(
+        ...         [r"blocks.\1.query.kernel", r"blocks.\1.key.kernel", r"blocks.\1.value.kernel"], axis=1
+        ...     ),
+        ...     r"h\.(\d+)\.attn\.bias": None,
+        ... }
+    """
+
+    to: str | Sequence[str]
+    _: KW_ONLY
+    transpose: bool | Sequence[int] = False
+    axis: int = 0
+    sizes: Sequence[int] | None = None
+    reshape: bool = False
+    stack: int | str | None = None
+
+    def parts(
+        self, match: re.Match[str], x: np.ndarray, shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[tuple[str, int | None, np.ndarray]]:
+        """Return the (leaf, index in its first dim or None, part) of each leaf of an array.
+
+        Args:
+            match: That of the pattern with the array's name.
+            x: The array.
+            shapes: The shape of each leaf of the module.
+        """
+        try:
+            names = [match.expand(name) for name in ([self.to] if isinstance(self.to, str) else self.to)]
+            names = [re.sub(r"\[(\w+)\]", r".\1", name) for name in names]  # layers[0] is layers.0 in files
+            index = None if self.stack is None else int(match[self.stack])
+            if self.transpose is not False:
+                x = np.transpose(x, None if self.transpose is True else tuple(self.transpose))
+            if self.sizes is not None and (len(self.sizes) != len(names) or sum(self.sizes) != x.shape[self.axis]):
+                raise ValueError("sizes= has not one size for each leaf, or not all of the dim")
+            parts = [x]
+            if len(names) > 1:
+                parts = np.split(x, len(names) if self.sizes is None else np.cumsum(self.sizes)[:-1], self.axis)
+            if self.reshape:
+                wanted = [
+                    shapes.get(name, part.shape)[index is not None :] for name, part in zip(names, parts, strict=True)
+                ]
+                # One of another size is refused later, with all others.
+                parts = [x.reshape(y) if x.size == math.prod(y) else x for x, y in zip(parts, wanted, strict=True)]
+        except (ValueError, LookupError, TypeError, re.error) as error:
+            raise ArgumentError(
+                f"rename: {self} does not apply to {match[0]} of shape {list(x.shape)}: {error}. Change the rule."
+            ) from error
+        return [(name, index, part) for name, part in zip(names, parts, strict=True)]
+
+
+class Stacked:
+    """An array that is stacked of others only where it is read.
+
+    Args:
+        parts: The arrays, by index.
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self.parts = parts
+        self.shape, self.dtype = (len(parts), *parts[0].shape), parts[0].dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return np.stack([part[index[1:]] for part in self.parts[index[0]]])
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """What the leaves of a module get.
+
+    Attributes:
+        arrays: By leaf; also of leaves that the module does not have.
+        origins: By leaf, the arrays of the source that it gets, in words.
+        idle: The patterns that no name has matched.
+    """
+
+    arrays: dict[str, np.ndarray | Stacked]
+    origins: dict[str, list[str]]
+    idle: list[str]
+
+
+def assign(
+    arrays: Mapping[str, np.ndarray],
+    rename: Mapping[str, str | WeightRule | None],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Assigned:
+    """Apply rules to the arrays of a source.
+
+    Args:
+        arrays: The arrays.
+        rename: The rules, see `load_weights`.
+        shapes: The shape of each leaf of the module.
+
+    Raises:
+        ArgumentError: A rule is no pattern, or does not apply to an array that it matches.
+        CheckpointError: Two arrays are for one leaf, or one of a stack is missing.
+    """
+    rules, idle = _compiled(rename), dict.fromkeys(rename)
+    given: dict[str, dict[int | None, np.ndarray]] = {}
+    origins: dict[str, list[str]] = {}
+    for name, x in arrays.items():
+        parts: list[tuple[str, int | None, np.ndarray]] = [(name, None, x)]
+        if match := next((match for pattern in rules if (match := pattern.fullmatch(name))), None):
+            idle.pop(match.re.pattern, None)
+            parts = [] if (rule := rules[match.re]) is None else rule.parts(match, x, shapes)
+        for leaf, index, part in parts:
+            taken, names = given.setdefault(leaf, {}), origins.setdefault(leaf, [])
+            names.append(f"{name}: {x.dtype}{list(x.shape)}")
+            if index in taken or (taken and (None in taken or index is None)):
+                raise CheckpointError(f"{' and '.join(names[-2:])} are both for {leaf}. Give each a rule in rename=.")
+            taken[index] = part
+    return Assigned({leaf: _joined(leaf, parts) for leaf, parts in given.items()}, origins, list(idle))
+
+
+def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | None]:
+    rules = {}
+    for pattern, rule in rename.items():
+        if not (isinstance(pattern, str) and (rule is None or isinstance(rule, (str, WeightRule)))):
+            raise ArgumentTypeError(
+                f"rename= maps a pattern to a leaf's name, a jl.WeightRule or None, got {pattern!r}: {shown(rule)}."
+            )
+        try:
+            rules[re.compile(pattern)] = WeightRule(rule) if isinstance(rule, str) else rule
+        except re.error as error:
+            raise ArgumentError(f"rename= has {pattern!r}, which is no regular expression: {error}.") from error
+    return rules
+
+
+def _joined(leaf: str, parts: Mapping[int | None, np.ndarray]) -> np.ndarray | Stacked:
+    if None in parts:
+        return parts[None]
+    if missing := {*range(max(map(int, parts)) + 1)} - parts.keys():  # type: ignore[arg-type]
+        raise CheckpointError(f"{leaf} is stacked of {len(parts)} arrays, and {sorted(missing)} are missing.")
+    stack = [parts[i] for i in range(len(parts))]
+    if len({x.shape for x in stack}) > 1:
+        raise CheckpointError(f"{leaf} is stacked of arrays of several shapes: {[list(x.shape) for x in stack]}.")
+    return Stacked(stack)

@@ -1,0 +1,117 @@
+"""Where weights come from: files and mappings, all as numpy arrays by name."""
+
+import json
+import math
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from jaxlit import checks as check
+from jaxlit.distributed.exchange import fetch
+from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.leaf_names import keys_of
+from jaxlit.shown import shown
+from jaxlit.weights import safetensors_file
+
+_INDEX = ".safetensors.index.json"
+_SUFFIXES = (".safetensors", _INDEX, ".npz")
+
+
+def is_weights_file(path: Any) -> bool:
+    """Return whether a path is one of a file of weights, by its name."""
+    return isinstance(path, (str, Path)) and str(path).endswith(_SUFFIXES)
+
+
+def dotted(path: Any) -> str:
+    """Return the name of a leaf in files of weights: its path, joined by dots."""
+    return ".".join(map(str, keys_of(path)))
+
+
+def read_arrays(source: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a source by name; those of a file are mapped, and read where they are used.
+
+    Args:
+        source: See `load_weights`.
+
+    Raises:
+        ArgumentTypeError: It is neither a path nor a mapping.
+        CheckpointError: The file cannot be read.
+    """
+    if isinstance(source, Mapping):
+        tree = nnx.as_pure(source) if isinstance(source, nnx.State) else dict(source)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return {dotted(path): _numpy(dotted(path), x) for path, x in leaves}
+    if not isinstance(source, (str, Path)):
+        raise ArgumentTypeError(
+            f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
+        )
+    path = Path(check.on_disk("source", source, owner="load_weights"))
+    if path.is_dir():  # as Hugging Face's hub downloads it
+        known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
+        path = next((file for file in known if file.exists()), path)
+    if path.name.endswith(_INDEX):
+        return _read_sharded(path)
+    if path.name.endswith(".safetensors"):
+        return safetensors_file.read(path)
+    if path.name.endswith(".npz"):
+        return _read_npz(path)
+    raise CheckpointError(
+        f"load_weights reads *.safetensors, *{_INDEX}, *.npz, and a folder with model.safetensors or its index, got "
+        f"{str(source)!r}. A checkpoint of jaxlit is read by Model.load_from_checkpoint(path) or fit(init_from=path); "
+        "of a file of torch pass torch.load(path, weights_only=True)."
+    )
+
+
+def _read_sharded(path: Path) -> dict[str, np.ndarray]:
+    try:
+        files = json.loads(path.read_text())["weight_map"]
+        parts = {file: safetensors_file.read(path.parent / Path(file).name) for file in {*files.values()}}
+        return {name: parts[file][name] for name, file in files.items()}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{path} cannot be read as the index of files of safetensors: {error!r}.") from error
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an archive; one that is not compressed is mapped, of others all is read."""
+    arrays, known = {}, np.lib.format
+    try:
+        data = np.memmap(path, np.uint8, mode="r")
+        with zipfile.ZipFile(path) as archive:
+            for info in archive.infolist():
+                with archive.open(info) as file:
+                    if info.compress_type == zipfile.ZIP_STORED:
+                        is_first = known.read_magic(file) == (1, 0)
+                        header = known.read_array_header_1_0 if is_first else known.read_array_header_2_0
+                        shape, is_fortran, dtype = header(file)
+                        # The zip's own header has 30 bytes, of which the last four are the sizes of two more fields.
+                        at = info.header_offset + 30
+                        start = at + int(data[at - 4 : at].view("<u2").sum()) + file.tell()
+                        array = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype)
+                        array = array.reshape(shape, order="F" if is_fortran else "C")
+                    else:
+                        array = known.read_array(file, allow_pickle=False)
+                # numpy stores bfloat16 as two bytes of any kind, which jax.numpy.load reads like this as well.
+                array = array.view(ml_dtypes.bfloat16) if array.dtype == "V2" else array
+                arrays[info.filename.removesuffix(".npy")] = array
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise CheckpointError(f"{path} cannot be read as an archive of numpy: {error}.") from error
+    return arrays
+
+
+def _numpy(name: str, x: Any) -> np.ndarray:
+    if hasattr(x, "detach"):  # a tensor of torch, whose bfloat16 numpy does not know: its bits are taken
+        x = x.detach()
+        if str(x.dtype) == "torch.bfloat16":
+            return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)
+        return x.numpy()
+    array = fetch(x) if isinstance(x, jax.Array) else np.asarray(x)
+    if array.dtype.hasobject:
+        raise ArgumentTypeError(f"load_weights takes a mapping of names to arrays, and {name} is {shown(x)}.")
+    return array

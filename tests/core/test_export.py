@@ -1,0 +1,149 @@
+"""A module's predictions in a file, run in a process that has jax and nothing else."""
+
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from kit.batches import random
+from kit.modules import Mean, Net
+from kit.trainers import fit, splitting
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
+
+ALONE = """
+import sys
+for name in ("jaxlit", "flax", "optax", "orbax"):
+    sys.modules[name] = None
+import jax, numpy as np
+given = np.load("batch.npz")
+served = jax.export.deserialize(open("net.jax", "rb").read())
+out = served.call({"inputs": [given["x"], (given["shift"],)]})
+np.savez("out.npz", prediction=out["prediction"], twice=out["pair"][1], platforms=served.platforms)
+"""
+
+
+class Nested(Net):
+    """Takes and returns plain containers."""
+
+    def predict_step(self, batch: Any) -> Any:
+        x, (shift,) = batch["inputs"]
+        y = self({"x": x}["x"]) + shift
+        return {"prediction": y, "pair": (y, 2 * y)}
+
+
+def by_hand(net: Any, x: np.ndarray) -> np.ndarray:
+    """Return what a Net predicts, in numpy."""
+    value = {str(path): np.asarray(x.get_value()) for path, x in nnx.to_flat_state(nnx.state(net, nnx.Not(nnx.RngKey)))}
+    layer = lambda x, *at: x @ value[str((*at, "kernel"))] + value[str((*at, "bias"))]  # noqa: E731
+    x = np.tanh(layer(x, "inner"))
+    for k in range(len(net.blocks)):
+        x = np.tanh(layer(x, "blocks", k))
+    norm = {name: value[str(("norm", name))] for name in ("mean", "var", "scale", "bias")}
+    x = (x - norm["mean"]) / np.sqrt(norm["var"] + 1e-5) * norm["scale"] + norm["bias"]
+    return layer(x, "outer")
+
+
+def test_it_runs_with_jax_alone_on_any_number_of_rows() -> None:
+    trainer = fit(jl.lazy(Nested, rate=0.5), random(3), strategy=splitting("fsdp"))
+    x, shift = random(1, rows=5)[0]["x"], np.arange(5, dtype=np.float32)[:, None]
+    example = {"inputs": [np.ones((2, 3), np.float32), (np.ones((2, 1), np.float32),)]}
+    data = jl.export(trainer.module, example, platforms=["cpu", "cuda", "tpu"])
+    Path("net.jax").write_bytes(data)
+    np.savez("batch.npz", x=x, shift=shift)
+    subprocess.run([sys.executable, "-c", ALONE], check=True)
+    with np.load("out.npz") as file:
+        out = dict(file)
+    expected = by_hand(trainer.module, x) + shift
+    assert out["prediction"].shape == (5, 1)
+    np.testing.assert_allclose(out["prediction"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(out["twice"], 2 * out["prediction"])
+    assert out["platforms"].tolist() == ["cpu", "cuda", "tpu"]
+
+
+def test_it_is_in_evaluation_mode_and_leaves_the_module_as_it_is() -> None:
+    net = Net(rngs=nnx.Rngs(0), rate=0.5)
+    batch = random(1)[0]
+    served = jax.export.deserialize(jl.export(net, batch))
+    first, second = (np.asarray(served.call(batch)) for _ in range(2))
+    assert not net.drop.deterministic
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_allclose(first, by_hand(net, batch["x"]), rtol=1e-5, atol=1e-6)
+
+
+class ByCount(Mean):
+    def predict_step(self, batch: Any) -> jax.Array:
+        return batch["x"] * (1 if batch["x"].shape[0] > 3 else 2)
+
+
+def test_a_step_that_computes_with_the_rows_takes_those_of_the_example() -> None:
+    with pytest.raises(ModuleError, match=r"ByCount\.predict_step computes with .* rows.*dynamic_batch=False"):
+        jl.export(ByCount(), {"x": np.ones((2, 1))})
+    served = jax.export.deserialize(jl.export(ByCount(), {"x": np.ones((2, 1))}, dynamic_batch=False))
+    np.testing.assert_array_equal(served.call({"x": np.ones((2, 1), np.float32)}), 2 * np.ones((2, 1)))
+
+
+class Returns(Mean):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.make(batch)
+
+
+class NoStep(jl.TrainModule):
+    pass
+
+
+X = np.ones((2, 1), np.float32)
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any, str]] = {
+    "a module": (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), X, {}, ArgumentTypeError, "takes a jl.TrainModule"),
+    "no step": (NoStep(), X, {}, ModuleError, "NoStep has no predict_step"),
+    "a platform": (Mean(), X, {"platforms": ["gpu"]}, ArgumentError, "takes one of .*'cuda'.*got 'gpu'"),
+    "a flag": (Mean(), X, {"dynamic_batch": 3}, ArgumentTypeError, "dynamic_batch"),
+    "a container": (Mean(), {"x": OrderedDict(a=X)}, {}, ArgumentTypeError, r"the example\.x is a OrderedDict"),
+    "a number": (Mean(), [X, 3], {}, ArgumentTypeError, r"the example.*1.* is a int"),
+    "texts": (Mean(), {"x": np.array(["a"])}, {}, ArgumentTypeError, r"the example\.x is of <U1"),
+    "keys": (
+        Mean(),
+        {"x": jax.random.split(jax.random.key(0), 2)},
+        {},
+        ArgumentTypeError,
+        r"example\.x is of key<fry>",
+    ),
+    "an output": (Returns(lambda x: {"a": OrderedDict(b=x)}), X, {}, ModuleError, r"the output\.a is a OrderedDict"),
+    "key output": (
+        Returns(lambda x: jax.random.split(jax.random.key(0), 2)),
+        X,
+        {},
+        ModuleError,
+        "output is of key<fry>",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_a_file_cannot_hold_is_refused(mistake: str) -> None:
+    module, example, given, kind, message = REFUSED[mistake]
+    with pytest.raises(kind, match=message):
+        jl.export(module, example, **given)
+
+
+def test_weights_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxlit.core.export._MOST_BYTES", 7)
+    with pytest.raises(ModuleError, match="weights of Wide have 8 bytes"):
+        jl.export(type("Wide", (Mean,), {"__init__": lambda self: setattr(self, "w", nnx.Param(jnp.ones(2)))})(), X)
+
+
+def test_without_flatbuffers_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    with pytest.raises(ArgumentError, match="export needs flatbuffers.*`pip install flatbuffers`"):
+        jl.export(Mean(), {"x": X})

@@ -1,0 +1,245 @@
+"""Pretrained weights into a module, whole or in shards, under every strategy."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from kit.batches import random
+from kit.by_hand import assert_same, params_of
+from kit.modules import Net
+from kit.trainers import fit, splitting, thinned
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.weights.loading import place
+
+# As a library of another kind would store a Net: its own names, kernels transposed, statistics of BatchNorm.
+RENAME = {
+    r"(inner|outer)\.weight": jl.WeightRule(r"\1.kernel", transpose=True),
+    r"block_(\d+)\.weight": jl.WeightRule(r"blocks.\1.kernel", transpose=True),
+    r"block_(\d+)\.bias": r"blocks[\1].bias",
+    r"norm\.weight": "norm.scale",
+    r"norm\.running_(mean|var)": r"norm.\1",
+    r"norm\.num_batches_tracked": None,
+    "steps": "count",
+}
+
+
+def foreign(seed: int = 0) -> dict[str, np.ndarray]:
+    """Return weights for a Net under another library's names."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    weights = {"inner.weight": normal(16, 3), "block_0.weight": normal(16, 16), "outer.weight": normal(1, 16)}
+    weights |= {"inner.bias": normal(16), "block_0.bias": normal(16), "outer.bias": normal(1)}
+    weights |= {"norm.weight": normal(16), "norm.bias": normal(16), "norm.running_mean": normal(16)}
+    return weights | {
+        "norm.running_var": normal(16) ** 2,
+        "norm.num_batches_tracked": np.array(7),
+        "steps": np.array(3, np.int32),
+    }
+
+
+def by_hand(weights: dict[str, np.ndarray], module: Any = None) -> Any:
+    """Return a Net with these weights, each set by its attribute."""
+    module = Net(rngs=nnx.Rngs(0)) if module is None else module
+    for layer, name in ((module.inner, "inner"), (module.blocks[0], "block_0"), (module.outer, "outer")):
+        layer.kernel.set_value(jnp.asarray(weights[f"{name}.weight"].T))
+        layer.bias.set_value(jnp.asarray(weights[f"{name}.bias"]))
+    norm = module.norm
+    for leaf, name in ((norm.scale, "weight"), (norm.bias, "bias"), (norm.mean, "running_mean")):
+        leaf.set_value(jnp.asarray(weights[f"norm.{name}"]))
+    norm.var.set_value(jnp.asarray(weights["norm.running_var"]))
+    module.count.set_value(jnp.asarray(weights["steps"]))
+    return module
+
+
+def values_of(module: nnx.Module) -> dict[str, np.ndarray]:
+    state = nnx.state(module, nnx.Not(nnx.RngState))
+    return {str(path): np.asarray(x.get_value()) for path, x in nnx.to_flat_state(state)}
+
+
+@pytest.mark.parametrize("kind", ["mapping", "safetensors", "npz"])
+def test_weights_go_where_the_rules_say(kind: str) -> None:
+    weights, source = foreign(), Path(f"x.{kind}")
+    if kind == "safetensors":
+        safetensors.numpy.save_file(weights, source)
+    elif kind == "npz":
+        np.savez(source, **weights)
+    module = Net(rngs=nnx.Rngs(1))
+    loaded = jl.load_weights(module, weights if kind == "mapping" else source, RENAME)
+    assert values_of(module).keys() == values_of(by_hand(weights)).keys()
+    for name, x in values_of(by_hand(weights)).items():
+        np.testing.assert_array_equal(values_of(module)[name], x)
+    assert loaded.left == []
+    assert ("blocks.0.kernel", "block_0.weight: float32[16, 16]", "float32[16, 16]") in loaded.taken
+
+
+class Half(nnx.Module):
+    def __init__(self) -> None:
+        self.low = nnx.Param(jnp.zeros(3, jnp.bfloat16))
+        self.scalar = nnx.Param(jnp.zeros((), jnp.float32))
+        self.stack = nnx.Param(jnp.zeros((2, 4, 2), jnp.float32))
+
+
+def test_weights_are_cast_to_the_dtype_of_their_leaf() -> None:
+    module = Half()
+    stack = {f"{i}": np.arange(8.0).reshape(2, 4) + i for i in range(2)}
+    source = {"low": np.array([1, 1 + 2**-9, 1.5]), "scalar": np.float16(0.5), **stack}
+    loaded = jl.load_weights(module, source, {r"(\d)": jl.WeightRule("stack", transpose=True, stack=1)})
+    assert module.low[...].dtype == jnp.bfloat16
+    assert module.low[...].tolist() == [1, 1, 1.5]
+    assert module.scalar[...].dtype == jnp.float32
+    assert float(module.scalar[...]) == 0.5
+    np.testing.assert_array_equal(module.stack[...], np.stack([stack["0"].T, stack["1"].T]))
+    lines = [line.split() for line in str(loaded).splitlines()]
+    assert ["low", "low:", "float64[3]", "bfloat16[3]"] in lines
+    stack = "stack 0: float64[2, 4] and 1 more -> [2, 4, 2] float32[2, 4, 2]"
+    assert stack in [" ".join(line) for line in lines]
+
+
+def test_a_stack_of_sharded_layers_is_read_in_parts() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P("a", "b"))
+    module = nnx.Dict(stack=nnx.Param(jax.device_put(jnp.zeros((4, 8, 2)), sharding)))
+    layers = [np.random.default_rng(i).normal(size=(8, 2)).astype(np.float32) for i in range(4)]
+    rule = jl.WeightRule("stack", stack=1)
+    jl.load_weights(module, {f"h.{i}": x for i, x in enumerate(layers)}, {r"h\.(\d)": rule})
+    assert module["stack"][...].sharding == sharding
+    np.testing.assert_array_equal(module["stack"][...], np.stack(layers))
+
+
+class Watched:
+    """An array that notes what is read of it."""
+
+    def __init__(self, x: np.ndarray) -> None:
+        self.x, self.reads = x, list[tuple[int, ...]]()
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        self.reads.append(self.x[index].shape)
+        return self.x[index]
+
+
+def test_a_shard_is_read_alone_and_once() -> None:
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    source = Watched(np.arange(32.0).reshape(8, 4))
+    placed = place(source, jax.device_put(jnp.zeros((8, 4)), jax.NamedSharding(mesh, jax.P("b"))))
+    assert source.reads == [(2, 4)] * 4  # of eight devices, two have the same part
+    np.testing.assert_array_equal(placed, source.x)
+
+
+def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
+    weights = foreign() | {"inner.weight": np.zeros((16, 4)), "extra": np.zeros(2)}
+    del weights["outer.bias"]
+    module = Net(rngs=nnx.Rngs(1))
+    before = values_of(module)
+    with pytest.raises(CheckpointError, match="^The weights of a mapping of 12 names do not fit Net") as e:
+        jl.load_weights(module, weights, RENAME | {r"h\..*": None})
+    rows = [line.split() for line in str(e.value).splitlines()[2:5]]
+    assert rows[0] == ["inner.kernel", "inner.weight:", "float64[16,", "4]", "->", "[4,", "16]", "float32[3,", "16]"]
+    assert rows[1] == ["outer.bias", "nothing", "float32[1]"]
+    assert rows[2] == ["extra", "extra:", "float64[2]", "nothing"]
+    assert re.search(r"These rules match no name: 'h\\\\\.\.\*'\. .*strict=False takes what fits", str(e.value))
+    for name, x in before.items():
+        np.testing.assert_array_equal(values_of(module)[name], x)
+
+
+def test_what_fits_is_taken_if_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    weights = foreign()
+    bias = weights.pop("outer.bias")
+    module = Net(rngs=nnx.Rngs(1))
+    loaded = jl.load_weights(module, weights, RENAME, strict=False)
+    assert loaded.left == [("outer.bias", "nothing", "float32[1]")]
+    assert len(loaded.taken) == 10
+    expected = by_hand(weights | {"outer.bias": bias})
+    expected.outer.bias.set_value(jnp.asarray(module.outer.bias[...]))
+    assert_same(params_of(module), params_of(expected))
+    assert "Net was loaded in part. Not taken:" in caplog.text
+
+
+def test_nothing_that_fits_is_refused_in_any_case() -> None:
+    with pytest.raises(CheckpointError, match=r"do not fit Net(?s:.*)nowhere\)\.$"):
+        jl.load_weights(Net(rngs=nnx.Rngs(1)), {"a": np.zeros(2)}, strict=False)
+
+
+def test_it_takes_modules_only() -> None:
+    with pytest.raises(ArgumentTypeError, match="takes a flax.nnx module, got"):
+        jl.load_weights(Net, {})  # type: ignore[arg-type]
+
+
+STRATEGIES = [("fsdp", True), ("single", False), ("shard_map", True), ("ddp", False), ("pmap", False), ("zero1", True)]
+
+
+@pytest.mark.parametrize(("strategy", "is_lazy"), thinned(STRATEGIES, *STRATEGIES[:3]))
+def test_a_training_begins_with_given_weights(strategy: str, is_lazy: bool) -> None:
+    weights, data = foreign(), random(3)
+    safetensors.numpy.save_file(weights, "x.safetensors")
+    given: dict[str, Any] = {"max_epochs": 1, "strategy": splitting(strategy)}
+    model = jl.lazy(Net) if is_lazy else Net(rngs=nnx.Rngs(1))
+    load = lambda module: jl.load_weights(module, "x.safetensors", RENAME)  # noqa: E731
+    trainer = fit(model, data, init_from=load, **given)
+    expected = by_hand(weights)
+    fit(expected, data, **given)
+    assert trainer.global_step == 3
+    assert_same(params_of(trainer.module), params_of(expected))
+
+
+def test_shards_stay_shards() -> None:
+    seen = {}
+
+    def load(module: Any) -> None:
+        before = {name: x.sharding for name, x in params(module).items()}
+        jl.load_weights(module, foreign(), RENAME)
+        seen.update({name: (x.sharding, before[name]) for name, x in params(module).items()})
+
+    def params(module: Any) -> dict[str, jax.Array]:
+        return {str(path): x.get_value() for path, x in nnx.to_flat_state(nnx.state(module, nnx.Param))}
+
+    fit(jl.lazy(Net), random(1), init_from=load, strategy=splitting("fsdp"))
+    assert len(seen) == 8
+    assert all(now == before for now, before in seen.values())
+    kernel = seen["('blocks', 0, 'kernel')"][0]
+    assert kernel.shard_shape((16, 16)) == (2, 16)
+
+
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "single", "shard_map", "pmap"], "fsdp"))
+def test_a_lazy_module_is_evaluated_with_given_weights(strategy: str) -> None:
+    load = jl.callbacks.LambdaCallback(setup=lambda trainer, module, stage: jl.load_weights(module, foreign(), RENAME))
+    trainer = jl.Trainer(strategy=splitting(strategy), logger=False, enable_progress_bar=False, callbacks=load)
+    expected, (batch,) = by_hand(foreign()), random(1)
+    expected.eval()
+    for _ in range(2):
+        (predicted,) = trainer.predict(jl.lazy(Net), [batch])  # type: ignore[misc]
+        np.testing.assert_allclose(predicted, expected(batch["x"]), rtol=1e-5, atol=1e-5)
+    kernel = trainer.module.inner.kernel[...]
+    assert kernel.sharding.shard_shape(kernel.shape) == ((3, 2) if strategy == "fsdp" else (3, 16))
+
+
+def test_init_from_takes_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    jl.save_weights(by_hand(foreign()), "x.safetensors")
+    start: list[Any] = []
+    look = jl.callbacks.LambdaCallback(on_fit_start=lambda trainer, module: start.append(params_of(module)))
+    fit(jl.lazy(Net, depth=2), random(1), None, look, init_from=Path("x.safetensors"))
+    expected = params_of(by_hand(foreign()))
+    assert_same({name: x for name, x in start[0].items() if "1" not in name}, expected)
+    assert "blocks.1.kernel  nothing" in caplog.text
+
+
+def test_a_run_that_resumes_does_not_load_again() -> None:
+    calls: list[Any] = []
+    given: dict[str, Any] = {"init_from": calls.append, "resume": "auto", "default_root_dir": "run"}
+    for epochs in (1, 2):
+        fit(Net(rngs=nnx.Rngs(1)), random(1), **given, max_epochs=epochs)
+    assert len(calls) == 1
+
+
+def test_a_checkpoint_for_an_evaluation_says_how_to_load_a_file() -> None:
+    jl.save_weights(by_hand(foreign()), "x.safetensors")
+    trainer = jl.Trainer(strategy="single", logger=False)
+    with pytest.raises(CheckpointError, match=r"is a file, .*jl\.load_weights\(module, path\)"):
+        trainer.predict(Net(rngs=nnx.Rngs(1)), random(1), ckpt_path="x.safetensors")

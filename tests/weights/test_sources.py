@@ -1,0 +1,143 @@
+"""Archives of numpy, indices of several files, folders, and mappings of arrays and tensors."""
+
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+from kit.modules import Net
+
+from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.weights.sources import read_arrays
+
+ARRAYS = {"a.b": np.arange(6.0).reshape(2, 3), "c": np.array(3, np.int8), "none": np.zeros((0, 2), np.float16)}
+
+
+def assert_equal(read: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert read.keys() == expected.keys()
+    for name, x in expected.items():
+        assert read[name].dtype == x.dtype
+        np.testing.assert_array_equal(read[name], x)
+
+
+def is_mapped(x: Any) -> bool:
+    return isinstance(x, np.memmap) or (x.base is not None and is_mapped(x.base))
+
+
+@pytest.mark.parametrize(("save", "mapped"), [(np.savez, True), (np.savez_compressed, False)])
+def test_an_archive_of_numpy_is_read_and_mapped_if_it_can_be(save: Any, mapped: bool) -> None:
+    arrays = ARRAYS | {"fortran": np.asfortranarray(ARRAYS["a.b"])}
+    save("x.npz", **arrays)
+    read = read_arrays("x.npz")
+    assert_equal(read, arrays)
+    assert is_mapped(read["a.b"]) == mapped
+
+
+def test_an_archive_keeps_bfloat16() -> None:
+    x = np.array([1.5, -0.25], ml_dtypes.bfloat16)
+    np.savez("x.npz", x=x)
+    assert_equal(read_arrays("x.npz"), {"x": x})
+
+
+def test_an_index_names_the_file_of_each_array() -> None:
+    first, second = {"a": np.arange(3.0)}, {"b": np.arange(4), "more": np.zeros(2)}
+    folder = Path("snapshot")
+    folder.mkdir()
+    safetensors.numpy.save_file(first, folder / "model-00001-of-00002.safetensors")
+    safetensors.numpy.save_file(second, folder / "model-00002-of-00002.safetensors")
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    expected = {"a": first["a"], "b": second["b"]}
+    assert_equal(read_arrays(folder / "model.safetensors.index.json"), expected)
+    assert_equal(read_arrays(folder), expected)
+
+
+def test_a_folder_of_one_file_is_read() -> None:
+    safetensors.numpy.save_file(ARRAYS, "model.safetensors")
+    assert_equal(read_arrays(Path()), ARRAYS)
+
+
+class Tensor:
+    """What `load_weights` asks a tensor of torch for; numpy has no bfloat16, as in torch."""
+
+    def __init__(self, data: np.ndarray, dtype: str, detached: bool = False) -> None:
+        self.data, self.dtype, self.detached, self.shape = data, f"torch.{dtype}", detached, data.shape
+
+    def detach(self) -> "Tensor":
+        return Tensor(self.data, self.dtype.removeprefix("torch."), True)
+
+    def view(self, dtype: str) -> "Tensor":
+        return Tensor(self.data.view(dtype), dtype, self.detached)
+
+    def numpy(self) -> np.ndarray:
+        if not self.detached:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if self.dtype == "torch.bfloat16":
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return self.data
+
+
+def test_tensors_of_torch_are_taken_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = np.array([[1.5, 2], [-3, 0.125]], ml_dtypes.bfloat16)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(int16="int16"))
+    given = {"a": Tensor(ARRAYS["a.b"].T, "float64"), "half": Tensor(half.T, "bfloat16")}
+    assert_equal(read_arrays(given), {"a": ARRAYS["a.b"].T, "half": half.T})
+
+
+def test_mappings_may_be_nested_and_of_jax() -> None:
+    given = {"layers": [{"w": jnp.ones(2)}, {"w": np.zeros(3)}], "b": [1.0, 2.0]}
+    expected = {"layers.0.w": np.ones(2, np.float32), "layers.1.w": np.zeros(3), "b.0": np.array(1.0)}
+    assert_equal(read_arrays(given), expected | {"b.1": np.array(2.0)})
+
+
+def test_a_state_of_nnx_is_a_mapping() -> None:
+    module = Net(rngs=nnx.Rngs(0))
+    state = nnx.state(module, nnx.Param)
+    names = ["blocks.0.bias", "blocks.0.kernel", "inner.bias", "inner.kernel"]
+    names += ["norm.bias", "norm.scale", "outer.bias", "outer.kernel"]
+    read = read_arrays(state)
+    assert sorted(read) == names
+    np.testing.assert_array_equal(read["inner.kernel"], module.inner.kernel[...])
+    assert_equal(read, read_arrays(nnx.to_pure_dict(state)))
+
+
+def sharded_array_of_eight() -> jax.Array:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(np.arange(16.0), jax.NamedSharding(mesh, jax.P("data")))
+
+
+def test_sharded_arrays_are_gathered() -> None:
+    assert_equal(read_arrays({"x": sharded_array_of_eight()}), {"x": np.arange(16.0, dtype=np.float32)})
+
+
+REFUSED = {
+    "a number": (3, ArgumentTypeError, "takes the path of a file, or a mapping"),
+    "an object": ({"a": object()}, ArgumentTypeError, "to arrays, and a is"),
+    "a torch file": ("pytorch_model.bin", CheckpointError, "torch.load(path, weights_only=True)"),
+    "an empty folder": (".", CheckpointError, "a folder with model.safetensors"),
+    "no file": ("no.npz", CheckpointError, "No such file"),
+    "no archive": ("bad.npz", CheckpointError, "bad.npz cannot be read as an archive of numpy"),
+    "objects": ("objects.npz", CheckpointError, "Object arrays cannot be loaded"),
+    "stored objects": ("stored.npz", CheckpointError, "stored.npz cannot be read"),
+    "no index": ("bad.safetensors.index.json", CheckpointError, "as the index"),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_cannot_be_read_is_refused(mistake: str) -> None:
+    Path("bad.npz").write_bytes(b"no zip")
+    Path("bad.safetensors.index.json").write_text("{}")
+    np.savez_compressed("objects.npz", x=np.array([{}], object))
+    np.savez("stored.npz", x=np.array([{}], object))
+    source, kind, message = REFUSED[mistake]
+    with pytest.raises(kind, match=re.escape(message)):
+        read_arrays(source)
