@@ -13,7 +13,7 @@ import jax
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, loaders_of
-from jaxlit.distributed.exchange import received, send, sent
+from jaxlit.distributed.exchange import forget, received, send, sent, told_by_first
 from jaxlit.errors import ProcessError
 
 
@@ -64,6 +64,17 @@ def collect(folder: Path, token: str) -> dict[str, Any]:
         entries |= manifest.read_json(path)
         path.unlink()
     return entries
+
+
+def outcome(token: str, problem: str) -> str:
+    """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
+    return told_by_first(f"written/{token}", problem)
+
+
+def forget_outcomes() -> None:
+    """Delete the outcomes of earlier checkpoints; to be called once all processes have waited for these."""
+    if jax.process_count() > 1 and jax.process_index() == 0:
+        forget("written")
 
 
 def _written(folder: Path) -> list[Path]:

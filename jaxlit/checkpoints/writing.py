@@ -21,7 +21,7 @@ from jaxlit.checkpoints import manifest, quiet, shares
 from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
 from jaxlit.distributed.exchange import agree_or_raise
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, in_all
 
 
 class Saving(Background[None]):
@@ -45,10 +45,14 @@ class Saving(Background[None]):
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
-        processes = team()
-        error = self._wait_for_others() if processes.size > 1 else self.join() and self.error
-        self.was_awaited = True
-        processes.same_error("the checkpoint is written", None if not error else _unwritten(self.path, error))
+        several = team().size > 1
+        error = self._wait_for_others() if several else self.join() and self.error
+        self.was_awaited, unwritten = True, _unwritten(self.path, error) if error else None
+        # Process 0 hears of the problems of all, and all raise what it says. After a failure of the job none waits.
+        if several and not team().over and (text := shares.outcome(self._token, str(unwritten or ""))):
+            unwritten = in_all(unwritten if unwritten is not None and str(unwritten) == text else CheckpointError(text))
+        if unwritten is not None:
+            raise unwritten
 
     def _wait_for_others(self) -> BaseException | None:
         """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""
@@ -158,8 +162,10 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
     except JaxlitError as error:
         problem = error
     try:
-        # The only agreement: the folder is made before it, so that its problem is known.
+        # The only agreement: the folder is made before it, so that its problem is known. Orbax begins with collectives,
+        # in which the others would wait for a process that has one.
         token = agree_or_raise("a checkpoint begins", draft.token, problem)[0]
+        shares.forget_outcomes()
     except BaseException:
         if leads:
             _discard(draft.temporary)

@@ -43,19 +43,23 @@ class FusedSteps:
             steps take windows, and the outputs: those with rows (rows, num_batches, ...), others (num_batches, ...).
         """
 
+        def given(leaves: list[Any], i: jax.Array) -> Any:
+            # Like the arguments of a single step: else XLA fuses what makes them into it, and rounds it otherwise.
+            return jax.lax.optimization_barrier((leaves, stack.traced(i)))
+
         def one(carry: Any, first: jax.Array) -> Any:
             leaves, kept = carry
             good = leaves[self.counters][3] < 0  # after a bad step what was kept before it stays
             kept = [jnp.where(good, leaves[i], x) for i, x in zip(self.written, kept, strict=True)]
 
             def micro(leaves: list[Any], i: jax.Array) -> Any:
-                leaves, _, loss, outputs = self.step.micro(replica, leaves, stack.traced(i))
+                leaves, _, loss, outputs = self.step.micro(replica, *given(leaves, i))
                 return leaves, (loss, outputs)
 
             leaves, each = (
                 jax.lax.scan(micro, leaves, first + jnp.arange(self.window - 1)) if self.window > 1 else (leaves, None)
             )
-            leaves, logs, *last = self.step.update(replica, leaves, stack.traced(first + self.window - 1))
+            leaves, logs, *last = self.step.update(replica, *given(leaves, first + self.window - 1))
             last = jax.tree.map(lambda x: x[None], tuple(last))
             each = last if each is None else jax.tree.map(lambda *x: jnp.concatenate(x), each, last)
             return (leaves, kept), (logs, each)

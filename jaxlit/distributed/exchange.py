@@ -80,16 +80,29 @@ def sent(topic: str) -> dict[int, str]:
 
 def received(topic: str) -> list[str]:
     """Wait in process 0 until each other process has given its text, delete the texts, and return them."""
-    client = _client()
-    for process in range(1, jax.process_count()):
-        while True:
-            with suppress(jax.errors.JaxRuntimeError):
-                client.blocking_key_value_get(f"jaxlit/{topic}/{process}", 1000)
-                break
-            team().check()
-    texts = sent(topic)
-    client.key_value_delete(f"jaxlit/{topic}/")
-    return [texts[process] for process in range(1, jax.process_count())]
+    texts = [_wait_for(topic, process) for process in range(1, jax.process_count())]
+    forget(topic)
+    return texts
+
+
+def told_by_first(topic: str, text: str) -> str:
+    """Return in every process the text of process 0, which waits for none."""
+    if jax.process_index() == 0:
+        _client().key_value_set(f"jaxlit/{topic}/0", text, allow_overwrite=True)
+        return text
+    return _wait_for(topic, 0)
+
+
+def forget(topic: str) -> None:
+    """Delete the texts of a topic, and of those whose names continue its own with a slash."""
+    _client().key_value_delete(f"jaxlit/{topic}/")
+
+
+def _wait_for(topic: str, process: int) -> str:
+    while True:
+        with suppress(jax.errors.JaxRuntimeError):
+            return _client().blocking_key_value_get(f"jaxlit/{topic}/{process}", 1000)
+        team().check()
 
 
 def fetch(x: Any) -> np.ndarray:

@@ -10,6 +10,7 @@ import jax
 import pytest
 from kit.batches import Stream, random, sized
 from kit.costs import reads
+from kit.inside import engine_of
 from kit.journal import hooks
 from kit.modules import Linear
 from kit.processes import launch, say
@@ -210,3 +211,31 @@ def test_a_stop_of_one_process_reads_nothing_from_a_device(tmp_path: Path) -> No
     for one in (first, second):
         assert 20 <= len(one.said["after"]) < STEPS
         assert len({*one.said["after"][1:]}) == 1
+
+
+def collectives(*callbacks: Any, loader: Any, **arguments: Any) -> dict[str, list[Any]]:
+    """Train with four devices in all, and return what they send each other in each program."""
+    given = BARE | {"strategy": "fsdp", "devices": 4, "max_epochs": 1, "num_sanity_val_steps": 0} | arguments
+    trainer = make_trainer(*callbacks, **given)
+    trainer.fit(Linear(4), loader)
+    costs = [program.cost for program in engine_of(trainer).programs]
+    return {cost.name: [[x.kind, x.calls, x.bytes, x.exact] for x in cost.collectives or ()] for cost in costs}
+
+
+def send_in_steps() -> None:
+    """Say what devices send each other in a run that decides nothing together, and in one that decides much."""
+    mine = sized(*[4] * 40, features=4, seed=jax.process_index())
+    say("plain", collectives(loader=mine))
+    asks = Stopping("request", 5, (1,))
+    saves = jl.callbacks.ModelCheckpoint(train_time_interval={"seconds": 1})
+    decides = {"max_time": {"minutes": 10}, "enable_checkpointing": True, "default_root_dir": "run"}
+    say("deciding", collectives(asks, saves, loader=Stream(mine), **decides))
+
+
+@pytest.mark.full
+def test_deciding_together_sends_nothing_more_in_a_step(tmp_path: Path) -> None:
+    alone = collectives(loader=sized(*[8] * 40, features=4))
+    assert sum(calls for _, calls, *_ in alone["train_step"]) > 0
+    for one in launch(send_in_steps, tmp_path, devices=2):
+        assert one.code == 0, one.errors
+        assert one.said["plain"] == one.said["deciding"] == alone
