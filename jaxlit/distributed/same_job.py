@@ -23,7 +23,7 @@ from jaxlit.programs.jaxpr import described
 from jaxlit.version import __version__
 
 # Of jax's settings those that change numbers, or what is raised.
-_CONFIG = (
+JAX_SETTINGS = (
     *("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_matmul_precision"),
     *("jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset"),
     *("jax_use_shardy_partitioner", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs"),
@@ -109,7 +109,7 @@ def environment() -> dict[str, str]:
     """Return the versions, the settings of jax and XLA, and the devices that a process's numbers depend on."""
     libraries: Sequence[Any] = (jax, flax, optax, np)
     versions = {library.__name__: library.__version__ for library in libraries} | {"jaxlib": jaxlib.version.__version__}
-    config = {name: str(jax.config.values.get(name)) for name in _CONFIG}  # type: ignore[attr-defined]
+    config = {name: str(jax.config.values.get(name)) for name in JAX_SETTINGS}  # type: ignore[attr-defined]
     # What is dumped, and where, changes no number.
     flags = {name: " ".join(sorted(x for x in os.environ.get(name, "").split() if "dump" not in x)) for name in _FLAGS}
     kinds = [device.device_kind for device in jax.local_devices()]

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import jax
 
+from jaxlit.distributed.same_job import JAX_SETTINGS
 from jaxlit.errors import ArgumentError
 from jaxlit.trainer.step_cost import StepCost
 
@@ -38,7 +40,8 @@ def cost_elsewhere(
         Exception: What `cost_of_step` has raised there.
     """
     try:
-        job = cloudpickle.dumps((trial.settings.given, model, batch, num_batches))
+        config = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
+        job = cloudpickle.dumps((config, trial.settings.given, model, batch, num_batches))
     except Exception as error:
         raise ArgumentError(
             "Trainer.plan sends the module, its callbacks and its strategy to a process that simulates devices, and "

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import jax
 
 from jaxlit.errors import ArgumentError, JaxlitError
 
@@ -31,7 +32,9 @@ def _run(job: io.BytesIO) -> Any:
     from jaxlit.trainer.step_cost import cost_of_step
     from jaxlit.trainer.trainer import Trainer
 
-    arguments, *rest = cloudpickle.load(job)
+    config, arguments, *rest = cloudpickle.load(job)
+    for name, value in config.items():
+        jax.config.update(name, value)
     return cost_of_step(Trainer(**arguments), *rest)
 
 

@@ -1,5 +1,6 @@
 """How a plan is made: one compile for each strategy and number of devices."""
 
+import copy
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -89,12 +90,13 @@ def named_strategies(strategy: Any, devices: int) -> list[tuple[str, Any]]:
 
 def plan_trial(trainer: Any, strategy: str | Strategy, devices: int) -> Any:
     """Return a Trainer of its own for one compile."""
-    resolved = resolve_strategy(strategy, devices)
+    resolved = copy.copy(resolve_strategy(strategy, devices))  # the user's stays as it is, for any devices
     vars(resolved).pop("mesh", None)  # of the devices of another run
-    settings = trainer.settings
-    limits = {name: settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")}
+    given = {name: trainer.settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")}
+    if given["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
+        given["nan_policy"] = "raise"
     takes = lambda c: changes_step(c) or overrides(c, "init_arrays")  # noqa: E731
-    return trial_of(trainer, takes=takes, strategy=resolved, devices=devices, mesh=None, **limits)
+    return trial_of(trainer, takes=takes, strategy=resolved, devices=devices, mesh=None, **given)
 
 
 def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:

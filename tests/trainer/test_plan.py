@@ -172,6 +172,25 @@ def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFix
     ]
 
 
+def test_settings_of_jax_and_the_trainer_reach_the_other_process() -> None:
+    pipeline = Pipeline(stages=2, microbatches=4)
+    asked = {"devices": [8, 16], "strategies": ["ddp", pipeline]}
+    trainer = planner(
+        nan_policy="rollback", enable_checkpointing=True, accumulate_grad_batches=2, precision="bf16-true"
+    )
+    with jax.default_matmul_precision("highest"):
+        plan = trainer.plan(jl.lazy(Marked), batches(), **asked)
+    here, _, there, _ = plan.plans
+    assert [row.error for row in plan.plans] == [""] * 4
+    assert {*there.cost.flops.by_dtype} == {*here.cost.flops.by_dtype} == {"bfloat16"}
+    assert there.cost.window == here.cost.window > 0
+    assert "mesh" not in vars(pipeline)
+    exact = planner().plan(jl.lazy(Marked), batches(), devices=16, strategies=["ddp"]).plans[0]
+    with jax.default_matmul_precision("highest"):
+        highest = planner().plan(jl.lazy(Marked), batches(), devices=16, strategies=["ddp"]).plans[0]
+    assert ({*exact.cost.flops.by_dtype}, {*highest.cost.flops.by_dtype}) == ({"float32 fast"}, {"float32"})
+
+
 class Reads(jl.TrainModule):
     def __init__(self, path: str) -> None:
         self.weight = nnx.Param(jnp.asarray(np.load(path)))
