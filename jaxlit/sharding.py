@@ -121,8 +121,7 @@ def place(batch: Any, sharding: Any) -> Any:
     """Place a host batch on the devices.
 
     Args:
-        batch: A pytree of numpy arrays, (rows, ...) or single numbers; in several processes this one's rows. Of the
-            shapes and dtypes of a global batch the same with shardings is returned.
+        batch: A pytree of numpy arrays, (rows, ...) or single numbers; in several processes this one's rows.
         sharding: That of arrays with rows, whose number it divides; numbers are replicated. Or a pytree like
             the batch, of a sharding for each leaf.
 
@@ -141,9 +140,18 @@ def place(batch: Any, sharding: Any) -> Any:
     if isinstance(sharding, NamedSharding):
         replicated = NamedSharding(sharding.mesh, P())
         shardings = jax.tree.map(lambda x: sharding if np.ndim(x) else replicated, batch)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch)):
-        return jax.tree.map(lambda x, to: x.update(sharding=to), batch, shardings)
     return jax.make_array_from_process_local_data(shardings, batch)
+
+
+def is_abstract(batch: Any) -> bool:
+    """Return whether a batch consists of shapes and dtypes, as a plan has it."""
+    leaves = jax.tree.leaves(batch)
+    return bool(leaves) and leaves[0].__class__ is jax.ShapeDtypeStruct
+
+
+def place_shapes(batch: Any, shardings: Any) -> Any:
+    """Return the shapes and dtypes of a global batch with the shardings of its leaves."""
+    return jax.tree.map(lambda x, to: x.update(sharding=to), batch, shardings)
 
 
 def place_replicated(batch: Any, shardings: Any) -> Any:

@@ -253,6 +253,7 @@ class Strategy(Configured, ABC):
 
         Args:
             batch: The batch, or in several processes this process's rows of it; `ReplicatedBatch` if it has them all.
+                Of the shapes and dtypes of a global batch, as in a plan, the same with shardings is returned.
         """
         if self.mesh.size == 1:
             return batch
@@ -269,6 +270,8 @@ class Strategy(Configured, ABC):
             if len(placements) == _MOST_PLACEMENTS:
                 placements.clear()
             placements[key] = shardings
+        if leaves and leaves[0].__class__ is jax.ShapeDtypeStruct:
+            return sharding.place_shapes(arrays, shardings)
         return (sharding.place_replicated if replicated else sharding.place)(arrays, shardings)
 
     def splits_by_process(self, batch: Any) -> bool:

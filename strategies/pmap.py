@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import sharding
 from jaxlit.core.replica import Replica
 from jaxlit.strategies.program import ROWS, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica
@@ -44,8 +45,7 @@ class PMap(PerReplica):
             return np.broadcast_to(x, shape) if copied else np.asarray(x).reshape(shape)
 
         stacked = jax.tree.map(stack, batch)
-        is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(batch))
-        return stacked if is_abstract else jax.device_put(stacked, to)
+        return stacked if sharding.is_abstract(batch) else jax.device_put(stacked, to)
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""

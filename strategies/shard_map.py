@@ -40,7 +40,10 @@ class ShardMapDDP(PerReplica):
 
     def place(self, batch: Any, *, replicated: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
-        return sharding.place(batch, self.replicated if replicated else sharding.rows(self.mesh, self.axis))
+        to = self.replicated if replicated else sharding.rows(self.mesh, self.axis)
+        if sharding.is_abstract(batch):
+            return sharding.place_shapes(batch, jax.tree.map(lambda x: to if x.ndim else self.replicated, batch))
+        return sharding.place(batch, to)
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
