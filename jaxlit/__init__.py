@@ -19,6 +19,7 @@ with lazy_imports(globals()):
     from jaxlit.engine.compiled import compile_step
     from jaxlit.engine.lazy import lazy
     from jaxlit.pipeline.marks import pipeline_yield
+    from jaxlit.populations.fit_many import fit_many
     from jaxlit.strategies.base import Strategy
     from jaxlit.strategies.registry import register_strategy
     from jaxlit.trainer.lr_find import lr_find
@@ -38,6 +39,7 @@ __all__ = [
     "decay_mask",
     "distributed",
     "errors",
+    "fit_many",
     "integrations",
     "lazy",
     "lr_find",
