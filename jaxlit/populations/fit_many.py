@@ -17,6 +17,7 @@ from jaxlit.data.source import Source
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.mesh_context import out_of_meshes
+from jaxlit.populations.alike import check_distinct
 from jaxlit.populations.members import build
 from jaxlit.populations.population import Population
 from jaxlit.populations.programs import Programs, members_mesh
@@ -134,10 +135,12 @@ def fit_many(
         if val_source is not None:
             call_step(members[0].pure.origin, "validation", 0)
             programs.eval_step(_example(val_source, validators))
-        leaves = [] if checkpoint is not None else programs.init(layout, arrays)
-        run = Run(programs, leaves, train_source, val_source, prefetcher, plan, saves)
+        run = Run(programs, [], train_source, val_source, prefetcher, plan, saves)
         if checkpoint is not None:
             restore(run, checkpoint)
+        else:
+            run.leaves = programs.init(layout, arrays)
+            check_distinct([x.name for x in members], variations, arrays, programs.numbers)
         return train(run)
     finally:
         prefetcher.close()

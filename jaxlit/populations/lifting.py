@@ -16,7 +16,7 @@ from jaxlit.programs.jaxpr import JITS, bind, bodies, called, inner_jaxprs, scan
 # an equation's index and the input's; or a constant or a result of the program, and which.
 Place = tuple[int, ...]
 _CONSTANT, _RESULT = -1, -2
-# What no program runs once it is differentiated: traces of one function have different objects here.
+# Their other parameters are for a derivative, which nobody takes any more.
 _RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -49,15 +49,16 @@ class Lifted:
         return self.treedef.unflatten(run(self.closed, jax.tree.leaves(args), ()))
 
 
-def lift(trace_of: Callable[[int], tuple[Any, Any]], names: Sequence[str]) -> Lifted:
+def lift(trace_of: Callable[[int], tuple[Any, Any]], names: Sequence[str], like: Sequence[int]) -> Lifted:
     """Return one program for all members.
 
-    Each member's program is traced and compared with that of member 0, equation by equation: so no number of a member
-    is lost, wherever it was read from.
+    A member's program is traced and compared with that of member 0, equation by equation: so no number of a member is
+    lost, wherever it was read from.
 
     Args:
         trace_of: Returns the program of a member, a `ClosedJaxpr`, and its results' shapes.
         names: How each member is called in messages.
+        like: For each member the first one with the same program, itself if there is none before.
 
     Raises:
         ArgumentError: The programs differ in more than numbers, or in numbers that cannot be inputs.
@@ -65,16 +66,14 @@ def lift(trace_of: Callable[[int], tuple[Any, Any]], names: Sequence[str]) -> Li
     closed, shapes = trace_of(0)
     differing: list[dict[Place, Any]] = [{}]
     for i in range(1, len(names)):
-        comparison = _Comparison()
         try:
-            comparison.compare(closed, trace_of(i)[0], ())
-        except _DifferentError as error:
+            differing.append(differing[like[i]] if like[i] < i else differences(closed, trace_of(i)[0]))
+        except DifferentError as error:
             raise ArgumentError(
                 f"jl.fit_many trains all members by one program, and that of {names[i]} differs from that of "
                 f"{names[0]}: {error}. Variations may change seeds and numbers, but not what is computed, such as "
                 "dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
             ) from None
-        differing.append(comparison.numbers)
     places = dict.fromkeys(place for numbers in differing for place in numbers)
     inputs, columns = dict[Place, int](), dict[Any, tuple[int, np.ndarray]]()
     for place in places:
@@ -86,97 +85,95 @@ def lift(trace_of: Callable[[int], tuple[Any, Any]], names: Sequence[str]) -> Li
     return Lifted(closed, jax.tree.structure(shapes), inputs, [column for _, column in columns.values()])
 
 
-class _DifferentError(Exception):
+class DifferentError(Exception):
     """Two programs differ in more than numbers."""
 
 
-class _Comparison:
-    """Compares the program of a member with that of member 0.
+def differences(first: Any, other: Any) -> dict[Place, Any]:
+    """Return the numbers of a program, by their places, that are not those of the first one.
 
-    Attributes:
-        numbers: The member's own numbers, by their places.
+    Raises:
+        DifferentError: They differ in more than numbers.
+    """
+    numbers: dict[Place, Any] = {}
+    _Comparison(first, other, (), numbers).compare()
+    return numbers
+
+
+class _Comparison:
+    """Compares a program with that of member 0, and the programs that they run.
+
+    Args:
+        first: The program of member 0.
+        other: The other program.
+        at: Their place.
+        numbers: Gets the numbers of the other program that differ, by their places.
     """
 
-    def __init__(self) -> None:
-        self.numbers: dict[Place, Any] = {}
+    def __init__(self, first: Any, other: Any, at: Place, numbers: dict[Place, Any]) -> None:
+        self.first, self.other, self.at, self.numbers = first, other, at, numbers
+        self._known: tuple[dict[Any, int], dict[Any, int]] = ({}, {})  # variables by their numbers
 
-    def compare(self, a: Any, b: Any, at: Place) -> None:
-        """Compare two programs, and those that they run.
-
-        Raises:
-            _DifferentError: They differ in more than numbers.
-        """
-        jaxprs = [getattr(x, "jaxpr", x) for x in (a, b)]
-        known: list[dict[Any, int]] = [{}, {}]
-        (in_a, in_b), (consts_a, consts_b) = ([x.invars for x in jaxprs], [x.constvars for x in jaxprs])
-        self._define(known, in_a, in_b, "the inputs")
-        self._define(known, consts_a, consts_b, "the constants")
-        values = (getattr(x, "consts", ()) for x in (a, b))
-        for k, pair in enumerate(zip(*values, strict=True)):
-            self._number(*pair, (*at, _CONSTANT, k), "a constant")
-        if len(jaxprs[0].eqns) != len(jaxprs[1].eqns):
-            self._count([x.eqns for x in jaxprs])
-        for k, (x, y) in enumerate(zip(*(x.eqns for x in jaxprs), strict=True)):
+    def compare(self) -> None:
+        a, b = (getattr(x, "jaxpr", x) for x in (self.first, self.other))
+        self._define(a.invars, b.invars, "an input")
+        self._define(a.constvars, b.constvars, "a constant")
+        pairs = zip(getattr(self.first, "consts", ()), getattr(self.other, "consts", ()), strict=True)
+        for k, (x, y) in enumerate(pairs):
+            self._compare_numbers(x, y, (_CONSTANT, k), "a constant")
+        for k, (x, y) in enumerate(zip(a.eqns, b.eqns, strict=False)):
             if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
-                raise _DifferentError(f"it computes {_shown(y)}, and not {_shown(x)}")
-            for i, pair in enumerate(zip(x.invars, y.invars, strict=True)):
-                self._use(known, *pair, (*at, k, i), _shown(y))
-            self._params(x, y, (*at, k))
-            self._define(known, x.outvars, y.outvars, _shown(y))
-        outputs = [x.outvars for x in jaxprs]
-        for i, pair in enumerate(zip(*outputs, strict=True)):
-            self._use(known, *pair, (*at, _RESULT, i), "a result")
+                raise DifferentError(f"it computes {_shown(y)}, and not {_shown(x)}")
+            for i, (use, other) in enumerate(zip(x.invars, y.invars, strict=True)):
+                self._use(use, other, (k, i), _shown(y))
+            self._compare_params(x, y, k)
+            self._define(x.outvars, y.outvars, _shown(y))
+        if len(a.eqns) != len(b.eqns):
+            raise DifferentError(f"it has {len(b.eqns)} operations, and not {len(a.eqns)}")
+        for i, (use, other) in enumerate(zip(a.outvars, b.outvars, strict=True)):
+            self._use(use, other, (_RESULT, i), "a result")
 
-    def _define(self, known: list[dict[Any, int]], a: Sequence[Any], b: Sequence[Any], what: str) -> None:
-        for x, y in zip(a, b, strict=False):
-            if x.aval != y.aval:
-                raise _DifferentError(f"{what} is {y.aval}, and {x.aval}")
-            known[0][x] = known[1][y] = len(known[0])
+    def _define(self, a: Sequence[Any], b: Sequence[Any], what: str) -> None:
         if len(a) != len(b):
-            raise _DifferentError(f"{what} are {len(b)}, and {len(a)}")
+            raise DifferentError(f"there is {what} more in one of them")
+        known = self._known
+        for x, y in zip(a, b, strict=True):
+            if x.aval != y.aval:
+                raise DifferentError(f"{what} is {y.aval}, and not {x.aval}")
+            known[0][x] = known[1][y] = len(known[0])
 
-    def _use(self, known: list[dict[Any, int]], a: Any, b: Any, at: Place, what: str) -> None:
-        literals = isinstance(a, core.Literal), isinstance(b, core.Literal)
-        if all(literals):
-            if a.aval != b.aval:
-                raise _DifferentError(f"{what} takes {b.val!r} of {b.aval}, and {a.val!r} of {a.aval}")
-            self._number(a.val, b.val, at, what)
-        elif any(literals) or known[0][a] != known[1][b]:
-            raise _DifferentError(f"{what} takes another value")
+    def _use(self, a: Any, b: Any, place: Place, what: str) -> None:
+        if not any(isinstance(x, core.Literal) for x in (a, b)) and self._known[0][a] == self._known[1][b]:
+            return
+        if not all(isinstance(x, core.Literal) for x in (a, b)):
+            raise DifferentError(f"{what} takes another value")
+        if a.aval != b.aval:
+            raise DifferentError(f"{what} takes {b.val!r} as {b.aval}, and not {a.val!r} as {a.aval}")
+        self._compare_numbers(a.val, b.val, place, what)
 
-    def _number(self, a: Any, b: Any, at: Place, what: str) -> None:
+    def _compare_numbers(self, a: Any, b: Any, place: Place, what: str) -> None:
         if a is b:
             return
-        if is_key(a) and is_key(b):
-            raise _DifferentError(f"{what} is a random key that the step holds: give it to the module's rngs")
+        if is_key(a) or is_key(b):
+            raise DifferentError(f"{what} is a random key that is no Variable: draw it from an nnx.Rngs")
         x, y = np.asarray(a), np.asarray(b)
         if x.dtype != y.dtype or x.shape != y.shape:
-            raise _DifferentError(f"{what} is {y.dtype}{list(y.shape)}, and {x.dtype}{list(x.shape)}")
+            raise DifferentError(f"{what} is {y.dtype}{list(y.shape)}, and not {x.dtype}{list(x.shape)}")
         if x.tobytes() != y.tobytes():
-            self.numbers[at] = y
+            self.numbers[*self.at, *place] = y
 
-    def _params(self, x: Any, y: Any, at: Place) -> None:
-        """Compare the parameters of two equations, and the programs that they run."""
-        before, inner = len(self.numbers), [inner_jaxprs(eqn) for eqn in (x, y)]
-        if x.params.keys() != y.params.keys() or len(inner[0]) != len(inner[1]):
-            raise _DifferentError(f"it computes {_shown(y)} in another way")
-        for j, pair in enumerate(zip(*inner, strict=True)):
-            self.compare(*pair, (*at, j))
+    def _compare_params(self, x: Any, y: Any, k: int) -> None:
+        """Compare the parameters of equation `k`, and the programs that it runs."""
+        before, programs, others = len(self.numbers), inner_jaxprs(x), inner_jaxprs(y)
+        if x.params.keys() != y.params.keys() or len(programs) != len(others):
+            raise DifferentError(f"it computes {_shown(y)} in another way")
+        for j, (program, other) in enumerate(zip(programs, others, strict=True)):
+            _Comparison(program, other, (*self.at, k, j), self.numbers).compare()
         if len(self.numbers) > before and called(x) is None and x.primitive.name not in ("scan", "cond"):
-            raise _DifferentError(f"a number inside of {_shown(x)} differs, and only scan and cond can take it")
-        for key, value in x.params.items():
-            others = (value, y.params[key])
-            if any(map(_runs_programs, others)) or (x.primitive.name in _RULES and any(map(callable, others))):
-                continue
-            if not _equal(*others):
-                raise _DifferentError(f"{x.primitive.name} has {key}={others[1]!r:.80}, and {others[0]!r:.80}")
-
-    def _count(self, eqns: list[Any]) -> None:
-        """Refuse two programs of different lengths by their first equations that differ."""
-        for x, y in zip(*eqns, strict=False):
-            if x.primitive is not y.primitive:
-                raise _DifferentError(f"it computes {_shown(y)}, and not {_shown(x)}")
-        raise _DifferentError(f"it has {len(eqns[1])} operations, and not {len(eqns[0])}")
+            raise DifferentError(f"a number inside of {_shown(x)} differs, and only scan and cond can take it")
+        for name, value in {} if x.primitive.name in _RULES else x.params.items():
+            if not (_runs_programs(value) or _equal(value, y.params[name])):
+                raise DifferentError(f"{_shown(y)} has {name}={y.params[name]!r:.80}, and not {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -228,10 +225,10 @@ class _Run:
 
 def _number_at(program: Any, place: Place) -> np.ndarray:
     """Return the number at a place of a program."""
-    while len(place) > 2:
-        jaxpr = getattr(program, "jaxpr", program)
-        program, place = inner_jaxprs(jaxpr.eqns[place[0]])[place[1]], place[2:]
-    (k, i), jaxpr = place, getattr(program, "jaxpr", program)
+    for n in range(0, len(place) - 2, 2):
+        eqn = getattr(program, "jaxpr", program).eqns[place[n]]
+        program = inner_jaxprs(eqn)[place[n + 1]]
+    jaxpr, k, i = getattr(program, "jaxpr", program), place[-2], place[-1]
     if k == _CONSTANT:
         return np.asarray(program.consts[i])
     atom = jaxpr.outvars[i] if k == _RESULT else jaxpr.eqns[k].invars[i]

@@ -20,6 +20,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.populations.alike import Kind, check_unchanged, kind_of, settings_of
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
@@ -35,11 +36,13 @@ class Member:
         index: Its number.
         variation: What it differs in.
         training: How its module is trained alone, on one device. It holds no array.
+        like: The index of the first member with the same programs.
     """
 
     index: int
     variation: Mapping[str, Any]
     training: Training
+    like: int
 
     @property
     def name(self) -> str:
@@ -85,8 +88,7 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
             f"{_OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
             f"{shown(make_module)}. Each member has a module of its own."
         )
-    several = isinstance(variations, Sequence) and not isinstance(variations, (str, bytes))
-    if not several or not all(isinstance(x, Mapping) and all(isinstance(k, str) for k in x) for x in variations):
+    if not isinstance(variations, (list, tuple)) or not all(isinstance(x, Mapping) for x in variations):
         raise ArgumentTypeError(
             f"{_OWNER}(variations=...) takes a list of dicts, the arguments of make_module by name, got "
             f"{shown(variations)}. For seeds alone: [{{'seed': i}} for i in range(8)]."
@@ -151,7 +153,8 @@ def build(
     """
     strategy = _OneMember()
     strategy.setup(1)
-    members, layouts, arrays = list[Member](), list[Layout](), list[list[Any]]()
+    members, layouts, arrays, settings = list[Member](), list[Layout](), list[list[Any]](), list[dict[str, Any]]()
+    kinds = dict[int, Kind]()
     for i, given in enumerate(check_variations(make_module, variations)):
         module = make_module(**given)
         check_module(module, _name(make_module))
@@ -161,14 +164,20 @@ def build(
         origin = nnx.merge(graphdef, jax.tree.map(_abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
+        settings.append(settings_of(origin))
         variables = pure.split(module)
         layouts.append(Layout(variables))
         arrays.append(jax.device_get(layouts[-1].flatten(variables)))
         training = training_of(origin, pure, strategy, TrainingPlan(optimizer))
-        member = Member(i, dict(variations[i]), training)
+        kind = kind_of(training)
+        like = next((k for k, other in kinds.items() if kind.is_same(other)), i)
+        kinds.setdefault(like, kind)
+        member = Member(i, dict(variations[i]), training, like)
         if members:
             check_same_state(members[0], member)
         members.append(member.with_spec(members[0].training.spec) if members else member)
+    for member, before in zip(members, settings, strict=True):
+        check_unchanged(member.name, before, settings_of(member.pure.origin))
     return members, layouts[0], arrays
 
 
@@ -208,8 +217,8 @@ def check_same_state(first: Member, member: Member) -> None:
         if a != b:
             raise ArgumentError(
                 f"{_OWNER}: all members must have the same arrays, and {name} is {a} in {first.name} and {b} in "
-                f"{member.name}. Leave what changes shapes, layers or the kind of optimizer out of variations, and call "
-                "jl.fit_many once for each."
+                f"{member.name}. Leave out what changes shapes, layers or the kind of optimizer, and call jl.fit_many "
+                "once for each."
             )
     kinds = [x.training.spec.optimizer_kind for x in (first, member)]
     if kinds[0] != kinds[1] or first.training.spec.layout.treedef != member.training.spec.layout.treedef:

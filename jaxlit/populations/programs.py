@@ -58,10 +58,11 @@ class Programs:
     Attributes:
         members: See above; once the training step was traced, their specs have its metrics.
         mesh: See above.
+        numbers: (members, ...) each, in what the programs so far differ between members.
     """
 
     def __init__(self, members: list[Member], mesh: Mesh) -> None:
-        self.members, self.mesh = members, mesh
+        self.members, self.mesh, self.numbers = members, mesh, list[np.ndarray]()
         self._split, self._shared = NamedSharding(mesh, P(_AXIS)), NamedSharding(mesh, P())
         self._train_steps, self._eval_steps = dict[Any, Callable[..., Any]](), dict[Any, Callable[..., Any]]()
 
@@ -173,6 +174,8 @@ class Programs:
     def _trace_training(self, example: Any) -> None:
         """Trace the training step of each member, and give the specs its metrics."""
         for i, member in enumerate(self.members):
+            if member.like < i:  # it has the program of that member
+                continue
             # Mistakes that the trace of one member shows are in all of them: the programs will be compared.
             is_first = i == 0 and not self._train_steps
             inspect = partial(inspect_step if is_first else _trace, member.pure)
@@ -204,7 +207,8 @@ class Programs:
                 self._check_metrics(self.members[i], stage)
             return made
 
-        lifted = lift(trace_of, [member.name for member in self.members])
+        lifted = lift(trace_of, [member.name for member in self.members], [member.like for member in self.members])
+        self.numbers += lifted.numbers
         numbers = [self.place(x) for x in lifted.numbers]
         split = 1 + len(states)
         run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))

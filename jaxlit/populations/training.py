@@ -208,7 +208,7 @@ def validate(run: Run, source: Source) -> None:
 
 def stop_members(run: Run, stop: EarlyStopping) -> None:
     """End the members whose monitored metric says so."""
-    for i, standing in enumerate(run.progress.standings):
+    for standing in run.progress.standings:
         if standing.ended is not None:
             continue
         if stop.monitor not in standing.metrics:
