@@ -21,11 +21,10 @@ from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.populations.alike import Kind, check_unchanged, kind_of, settings_of
+from jaxlit.populations.plan import OWNER
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
-
-_OWNER = "jl.fit_many"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,22 +84,22 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
     """
     if not callable(make_module) or isinstance(make_module, nnx.Module):
         raise ArgumentTypeError(
-            f"{_OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
+            f"{OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
             f"{shown(make_module)}. Each member has a module of its own."
         )
     if not isinstance(variations, (list, tuple)) or not all(isinstance(x, Mapping) for x in variations):
         raise ArgumentTypeError(
-            f"{_OWNER}(variations=...) takes a list of dicts, the arguments of make_module by name, got "
+            f"{OWNER}(variations=...) takes a list of dicts, the arguments of make_module by name, got "
             f"{shown(variations)}. For seeds alone: [{{'seed': i}} for i in range(8)]."
         )
     if not variations:
-        raise ArgumentError(f"{_OWNER}(variations=...) takes at least one dict, got none.")
+        raise ArgumentError(f"{OWNER}(variations=...) takes at least one dict, got none.")
     parameters, takes_more = _parameters(make_module)
     known = [*parameters, *(["seed"] if "rngs" in parameters else [])]
     for i, variation in enumerate(variations):
         if unknown := [name for name in variation if name not in known and not takes_more]:
             raise ArgumentError(
-                f"{_OWNER}: {name_of(i, variation)} has {unknown[0]!r}, which {_name(make_module)} does not take."
+                f"{OWNER}: {name_of(i, variation)} has {unknown[0]!r}, which {_name(make_module)} does not take."
                 f"{did_you_mean(unknown[0], known)} It takes {', '.join(known) or 'nothing'}."
             )
     return [_arguments(parameters, variation) for variation in variations]
@@ -192,7 +191,7 @@ def check_module(module: Any, made_by: str) -> None:
         ModuleError: It is no module, or has hooks, which see one training.
     """
     if not isinstance(module, TrainModule):
-        raise ModuleError(f"{_OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
+        raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
     check_variables(module)
     if not is_overridden(module, "training_step"):
         raise ModuleError(f"{type(module).__name__} has no training_step. Define training_step(self, batch).")
@@ -200,7 +199,7 @@ def check_module(module: Any, made_by: str) -> None:
     hooks += ["configure_callbacks", "on_before_batch_transfer"]
     if has := [name for name in hooks if callable(getattr(type(module), name, None))]:
         raise ModuleError(
-            f"{_OWNER} calls no hooks, which see one training, and {type(module).__name__} has {has[0]}. Leave it out, "
+            f"{OWNER} calls no hooks, which see one training, and {type(module).__name__} has {has[0]}. Leave it out, "
             "or train each module with a Trainer. Rows of all members reach jl.fit_many(log=...)."
         )
 
@@ -216,13 +215,13 @@ def check_same_state(first: Member, member: Member) -> None:
         a, b = (spec.get(name, "nothing") for spec in specs)
         if a != b:
             raise ArgumentError(
-                f"{_OWNER}: all members must have the same arrays, and {name} is {a} in {first.name} and {b} in "
+                f"{OWNER}: all members must have the same arrays, and {name} is {a} in {first.name} and {b} in "
                 f"{member.name}. Leave out what changes shapes, layers or the kind of optimizer, and call jl.fit_many "
                 "once for each."
             )
     kinds = [x.training.spec.optimizer_kind for x in (first, member)]
     if kinds[0] != kinds[1] or first.training.spec.layout.treedef != member.training.spec.layout.treedef:
         raise ArgumentError(
-            f"{_OWNER}: all members must have the same kind of optimizer, and it is {kinds[0]} in {first.name} and "
+            f"{OWNER}: all members must have the same kind of optimizer, and it is {kinds[0]} in {first.name} and "
             f"{kinds[1]} in {member.name}. Call jl.fit_many once for each."
         )

@@ -3,7 +3,7 @@
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.source import Source
 from jaxlit.engine.in_flight import Bound
+from jaxlit.populations.plan import Plan
 from jaxlit.populations.population import Population, Row, Standing
 from jaxlit.populations.programs import Programs
 from jaxlit.populations.saves import Saves, described, read_arrays
@@ -23,27 +24,6 @@ from jaxlit.populations.saves import Saves, described, read_arrays
 _logger = logging.getLogger("jaxlit")
 
 _, _EPOCH, _BATCH_IDX, _BAD_STEP = range(4)  # columns of the counters, see `TrainState`
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a population trains.
-
-    Attributes:
-        max_epochs: How many epochs.
-        limit_train_batches: The most batches of an epoch; None for all.
-        log_every_n_steps: The steps between rows.
-        every_n_train_steps: The steps between checkpoints inside of an epoch; None for none.
-        early_stopping: When a member ends; None for never.
-        log: Is given each row: the member's index, the step and the metrics.
-    """
-
-    max_epochs: int
-    limit_train_batches: int | None = None
-    log_every_n_steps: int = 50
-    every_n_train_steps: int | None = None
-    early_stopping: EarlyStopping | None = None
-    log: Callable[[int, int, dict[str, float]], object] | None = None
 
 
 @dataclass
@@ -65,7 +45,7 @@ class Run:
         programs: The compiled programs; the training step was traced.
         leaves: The newest arrays of all members.
         train: The training loader.
-        val: The validation loader, if there is one.
+        val: The validation loader, or none.
         prefetcher: Draws their batches.
         plan: How to train.
         saves: Where checkpoints are written; None for nowhere.
@@ -76,7 +56,7 @@ class Run:
     programs: Programs
     leaves: list[jax.Array]
     train: Source
-    val: Source | None
+    val: Sequence[Source]
     prefetcher: Prefetcher
     plan: Plan
     saves: Saves | None
@@ -105,8 +85,8 @@ def train(run: Run) -> Population:
             begin_epoch(run)
         at = train_epoch(run)
         log_epoch(run)
-        if run.val is not None:
-            validate(run, run.val)
+        for source in run.val:
+            validate(run, source)
         if run.plan.early_stopping is not None:
             stop_members(run, run.plan.early_stopping)
         now.epoch, now.batch_idx = now.epoch + 1, 0
