@@ -1,91 +1,57 @@
-"""Which members take steps by the same program, and arguments that do not reach a member."""
+"""Which members have the same programs, and which are the same training."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.hparams import hparams_of
+from jaxlit.core.log import Metric
 from jaxlit.core.optimizer import updates_of
-from jaxlit.core.plain_attributes import each_attribute, same
-from jaxlit.engine.program_key import program_key, same_key
 from jaxlit.engine.training import Training
 from jaxlit.errors import ArgumentError
 from jaxlit.fingerprint import stable_text
-from jaxlit.populations.lifting import DifferentError, differences
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_LIBRARIES = ("builtins", "flax", "jax", "jaxlib", "jaxlit", "numpy", "optax")
+from jaxlit.populations.lifting import is_same
 
 
 class Kind(NamedTuple):
-    """All that the programs of a member depend on."""
+    """What the programs of a member are made of, as it was when this was traced."""
 
-    key: Any
-    hparams: dict[str, Any]
+    programs: Sequence[Any]
+    metrics: Sequence[tuple[Metric, ...]]
     schedule: Any
-    optimizer: Any  # the program of its first step: what its closures hold
 
     def is_same(self, other: "Kind") -> bool:
-        """Return whether members of the two kinds have the same programs, so that one need not be traced."""
-        if not (same_key(self.key, other.key) and same(self.hparams, other.hparams)):
-            return False
-        try:
-            return self.schedule is other.schedule and not differences(self.optimizer, other.optimizer)
-        except DifferentError:
-            return False
+        """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
+        alike = self.metrics == other.metrics and self.schedule is other.schedule
+        return alike and all(map(is_same, self.programs, other.programs))
 
 
-def kind_of(training: Training) -> Kind:
-    """Return the kind of a member."""
-    pure, params = training.pure, training.spec.tree.params
+def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
+    """Trace the steps and the optimizer of a member, each for itself: a third of the work of its programs.
+
+    Args:
+        training: How the member is trained.
+        examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
+    """
+    pure, state, number = training.pure, training.spec.tree, jax.ShapeDtypeStruct((), jnp.int32)
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
-        tx = training.plan.tx
-        state = tx.init(params)
-        return state, updates_of(tx, grads, state, params, loss, f"{pure.name}.configure_optimizers")
+        opt_state, tx = training.plan.tx.init(params), training.plan.tx
+        return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    program = jax.make_jaxpr(first_step)(shapes, shapes, jax.ShapeDtypeStruct((), jnp.float32))
-    key = program_key(pure.origin, training.spec.strategy, pure.precision)
-    return Kind(key, dict(hparams_of(pure.origin)), training.plan.optimizer.lr_schedule, program)
-
-
-def settings_of(module: Any) -> dict[str, Any]:
-    """Return the numbers and texts that a module's attributes and hyperparameters hold now, in containers too."""
-    settings = {path: at[name] for path, at, name in each_attribute(module)}
-    settings |= {f"hparams.{name}": value for name, value in hparams_of(module).items()}
-    return {path: _inside(value, set()) for path, value in settings.items()}
-
-
-def _inside(value: Any, above: set[int]) -> Any:
-    if isinstance(value, _PLAIN) or id(value) in above:
-        return value if isinstance(value, _PLAIN) else None
-    above = above | {id(value)}
-    if isinstance(value, Mapping):
-        return {key: _inside(x, above) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_inside(x, above) for x in value]
-    if callable(value) or type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return None
-    return {name: _inside(x, above) for name, x in getattr(value, "__dict__", {}).items()}
-
-
-def check_unchanged(name: str, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse a member whose settings were changed when a later one was built: its steps would read those.
-
-    Raises:
-        ArgumentError: Naming the attribute.
-    """
-    if changed := [path for path, value in before.items() if value != now[path]]:
-        raise ArgumentError(
-            f"jl.fit_many: {changed[0]} of {name} was {stable_text(before[changed[0]])}, and became "
-            f"{stable_text(now[changed[0]])} when a later member was built. They share an object that make_module "
-            "changes: make one for each member."
-        )
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    programs, metrics = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)], list[tuple[Metric, ...]]()
+    for (stage, loader), batch in examples.items():
+        # A function of its own each time: jax keeps the trace of one that it has seen.
+        run = partial(pure.run, stage, training.spec.strategy.replica, loader)
+        programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
+        metrics.append(pure.table(stage, loader).metrics)
+    return Kind(programs, metrics, training.plan.optimizer.lr_schedule)
 
 
 def check_distinct(

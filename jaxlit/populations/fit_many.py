@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxlit.callbacks.early_stopping import EarlyStopping
-from jaxlit.core.module import TrainModule, call_step
+from jaxlit.core.module import TrainModule
+from jaxlit.core.state import Layout
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.kinds import check_rows, each_loader, source_of
 from jaxlit.data.prefetcher import Prefetcher
@@ -14,7 +17,7 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.populations.alike import check_distinct
-from jaxlit.populations.members import build
+from jaxlit.populations.members import build, check_variations
 from jaxlit.populations.plan import OWNER, Plan
 from jaxlit.populations.population import Population
 from jaxlit.populations.programs import Programs, members_mesh
@@ -79,39 +82,52 @@ def _fit(make_module: Any, variations: Any, train_dataloaders: Any, val_dataload
         )
     if val_dataloaders is not None:
         sources.append(_source(val_dataloaders, "val_dataloaders"))
-    members, layout, arrays = build(make_module, variations, plan.dtypes)
-    programs = Programs(members, members_mesh(len(members), plan.most_devices))
     validators = {source.argument: BatchValidator(source.argument) for source in sources}
-    prefetcher = Prefetcher(
-        programs.place_batch,
-        validator_of=lambda source: validators[source.argument],
-        splits=lambda _: True,
-        prefetch="auto",
-        watchdog=Watchdog(None),
-    )
     saves = None if plan.default_root_dir is None else Saves(Path(plan.default_root_dir), resume=plan.resume == "auto")
     try:
         checkpoint = None if saves is None else saves.newest()
         if checkpoint is not None:
             sources[0].load_state_dict(checkpoint.state["loader"])
-        # Everything is traced and compared before the first step.
-        programs.train_step(_example(sources[0], validators))
-        for source in sources[1:]:
-            call_step(members[0].pure.origin, "validation", 0)
-            programs.eval_step(_example(source, validators))
+        examples = [_example(source, validators) for source in sources]
+        programs, layout, arrays = _built(make_module, variations, plan, examples)
+        prefetcher = Prefetcher(
+            None if programs.mesh.size == 1 else programs.place_batch,
+            validator_of=lambda source: validators[source.argument],
+            splits=lambda _: True,
+            prefetch="auto",
+            watchdog=Watchdog(None),
+        )
         run = Run(programs, [], sources[0], sources[1:], prefetcher, plan, saves)
         if checkpoint is not None:
             restore(run, checkpoint)
         else:
             run.leaves = programs.init(layout, arrays)
-            check_distinct([x.name for x in members], variations, arrays, programs.numbers)
-        return train(run)
+            check_distinct([x.name for x in programs.members], variations, arrays, programs.numbers)
+        arrays.clear()  # the devices have them
+        try:
+            return train(run)
+        finally:
+            prefetcher.close()
     finally:
-        prefetcher.close()
         for source in sources:
             source.close()
         if saves is not None:
             saves.close()
+
+
+def _built(
+    make_module: Any, variations: Any, plan: Plan, examples: list[Any]
+) -> tuple[Programs, Layout, list[list[np.ndarray]]]:
+    """Build and compare all members; returns their programs, the layout of a module's arrays, and each one's arrays."""
+    check_variations(make_module, variations)
+    programs = Programs(members_mesh(len(variations), plan.most_devices), *examples)
+    arrays, layouts = list[list[np.ndarray]](), list[Layout]()
+    for member, layout, own in build(make_module, variations, plan.dtypes):
+        programs.add(member)  # traced before the next one is built
+        layouts.append(layout)
+        arrays.append(own)
+    programs.compile()
+    return programs, layouts[0], arrays
 
 
 def _source(loaders: Any, argument: str, *, may_continue: bool = False) -> Source:

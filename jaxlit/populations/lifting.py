@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -98,6 +100,14 @@ def differences(first: Any, other: Any) -> dict[Place, Any]:
     numbers: dict[Place, Any] = {}
     _Comparison(first, other, (), numbers).compare()
     return numbers
+
+
+def is_same(first: Any, other: Any) -> bool:
+    """Return whether two programs compute the same."""
+    try:
+        return not differences(first, other)
+    except DifferentError:
+        return False
 
 
 class _Comparison:
@@ -236,12 +246,26 @@ def _number_at(program: Any, place: Place) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    """Return whether two parameters of equations are equal; functions on the host by their code and what they hold."""
     if a is b:
         return True
-    try:
-        return bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
-    except Exception:  # an object of another library
+    if type(a) is not type(b):
         return False
+    try:
+        if isinstance(a, (tuple, list)) and not hasattr(a, "_fields"):
+            return len(a) == len(b) and all(map(_equal, a, b))
+        if isinstance(a, partial):
+            return all(map(_equal, (a.func, a.args, [*a.keywords.items()]), (b.func, b.args, [*b.keywords.items()])))
+        if isinstance(a, FunctionType):
+            return all(map(_equal, _parts(a), _parts(b)))
+        return bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
+    except Exception:  # an object of another library, or a function that holds itself
+        return False
+
+
+def _parts(function: FunctionType) -> tuple[Any, ...]:
+    held = [cell.cell_contents for cell in function.__closure__ or ()]
+    return function.__code__, function.__defaults__, function.__kwdefaults__, held
 
 
 def _runs_programs(x: Any) -> bool:

@@ -1,11 +1,12 @@
 """The members of a population: a module each, built from its variation and taken apart."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxlit.callbacks.base import Callback
@@ -20,7 +21,6 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.populations.alike import Kind, check_unchanged, kind_of, settings_of
 from jaxlit.populations.plan import OWNER
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
@@ -133,27 +133,35 @@ def _name(make_module: Any) -> str:
     return getattr(make_module, "__qualname__", type(make_module).__name__)
 
 
+class Built(NamedTuple):
+    """A member, and the arrays of its module.
+
+    Attributes:
+        member: The member.
+        layout: How the arrays become the module's trained, frozen and other variables.
+        arrays: The arrays, on the host; random keys as raw data.
+    """
+
+    member: Member
+    layout: Layout
+    arrays: list[np.ndarray]
+
+
 def build(
     make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
-) -> tuple[list[Member], Layout, list[list[Any]]]:
-    """Build the module of each member, and take it apart.
+) -> Iterator[Built]:
+    """Build the module of each member when it is asked for, and take it apart.
 
     Args:
         make_module: Returns a module.
         variations: The members' variations.
         precision: The dtypes.
 
-    Returns:
-        The members, how the arrays of a module become its variables, and the arrays of each member's module.
-
     Raises:
         ModuleError: A module cannot be trained here.
-        ArgumentError: Members differ in more than numbers.
     """
     strategy = _OneMember()
     strategy.setup(1)
-    members, layouts, arrays, settings = list[Member](), list[Layout](), list[list[Any]](), list[dict[str, Any]]()
-    kinds = dict[int, Kind]()
     for i, given in enumerate(check_variations(make_module, variations)):
         module = make_module(**given)
         check_module(module, _name(make_module))
@@ -163,21 +171,10 @@ def build(
         origin = nnx.merge(graphdef, jax.tree.map(_abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
-        settings.append(settings_of(origin))
         variables = pure.split(module)
-        layouts.append(Layout(variables))
-        arrays.append(jax.device_get(layouts[-1].flatten(variables)))
+        layout = Layout(variables)
         training = training_of(origin, pure, strategy, TrainingPlan(optimizer))
-        kind = kind_of(training)
-        like = next((k for k, other in kinds.items() if kind.is_same(other)), i)
-        kinds.setdefault(like, kind)
-        member = Member(i, dict(variations[i]), training, like)
-        if members:
-            check_same_state(members[0], member)
-        members.append(member.with_spec(members[0].training.spec) if members else member)
-    for member, before in zip(members, settings, strict=True):
-        check_unchanged(member.name, before, settings_of(member.pure.origin))
-    return members, layouts[0], arrays
+        yield Built(Member(i, dict(variations[i]), training, i), layout, jax.device_get(layout.flatten(variables)))
 
 
 def _abstract(x: Any) -> Any:
@@ -211,7 +208,8 @@ def check_same_state(first: Member, member: Member) -> None:
         ArgumentError: Naming the array, with both shapes.
     """
     specs = [{name: f"{dtype}{list(shape)}" for name, shape, dtype in x.training.spec.entries} for x in (first, member)]
-    for name in specs[0] | specs[1]:
+    names = [name for name in specs[0] | specs[1] if name != "sums"]  # of metrics, which are compared by their names
+    for name in names:
         a, b = (spec.get(name, "nothing") for spec in specs)
         if a != b:
             raise ArgumentError(

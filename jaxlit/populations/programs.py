@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +22,10 @@ from jaxlit.core.state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
+from jaxlit.populations.alike import Kind, kind_of
 from jaxlit.populations.lifting import lift
-from jaxlit.populations.members import Member
+from jaxlit.populations.members import Member, check_same_state
+from jaxlit.populations.plan import OWNER
 from jaxlit.strategies.program import named
 
 _logger = logging.getLogger("jaxlit")
@@ -48,23 +51,84 @@ def members_mesh(count: int, devices: int | None) -> Mesh:
     return sharding.build_mesh({_AXIS: size}, present[:size], "The mesh of jl.fit_many")
 
 
+class _Step(NamedTuple):
+    """A function of one member that is compiled for all.
+
+    Attributes:
+        name: The name of the program.
+        fn: A function of (member, *states, *shared).
+        states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
+        shared: Shapes and dtypes of what all members share.
+        stage: The step of the user's in it, whose metrics must be the same in all members.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    states: tuple[Any, ...]
+    shared: tuple[Any, ...] = ()
+    stage: tuple[str, int | None] | None = None
+
+
 class Programs:
     """The programs of a population, one for each kind of batch.
 
     Args:
-        members: The members.
-        mesh: The mesh that they are spread over.
+        mesh: The mesh that the members are spread over.
+        train_example: The shapes and dtypes of the first training batch.
+        val_example: Those of the first validation batch; None without a validation.
 
     Attributes:
-        members: See above; once the training step was traced, their specs have its metrics.
+        members: The members; their specs have the metrics of the training step.
         mesh: See above.
         numbers: (members, ...) each, in what the programs so far differ between members.
     """
 
-    def __init__(self, members: list[Member], mesh: Mesh) -> None:
-        self.members, self.mesh, self.numbers = members, mesh, list[np.ndarray]()
+    def __init__(self, mesh: Mesh, train_example: Any, val_example: Any = None) -> None:
+        self.members, self.mesh, self.numbers = list[Member](), mesh, list[np.ndarray]()
+        self._first_batches = (train_example, val_example)
         self._split, self._shared = NamedSharding(mesh, P(_AXIS)), NamedSharding(mesh, P())
-        self._train_steps, self._eval_steps = dict[Any, Callable[..., Any]](), dict[Any, Callable[..., Any]]()
+        self._compiled = dict[Any, Callable[..., Any]]()
+        self._kinds = dict[int, Kind]()  # by the first member of each
+
+    def add(self, member: Member) -> None:
+        """Add a member, before the next one is built.
+
+        Raises:
+            ArgumentError: Its arrays or metrics are not those of the first member.
+        """
+        if self.members:
+            check_same_state(self.members[0], member)
+            spec = self.spec
+        kind = kind_of(member.training, self._examples(member))
+        if not self.members:
+            for stage, example in self._examples(member).items():
+                self._inspect(member, stage, _inspection(stage), example)
+            spec = member.training.spec.with_metrics(member.pure.table(*_TRAINING))
+        like = next((i for i, other in self._kinds.items() if kind.is_same(other)), member.index)
+        self._kinds.setdefault(like, kind)
+        self.members.append(replace(member.with_spec(spec), like=like))
+
+    def compile(self) -> None:
+        """Compare the programs of all members for the first batches; they are compiled when they are first called.
+
+        Raises:
+            ArgumentError: They differ in more than numbers, or in what a later member has changed.
+        """
+        for i, kind in self._kinds.items():
+            member = self.members[i]
+            if not kind.is_same(kind_of(member.training, self._examples(member))):
+                raise ArgumentError(
+                    f"{OWNER}: {member.name} reads something that make_module changed when it built a later member, "
+                    "such as a global or an object that they share. Make one for each member."
+                )
+        train_example, val_example = self._first_batches
+        self.train_step(train_example)
+        if val_example is not None:
+            self.eval_step(val_example)
+
+    def _examples(self, member: Member) -> dict[tuple[str, int | None], Any]:
+        train_example, val_example = self._first_batches
+        return {_TRAINING: train_example} | ({} if val_example is None else {_validation(member): val_example})
 
     @property
     def spec(self) -> StateSpec:
@@ -73,14 +137,14 @@ class Programs:
 
     @property
     def step_table(self) -> StepTable:
-        """The layout of what a training step, which must have been traced, returns of one member."""
+        """The layout of what a training step returns of one member."""
         first = self.members[0]
         return StepTable(first.pure.table(*_TRAINING), first.training.rates.names, guarded=True)
 
     @property
     def val_table(self) -> Table:
-        """The metrics of the validation step, which must have been traced."""
-        return self.members[0].pure.table(*self._validation)
+        """The metrics of the validation step."""
+        return self.members[0].pure.table(*_validation(self.members[0]))
 
     @property
     def array_specs(self) -> list[jax.ShapeDtypeStruct]:
@@ -98,10 +162,13 @@ class Programs:
         """Put a copy of an array for each member onto the devices."""
         return self.place(np.broadcast_to(x, (len(self.members), *x.shape)))
 
-    @property
-    def place_batch(self) -> Callable[[Any], Any] | None:
-        """What puts a batch onto all devices, which share it; None where a step takes host arrays."""
-        return None if self.mesh.size == 1 else lambda batch: jax.device_put(batch, self._shared)
+    def eval_sums(self) -> list[jax.Array]:
+        """Return the metrics of no validation batch, and the count of batches."""
+        return list(map(self.repeat, _empty_sums(self.val_table)))
+
+    def place_batch(self, batch: Any) -> Any:
+        """Put a batch onto all devices, which share it; one device takes host arrays."""
+        return batch if self.mesh.size == 1 else jax.device_put(batch, self._shared)
 
     # Programs
 
@@ -118,7 +185,7 @@ class Programs:
 
         stacked = [self.place(np.stack(column)) for column in zip(*arrays, strict=True)]
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
-        return self._compile("init", init, (shapes,))(stacked)
+        return self._program(_Step("init", init, (shapes,)))(stacked)
 
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
         """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
@@ -126,12 +193,7 @@ class Programs:
         Args:
             example: The shapes and dtypes of the batch.
         """
-        if (key := _key(example)) not in self._train_steps:
-            self._trace_training(example)
-            update = lambda member, *args: member.training.step.update(member.strategy.replica, *args)[:2]  # noqa: E731
-            state = list(map(_abstract, self.spec.arrays))
-            self._train_steps[key] = self._compile("train_step", update, (state,), example, stage=_TRAINING)
-        return self._train_steps[key]
+        return self._program(self._train(example))
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
         """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
@@ -139,103 +201,86 @@ class Programs:
         Args:
             example: See `train_step`.
         """
-        if (key := _key(example)) not in self._eval_steps:
-            first, stage = self.members[0], self._validation
-            if not self._eval_steps:
-                inspect = partial(inspect_evaluation, first.pure, *stage)
-                trace_step(first.pure, first.strategy, self._tree, stage, inspect, example)
+        return self._program(self._eval(example))
 
-            def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
-                spec = member.training.spec
-                step = eval_step(member.pure, *stage, spec.eval_layout, spec.wrap)
-                return step(member.strategy.replica, leaves, sums, batch)[0]
+    def _train(self, example: Any) -> _Step:
+        def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
+            return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
-            leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-            sums = list(map(_abstract, self._empty_sums))
-            self._eval_steps[key] = self._compile("eval_step", add, (sums, leaves), example, stage=stage)
-        return self._eval_steps[key]
+        return _Step("train_step", update, (list(map(_abstract, self.spec.arrays)),), (example,), _TRAINING)
 
-    def eval_sums(self) -> list[jax.Array]:
-        """Return the metrics of no validation batch, and the count of batches."""
-        return list(map(self.repeat, self._empty_sums))
+    def _eval(self, example: Any) -> _Step:
+        stage = _validation(self.members[0])
 
-    @property
-    def _empty_sums(self) -> list[np.ndarray]:
-        return [self.val_table.empty_sums(), np.zeros((), np.int32)]
+        def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
+            spec = member.training.spec
+            step = eval_step(member.pure, *stage, spec.eval_layout, spec.wrap)
+            return step(member.strategy.replica, leaves, sums, batch)[0]
 
-    @property
-    def _validation(self) -> tuple[str, int | None]:
-        return "validation", 0 if takes_loader(self.members[0].pure.origin, "validation") else None
+        leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
+        return _Step("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), (example,), stage)
 
-    @property
-    def _tree(self) -> Any:
-        return jax.tree.map(_abstract, self.spec.tree)
+    def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
+        state = jax.tree.map(_abstract, member.training.spec.tree)
+        trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
 
-    def _trace_training(self, example: Any) -> None:
-        """Trace the training step of each member, and give the specs its metrics."""
-        for i, member in enumerate(self.members):
-            if member.like < i:  # it has the program of that member
-                continue
-            # Mistakes that the trace of one member shows are in all of them: the programs will be compared.
-            is_first = i == 0 and not self._train_steps
-            inspect = partial(inspect_step if is_first else _trace, member.pure)
-            trace_step(member.pure, member.strategy, self._tree, _TRAINING, inspect, example)
-        spec = self.spec.with_metrics(self.members[0].pure.table(*_TRAINING))
-        self.members = [member.with_spec(spec) for member in self.members]
+    def _trace(self, step: _Step, i: int) -> tuple[Any, Any]:
+        """Return the program of a member, and the shapes and dtypes of its results."""
+        member = self.members[i]
+        if step.stage == _TRAINING:  # the step is built from what the trace of the user's step has shown
+            self._inspect(member, _TRAINING, _trace_body, *step.shared)
+        made = jax.make_jaxpr(partial(step.fn, member), return_shape=True)(*step.states, *step.shared)
+        if step.stage is not None:
+            first = self.members[0]
+            a, b = ([m.name for m in x.pure.table(*step.stage).metrics] for x in (first, member))
+            if a != b:
+                raise ArgumentError(
+                    f"{OWNER}: all members must log the same metrics in {step.stage[0]}_step. {first.name} logs {a}, "
+                    f"and {member.name} logs {b}."
+                )
+        return made
 
-    def _compile(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        states: tuple[Any, ...],
-        *shared: Any,
-        stage: tuple[str, int | None] | None = None,
-    ) -> Callable[..., Any]:
-        """Compile a function for all members; what it returns has a dim of members.
+    def _program(self, step: _Step) -> Callable[..., Any]:
+        """Return the function for all members, whose results have a dim of members; it is compiled when first called.
 
-        Args:
-            name: The name of the program.
-            fn: A function of (member, *states, *shared).
-            states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
-            *shared: Shapes and dtypes of what all members share.
-            stage: The step in it, whose metrics must be the same in all members.
+        Raises:
+            ArgumentError: The members' programs differ in more than numbers.
         """
-
-        def trace_of(i: int) -> tuple[Any, Any]:
-            made = jax.make_jaxpr(partial(fn, self.members[i]), return_shape=True)(*states, *shared)
-            if stage is not None:
-                self._check_metrics(self.members[i], stage)
-            return made
-
-        lifted = lift(trace_of, [member.name for member in self.members], [member.like for member in self.members])
+        leaves, treedef = jax.tree.flatten(step.shared)
+        key = (step.name, treedef, *((x.shape, x.dtype) for x in leaves))
+        if key in self._compiled:
+            return self._compiled[key]
+        names, like = [member.name for member in self.members], [member.like for member in self.members]
+        lifted = lift(partial(self._trace, step), names, like)
         self.numbers += lifted.numbers
-        numbers = [self.place(x) for x in lifted.numbers]
-        split = 1 + len(states)
-        run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))
+        split, shared = 1 + len(step.states), len(step.shared)
+        run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * shared))
         if self.mesh.size > 1:
             # Each device runs its own members: nothing is communicated, whatever XLA would choose.
-            specs = (*[P(_AXIS)] * split, *[P()] * len(shared))
+            specs = (*[P(_AXIS)] * split, *[P()] * shared)
             run = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P(_AXIS), check_vma=False)
-        return partial(jax.jit(named(name, run), donate_argnums=1, out_shardings=self._split), numbers)
-
-    def _check_metrics(self, member: Member, stage: tuple[str, int | None]) -> None:
-        first = self.members[0]
-        a, b = (x.pure.table(*stage).metrics for x in (first, member))
-        if a != b:
-            raise ArgumentError(
-                f"jl.fit_many: all members must log the same metrics in {stage[0]}_step. {first.name} logs "
-                f"{[m.name for m in a]}, and {member.name} logs {[m.name for m in b]}."
-            )
+        program = jax.jit(named(step.name, run), donate_argnums=1, out_shardings=self._split)
+        self._compiled[key] = partial(program, [self.place(x) for x in lifted.numbers])
+        return self._compiled[key]
 
 
-def _trace(pure: PureModule, replica: Replica, *args: Any) -> None:
+def _validation(member: Member) -> tuple[str, int | None]:
+    return "validation", 0 if takes_loader(member.pure.origin, "validation") else None
+
+
+def _empty_sums(table: Table) -> list[np.ndarray]:
+    return [table.empty_sums(), np.zeros((), np.int32)]
+
+
+def _inspection(stage: tuple[str, int | None]) -> Callable[..., None]:
+    if stage == _TRAINING:
+        return inspect_step
+    return lambda pure, *args: inspect_evaluation(pure, *stage, *args)
+
+
+def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
     pure.body("training", replica).trace(*args)
 
 
 def _abstract(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _key(example: Any) -> Any:
-    leaves, treedef = jax.tree.flatten(example)
-    return treedef, *[(x.shape, x.dtype) for x in leaves]

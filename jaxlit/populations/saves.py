@@ -60,8 +60,9 @@ class Saves:
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.wait()
-            for path in candidates(self.folder)[1:]:
-                remove(path)
+            for path in candidates(self.folder):
+                if path != saving.path:
+                    remove(path)
 
     def close(self) -> None:
         """Let go of the folder, once nothing is written there."""

@@ -1,5 +1,6 @@
 """Members of a population train as they would alone, in one program."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,12 +10,16 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random, sized
+from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.modules import Linear, Mean
+from kit.modules import Linear, Mean, Net
 from kit.swept import Swept
 from kit.trainers import fit
 
 import jaxlit as jl
+from jaxlit.core.replica import abstract_batch
+from jaxlit.populations.fit_many import _built
+from jaxlit.populations.plan import Plan
 
 
 def alone(made: jl.TrainModule, train: Any, val: Any = None, **arguments: Any) -> jl.Trainer:
@@ -156,3 +161,51 @@ def test_members_that_do_not_divide_use_fewer_devices(caplog: pytest.LogCaptureF
     population = jl.fit_many(Linear, [{"features": 3}] * 9, random(2), max_epochs=1)
     assert len(population._leaves[0].sharding.device_set) == 3
     assert "9 members use 3 of 8 devices" in caplog.text
+
+
+def test_a_step_overwrites_the_state_and_members_share_a_batch() -> None:
+    (batch,) = random(1)
+    variations = [{"seed": i} for i in range(4)]
+    programs, layout, arrays = _built(Swept, variations, Plan(1), [abstract_batch(batch)])
+    state = programs.init(layout, arrays)
+    sums = programs.spec.index.sums
+    state[sums] = programs.repeat(programs.step_table.metrics.empty_sums())
+    placed = programs.place_batch(batch)
+    for x in jax.tree.leaves(placed):
+        assert x.sharding.is_fully_replicated
+        assert len(x.sharding.device_set) == 4
+    new, _ = programs.train_step(abstract_batch(batch))(list(state), placed)
+    assert all(x.is_deleted() for x in state)
+    assert [x.sharding for x in new] == [x.sharding for x in state]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_is_the_trainers(precision: str) -> None:
+    population = jl.fit_many(Linear, [{}] * 2, random(4), max_epochs=2, log_every_n_steps=1, precision=precision)
+    module = Linear()
+    trainer = alone(module, random(4), max_epochs=2, precision=precision)
+    made, wanted = population.module(1).kernel[...], module.kernel[...]
+    assert made.dtype == wanted.dtype
+    np.testing.assert_allclose(made.astype(jnp.float32), wanted.astype(jnp.float32), rtol=1e-2)
+    rows = [row["loss"] for row in population.rows() if row["member"] == 1]
+    np.testing.assert_allclose(rows, trainer.history["loss"][1], rtol=1e-2)
+
+
+def test_an_endless_loader_continues_from_epoch_to_epoch() -> None:
+    """Three epochs of two batches take the first six."""
+    population = jl.fit_many(Mean, [{}], itertools.cycle(numbered(7)), max_epochs=3, limit_train_batches=2)
+    np.testing.assert_allclose(population.module(0).w[...], mean([[k] for k in range(1, 7)]), rtol=1e-6)
+
+
+def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
+    def make(width: int, *, rngs: nnx.Rngs, **more: Any) -> Net:
+        assert more == {"note": "same"}
+        return Net(width=width, rngs=rngs)
+
+    variations = [{"width": 4, "note": "same", "seed": 5}, {"width": 4, "note": "same"}]
+    population = jl.fit_many(make, variations, random(1), max_epochs=1, limit_train_batches=1)
+    for i, seed in enumerate((5, 0)):
+        module = Net(width=4, rngs=nnx.Rngs(seed))
+        alone(module, random(1))
+        for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)

@@ -91,61 +91,84 @@ def test_a_number_that_no_input_can_replace_is_refused() -> None:
     refuses(ArgumentError, lambda: many(Loops, [{"factor": 0.5}, {"factor": 0.9}], numbered(2)), "inside of while")
 
 
-def test_a_callback_of_a_member_is_refused() -> None:
-    """What a function on the host holds cannot be compared."""
+class Prints(Mean):
+    """Calls a function on the host, with a number that the function or the program holds."""
 
-    class Prints(Mean):
+    def __init__(self, seed: int = 0, held: float = 0.0, given: float = 0.0) -> None:
+        super().__init__()
+        self.w[...] += seed
+        self.held, self.given = held, given
+
+    def training_step(self, batch: Any) -> jax.Array:
+        held = self.held
+        jax.debug.callback(lambda x: SEEN.append(held + float(x)), self.given * jnp.ones(()))
+        return super().training_step(batch)
+
+
+SEEN: list[float] = []
+
+
+def test_a_number_in_a_function_on_the_host_is_refused() -> None:
+    sweep = [{"held": 0.1}, {"held": 0.2}]
+    refuses(ArgumentError, lambda: many(Prints, sweep, numbered(2)), "debug_callback has callback")
+    many(Prints, [{"seed": 0}, {"seed": 1}], numbered(1))
+    jax.effects_barrier()
+    SEEN.clear()
+    many(Prints, [{"given": 0.25}, {"given": 0.5}], numbered(1))
+    jax.effects_barrier()
+    assert sorted(SEEN) == [0.25, 0.5]
+
+
+class Scaled(Mean):
+    """Reads a number from an object in each step, for its gradient and its validation."""
+
+    settings: Any = argparse.Namespace(train=1.0, val=1.0)
+
+    def __init__(self, settings: Any = None) -> None:
+        super().__init__()
+        if settings is not None:
+            self.settings = settings
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return super().training_step(batch) * self.settings.train
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean(self.error(batch)) * self.settings.val)
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+@pytest.mark.parametrize("shares", ["an object", "the class"])
+def test_what_members_share_and_make_module_changes_is_refused(stage: str, shares: str) -> None:
+    """All members would read the numbers of the last one, whatever their seeds."""
+    shared = argparse.Namespace(train=1.0, val=1.0)
+
+    def make(seed: int, scale: float) -> Mean:
+        setattr(shared if shares == "an object" else Scaled.settings, stage, scale)
+        made = Scaled(shared) if shares == "an object" else Scaled()
+        made.w[...] += seed
+        return made
+
+    sweep = [{"seed": 0, "scale": 1.0}, {"seed": 1, "scale": 2.0}, {"seed": 2, "scale": 1.0}]
+    pattern = "member 1 .seed=1, scale=2.0. reads something that make_module changed"
+    refuses(ArgumentError, lambda: many(make, sweep, numbered(2), numbered(2)), pattern)
+
+
+def test_objects_that_members_do_not_share_are_their_own() -> None:
+    make = lambda scale: Scaled(argparse.Namespace(train=scale, val=scale))  # noqa: E731
+    population = many(make, [{"scale": 1.0}, {"scale": 0.5}], numbered(2), numbered(1))
+    np.testing.assert_allclose(population.module(0).w[...], [1.25])  # half way to 1, then half way to 2
+    np.testing.assert_allclose(population.module(1).w[...], [0.6875])  # a quarter of the way
+    assert [x["val"] for x in population.metrics] == [1 - 1.25, 0.5 * (1 - 0.6875)]
+
+
+def test_an_argument_without_effect_is_refused() -> None:
+    class Deaf(Mean):
         def __init__(self, lr: float) -> None:
             super().__init__()
             self.lr = lr
 
-        def training_step(self, batch: Any) -> jax.Array:
-            lr = self.lr
-            jax.debug.callback(lambda x: print(x * lr), self.w[...])
-            return super().training_step(batch)
-
-    refuses(ArgumentError, lambda: many(Prints, [{"lr": 0.1}, {"lr": 0.2}], numbered(2)), "debug_callback has callback")
-
-
-class Args(Mean):
-    """Reads its numbers from an object that it is given."""
-
-    def __init__(self, args: Any) -> None:
-        super().__init__()
-        self.args = args
-
-    def training_step(self, batch: Any) -> jax.Array:
-        return super().training_step(batch) * self.args.scale
-
-
-def test_an_object_that_members_share_and_change_is_refused() -> None:
-    """All members would read the numbers of the last one."""
-    args = argparse.Namespace(scale=1.0)
-
-    def make(scale: float) -> Mean:
-        args.scale = scale
-        return Args(args)
-
-    sweep = [{"scale": 1.0}, {"scale": 2.0}]
-    refuses(ArgumentError, lambda: many(make, sweep, numbered(2)), "args.scale of member 0", "was 1.0, and became 2.0")
-    population = many(lambda scale: Args(argparse.Namespace(scale=scale)), sweep, numbered(2))
-    np.testing.assert_allclose(population.module(0).w[...] * 2, [2.5])  # half way to 1, then half way to 2
-    assert population.module(1).w[...] != population.module(0).w[...]
-
-
-def test_an_argument_without_effect_is_refused() -> None:
-    scale = [1.0]
-
-    class Global(Mean):
-        def __init__(self, lr: float) -> None:
-            super().__init__()
-            scale[0] = lr
-
-        def training_step(self, batch: Any) -> jax.Array:
-            return super().training_step(batch) * scale[0]
-
-    refuses(ArgumentError, lambda: many(Global, [{"lr": 0.1}, {"lr": 0.2}], numbered(2)), "member 0 .lr=0.1", "reaches")
-    assert len(many(Global, [{"lr": 0.1}] * 2, numbered(2))) == 2
+    refuses(ArgumentError, lambda: many(Deaf, [{"lr": 0.1}, {"lr": 0.2}], numbered(2)), "member 0 .lr=0.1", "reaches")
+    assert len(many(Deaf, [{"lr": 0.1}] * 2, numbered(2))) == 2
 
 
 class Hooked(Mean):

@@ -88,18 +88,23 @@ def test_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "population").glob("step_*")] == ["step_00000012"]
 
 
+@pytest.mark.parametrize("how", ["manifest", "state"])
 def test_a_damaged_checkpoint_is_passed_over(
-    whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    how: str, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("jaxlit.populations.saves.remove", lambda path: None)
         population(default_root_dir=tmp_path, max_epochs=2)
-    state = tmp_path / "population" / "step_00000012" / "state.json"
-    state.write_text(state.read_text().replace("0.0", "0.1", 1))
+    newest = tmp_path / "population" / "step_00000012"
+    if how == "manifest":
+        (newest / "MANIFEST.json").unlink()
+    else:
+        (newest / "state.json").write_text((newest / "state.json").read_text().replace("0.0", "0.1", 1))
     assert_same_bits(population(default_root_dir=tmp_path, resume="auto"), whole)
-    assert "step_00000012: state.json" in caplog.text
-    for path in (tmp_path / "population").glob("step_*"):
-        (path / "MANIFEST.json").unlink()
+    assert "step_00000012" in caplog.text
+    (last,) = (tmp_path / "population").glob("step_*")
+    assert last.name == "step_00000018"
+    (last / "MANIFEST.json").unlink()
     refuses(CheckpointError, lambda: population(default_root_dir=tmp_path, resume="auto"), "can be used")
 
 
