@@ -1,6 +1,7 @@
 """Which members have the same programs, and which are the same training."""
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,24 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.log import Metric
 from jaxlit.core.optimizer import updates_of
+from jaxlit.core.stage import STAGES
 from jaxlit.engine.training import Training
 from jaxlit.errors import ArgumentError
 from jaxlit.fingerprint import stable_text
-from jaxlit.populations.lifting import is_same
+from jaxlit.programs.lifting import is_same
 
 
 class Kind(NamedTuple):
     """What the programs of a member are made of, as it was when this was traced."""
 
     programs: Sequence[Any]
-    metrics: Sequence[tuple[Metric, ...]]
+    logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
     schedule: Any
 
     def is_same(self, other: "Kind") -> bool:
         """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
-        alike = self.metrics == other.metrics and self.schedule is other.schedule
+        alike = self.logged == other.logged and self.schedule is other.schedule
         return alike and all(map(is_same, self.programs, other.programs))
 
 
@@ -45,13 +46,35 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
 
     variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    programs, metrics = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)], list[tuple[Metric, ...]]()
+    programs = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)]
+    logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
         # A function of its own each time: jax keeps the trace of one that it has seen.
         run = partial(pure.run, stage, training.spec.strategy.replica, loader)
         programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
-        metrics.append(pure.table(stage, loader).metrics)
-    return Kind(programs, metrics, training.plan.optimizer.lr_schedule)
+        logged[STAGES[stage].step] = pure.table(stage, loader).metrics
+    return Kind(programs, logged, training.plan.optimizer.lr_schedule)
+
+
+def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
+    """Refuse a member that logs other values than the first one, or in another way.
+
+    Args:
+        first: How the first member is called in messages.
+        a: Its kind.
+        name: How the other member is called.
+        b: Its kind.
+
+    Raises:
+        ArgumentError: Naming a value.
+    """
+    for where, values in a.logged.items():
+        for x, y in itertools.zip_longest(values, b.logged[where]):
+            if x != y:
+                raise ArgumentError(
+                    f"jl.fit_many: all members must log the same, and {where} logs {x} in {first}, and {y} in {name}. "
+                    "Log the same names in the same way, or call jl.fit_many once for each kind of members."
+                )
 
 
 def check_distinct(

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,10 +22,10 @@ from jaxlit.core.state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
-from jaxlit.populations.alike import Kind, kind_of
-from jaxlit.populations.lifting import lift
+from jaxlit.populations.alike import Kind, check_same_logs, kind_of
 from jaxlit.populations.members import Member, check_same_state
 from jaxlit.populations.plan import OWNER
+from jaxlit.programs.lifting import DifferentError, lift
 from jaxlit.strategies.program import named
 
 _logger = logging.getLogger("jaxlit")
@@ -49,24 +49,6 @@ def members_mesh(count: int, devices: int | None) -> Mesh:
             *(count, size, len(present), len(present)),
         )
     return sharding.build_mesh({_AXIS: size}, present[:size], "The mesh of jl.fit_many")
-
-
-class _Step(NamedTuple):
-    """A function of one member that is compiled for all.
-
-    Attributes:
-        name: The name of the program.
-        fn: A function of (member, *states, *shared).
-        states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
-        shared: Shapes and dtypes of what all members share.
-        stage: The step of the user's in it, whose metrics must be the same in all members.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    states: tuple[Any, ...]
-    shared: tuple[Any, ...] = ()
-    stage: tuple[str, int | None] | None = None
 
 
 class Programs:
@@ -98,15 +80,16 @@ class Programs:
         """
         if self.members:
             check_same_state(self.members[0], member)
-            spec = self.spec
         kind = kind_of(member.training, self._examples(member))
-        if not self.members:
+        if self._kinds:
+            check_same_logs(self.members[0].name, self._kinds[0], member.name, kind)
+        else:
             for stage, example in self._examples(member).items():
                 self._inspect(member, stage, _inspection(stage), example)
-            spec = member.training.spec.with_metrics(member.pure.table(*_TRAINING))
+            member = member.with_spec(member.training.spec.with_metrics(member.pure.table(*_TRAINING)))
         like = next((i for i, other in self._kinds.items() if kind.is_same(other)), member.index)
         self._kinds.setdefault(like, kind)
-        self.members.append(replace(member.with_spec(spec), like=like))
+        self.members.append(replace(member.with_spec((self.members or [member])[0].training.spec), like=like))
 
     def compile(self) -> None:
         """Compare the programs of all members for the first batches; they are compiled when they are first called.
@@ -185,7 +168,7 @@ class Programs:
 
         stacked = [self.place(np.stack(column)) for column in zip(*arrays, strict=True)]
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
-        return self._program(_Step("init", init, (shapes,)))(stacked)
+        return self._program("init", init, (shapes,))(stacked)
 
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
         """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
@@ -193,7 +176,13 @@ class Programs:
         Args:
             example: The shapes and dtypes of the batch.
         """
-        return self._program(self._train(example))
+
+        def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
+            # The user's step first: the optimizer step is built from what its trace has shown.
+            self._inspect(member, _TRAINING, _trace_body, example)
+            return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
+
+        return self._program("train_step", update, (list(map(_abstract, self.spec.arrays)),), example)
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
         """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
@@ -201,65 +190,54 @@ class Programs:
         Args:
             example: See `train_step`.
         """
-        return self._program(self._eval(example))
-
-    def _train(self, example: Any) -> _Step:
-        def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
-            return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
-
-        return _Step("train_step", update, (list(map(_abstract, self.spec.arrays)),), (example,), _TRAINING)
-
-    def _eval(self, example: Any) -> _Step:
-        stage = _validation(self.members[0])
 
         def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
             spec = member.training.spec
-            step = eval_step(member.pure, *stage, spec.eval_layout, spec.wrap)
+            step = eval_step(member.pure, *_validation(member), spec.eval_layout, spec.wrap)
             return step(member.strategy.replica, leaves, sums, batch)[0]
 
         leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-        return _Step("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), (example,), stage)
+        return self._program("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), example)
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
         state = jax.tree.map(_abstract, member.training.spec.tree)
         trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
 
-    def _trace(self, step: _Step, i: int) -> tuple[Any, Any]:
-        """Return the program of a member, and the shapes and dtypes of its results."""
-        member = self.members[i]
-        if step.stage == _TRAINING:  # the step is built from what the trace of the user's step has shown
-            self._inspect(member, _TRAINING, _trace_body, *step.shared)
-        made = jax.make_jaxpr(partial(step.fn, member), return_shape=True)(*step.states, *step.shared)
-        if step.stage is not None:
-            first = self.members[0]
-            a, b = ([m.name for m in x.pure.table(*step.stage).metrics] for x in (first, member))
-            if a != b:
-                raise ArgumentError(
-                    f"{OWNER}: all members must log the same metrics in {step.stage[0]}_step. {first.name} logs {a}, "
-                    f"and {member.name} logs {b}."
-                )
-        return made
+    def _program(self, name: str, fn: Callable[..., Any], states: tuple[Any, ...], *shared: Any) -> Callable[..., Any]:
+        """Return a function for all members, whose results have a dim of members; it is compiled when first called.
 
-    def _program(self, step: _Step) -> Callable[..., Any]:
-        """Return the function for all members, whose results have a dim of members; it is compiled when first called.
+        Args:
+            name: The name of the program.
+            fn: A function of (member, *states, *shared).
+            states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
+            *shared: Shapes and dtypes of what all members share.
 
         Raises:
             ArgumentError: The members' programs differ in more than numbers.
         """
-        leaves, treedef = jax.tree.flatten(step.shared)
-        key = (step.name, treedef, *((x.shape, x.dtype) for x in leaves))
+        leaves, treedef = jax.tree.flatten(shared)
+        key = (name, treedef, *((x.shape, x.dtype) for x in leaves))
         if key in self._compiled:
             return self._compiled[key]
-        names, like = [member.name for member in self.members], [member.like for member in self.members]
-        lifted = lift(partial(self._trace, step), names, like)
+        members = self.members
+        trace_of = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
+        try:
+            lifted = lift(trace_of, [member.like for member in members])
+        except DifferentError as error:
+            other = members[error.index or 0]
+            raise ArgumentError(
+                f"{OWNER} trains all members by one program, and that of {other.name} differs from that of "
+                f"{members[0].name}: {error}. Variations may change seeds and numbers, but not what is computed, such "
+                "as dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
+            ) from None
         self.numbers += lifted.numbers
-        split, shared = 1 + len(step.states), len(step.shared)
-        run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * shared))
+        split = 1 + len(states)
+        run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))
         if self.mesh.size > 1:
             # Each device runs its own members: nothing is communicated, whatever XLA would choose.
-            specs = (*[P(_AXIS)] * split, *[P()] * shared)
+            specs = (*[P(_AXIS)] * split, *[P()] * len(shared))
             run = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P(_AXIS), check_vma=False)
-        program = jax.jit(named(step.name, run), donate_argnums=1, out_shardings=self._split)
+        program = jax.jit(named(name, run), donate_argnums=1, out_shardings=self._split)
         self._compiled[key] = partial(program, [self.place(x) for x in lifted.numbers])
         return self._compiled[key]
 

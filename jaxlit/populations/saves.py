@@ -102,6 +102,7 @@ def described(programs: Programs) -> dict[str, Any]:
     return {
         "variations": [{key: stable_text(x) for key, x in m.variation.items()} for m in programs.members],
         "optimizer": programs.spec.optimizer_kind,
+        "metrics": [m.name for m in programs.step_table.metrics.metrics],
         "arrays": [[name, [count, *shape], dtype] for name, shape, dtype in programs.spec.entries],
     }
 

@@ -212,7 +212,6 @@ def save(run: Run, position: Any) -> None:
     state = {
         **described(run.programs),
         "loader": source.state_dict(now.epoch, position),
-        "metrics": [asdict(x) for x in run.programs.step_table.metrics.metrics],
         "epoch": now.epoch,
         "batch_idx": now.batch_idx,
         "step": now.step,

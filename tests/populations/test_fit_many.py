@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random, sized
-from kit.by_hand import mean
+from kit.by_hand import mean, trained
 from kit.compiles import compiles
 from kit.modules import Linear, Mean, Net
 from kit.swept import Swept
@@ -209,3 +209,29 @@ def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
         alone(module, random(1))
         for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lambda lr: optax.MultiSteps(optax.adam(lr, eps=1e-3), every_k_schedule=2),
+        lambda lr: optax.sgd(optax.join_schedules([optax.linear_schedule(0, lr, 2), lambda _: lr / 2], [2])),
+        lambda lr: optax.chain(optax.clip_by_global_norm(10 * lr), optax.adam(0.1, b1=1 - lr, eps=1e-3)),
+    ],
+    ids=["accumulated", "scheduled", "clipped"],
+)
+def test_any_optimizer_has_each_members_numbers(tx: Any) -> None:
+    class Chosen(Linear):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.lr = lr
+
+        def configure_optimizers(self) -> Any:
+            return tx(self.lr)
+
+    population = jl.fit_many(Chosen, [{"lr": lr} for lr in (0.05, 0.1)], random(4), max_epochs=1)
+    for i, lr in enumerate((0.05, 0.1)):
+        made = tx(lr)
+        made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made
+        wanted = trained(Linear(), random(4), made)
+        np.testing.assert_allclose(population.module(i).kernel[...], wanted.kernel[...], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""One program for all members: the numbers in which their programs differ become inputs of it."""
+"""Several programs that differ in numbers as one program, of which the numbers are inputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import is_key
 from jaxlit.programs.jaxpr import JITS, bind, bodies, called, inner_jaxprs, scan_counts, value_of
 
@@ -22,73 +21,73 @@ _CONSTANT, _RESULT = -1, -2
 _RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
-@dataclass(frozen=True, eq=False)
-class Lifted:
-    """A program that computes what each member's own program does, given the member's numbers.
+class DifferentError(Exception):
+    """Two programs differ in more than numbers.
 
     Attributes:
-        closed: The program of member 0.
-        treedef: The structure of its results.
-        inputs: Which of `numbers` takes the place of a number of member 0.
-        numbers: (members, ...) each.
+        index: Which program differs from the first one; None where only two are compared.
     """
 
-    closed: Any
+    index: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """A program that computes what each of several programs does, given the numbers of that program.
+
+    Attributes:
+        first: The first program.
+        treedef: The structure of its results.
+        inputs: Which of `numbers` takes the place of a number of the first program.
+        numbers: (programs, ...) each.
+    """
+
+    first: Any
     treedef: Any
     inputs: dict[Place, int]
     numbers: list[np.ndarray]
 
     def __call__(self, numbers: Sequence[Any], *args: Any) -> Any:
-        """Return what one member's program returns.
+        """Return what one of the programs returns.
 
         Args:
-            numbers: That member's numbers.
+            numbers: The numbers of that program.
             *args: The arguments of the function that was traced.
         """
         given = {place: numbers[i] for place, i in self.inputs.items()}
         entered = {place[:n] for place in given for n in range(2, len(place) - 1, 2)}
-        run = _Run(given, entered)
-        return self.treedef.unflatten(run(self.closed, jax.tree.leaves(args), ()))
+        return self.treedef.unflatten(_Run(given, entered)(self.first, jax.tree.leaves(args), ()))
 
 
-def lift(trace_of: Callable[[int], tuple[Any, Any]], names: Sequence[str], like: Sequence[int]) -> Lifted:
-    """Return one program for all members.
+def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lifted:
+    """Return one program for several.
 
-    A member's program is traced and compared with that of member 0, equation by equation: so no number of a member is
-    lost, wherever it was read from.
+    Each is compared with the first one, equation by equation: so none of its numbers is lost, wherever it was read
+    from when the program was traced. A number may be an array.
 
     Args:
-        trace_of: Returns the program of a member, a `ClosedJaxpr`, and its results' shapes.
-        names: How each member is called in messages.
-        like: For each member the first one with the same program, itself if there is none before.
+        trace_of: Returns program `i`, a `ClosedJaxpr`, and its results' shapes.
+        like: For each the index of the first program that is the same, its own if there is none before.
 
     Raises:
-        ArgumentError: The programs differ in more than numbers, or in numbers that cannot be inputs.
+        DifferentError: One differs from the first in more than numbers, or in numbers that cannot be inputs.
     """
-    closed, shapes = trace_of(0)
-    differing: list[dict[Place, Any]] = [{}]
-    for i in range(1, len(names)):
+    first, shapes = trace_of(0)
+    numbers: list[dict[Place, Any]] = [{}]
+    for i in range(1, len(like)):
         try:
-            differing.append(differing[like[i]] if like[i] < i else differences(closed, trace_of(i)[0]))
+            numbers.append(numbers[like[i]] if like[i] < i else differences(first, trace_of(i)[0]))
         except DifferentError as error:
-            raise ArgumentError(
-                f"jl.fit_many trains all members by one program, and that of {names[i]} differs from that of "
-                f"{names[0]}: {error}. Variations may change seeds and numbers, but not what is computed, such as "
-                "dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
-            ) from None
-    places = dict.fromkeys(place for numbers in differing for place in numbers)
+            error.index = i
+            raise
     inputs, columns = dict[Place, int](), dict[Any, tuple[int, np.ndarray]]()
-    for place in places:
-        first = _number_at(closed, place)
-        column = np.stack([np.asarray(numbers.get(place, first)) for numbers in differing]).astype(first.dtype)
+    for place in dict.fromkeys(place for found in numbers for place in found):
+        original = _number_at(first, place)
+        column = np.stack([np.asarray(found.get(place, original)) for found in numbers]).astype(original.dtype)
         # One rate is in the program once for each parameter: it is one input.
         key = (str(column.dtype), column.shape, column.tobytes())
         inputs[place] = columns.setdefault(key, (len(columns), column))[0]
-    return Lifted(closed, jax.tree.structure(shapes), inputs, [column for _, column in columns.values()])
-
-
-class DifferentError(Exception):
-    """Two programs differ in more than numbers."""
+    return Lifted(first, jax.tree.structure(shapes), inputs, [column for _, column in columns.values()])
 
 
 def differences(first: Any, other: Any) -> dict[Place, Any]:
@@ -111,10 +110,10 @@ def is_same(first: Any, other: Any) -> bool:
 
 
 class _Comparison:
-    """Compares a program with that of member 0, and the programs that they run.
+    """Compares two programs, and the programs that they run.
 
     Args:
-        first: The program of member 0.
+        first: The first program.
         other: The other program.
         at: Their place.
         numbers: Gets the numbers of the other program that differ, by their places.
@@ -125,6 +124,11 @@ class _Comparison:
         self._known: tuple[dict[Any, int], dict[Any, int]] = ({}, {})  # variables by their numbers
 
     def compare(self) -> None:
+        """Compare the two.
+
+        Raises:
+            DifferentError: They differ in more than numbers.
+        """
         a, b = (getattr(x, "jaxpr", x) for x in (self.first, self.other))
         self._define(a.invars, b.invars, "an input")
         self._define(a.constvars, b.constvars, "a constant")
@@ -265,7 +269,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _parts(function: FunctionType) -> tuple[Any, ...]:
     held = [cell.cell_contents for cell in function.__closure__ or ()]
-    return function.__code__, function.__defaults__, function.__kwdefaults__, held
+    return function.__code__, id(function.__globals__), function.__defaults__, function.__kwdefaults__, held
 
 
 def _runs_programs(x: Any) -> bool:
