@@ -74,12 +74,7 @@ def fit_many(
 
 @out_of_meshes
 def _fit(make_module: Any, variations: Any, train_dataloaders: Any, val_dataloaders: Any, plan: Plan) -> Population:
-    sources = [_source(train_dataloaders, "train_dataloaders", may_continue=True)]
-    if sources[0].is_endless and plan.limit_train_batches is None:
-        raise ArgumentError(
-            f"{sources[0].argument} is a loader without end. Pass {OWNER}(limit_train_batches=...), the batches of an "
-            "epoch."
-        )
+    sources = [_source(train_dataloaders, "train_dataloaders", limit=plan.limit_train_batches, may_continue=True)]
     if val_dataloaders is not None:
         sources.append(_source(val_dataloaders, "val_dataloaders"))
     validators = {source.argument: BatchValidator(source.argument) for source in sources}
@@ -130,12 +125,16 @@ def _built(
     return programs, layouts[0], arrays
 
 
-def _source(loaders: Any, argument: str, *, may_continue: bool = False) -> Source:
-    """Return the source of the only loader of an argument."""
+def _source(loaders: Any, argument: str, *, limit: int | None = None, may_continue: bool = False) -> Source:
+    """Return the source of the only loader of an argument, of which so many batches are taken."""
     each = each_loader(loaders, f"{OWNER}({argument}=...)")
     if len(each) != 1:
         raise ArgumentError(f"{OWNER}({argument}=...) takes one loader, got {len(each)}.")
-    return source_of(*each[0], may_continue=may_continue)
+    source = source_of(*each[0], may_continue=may_continue)
+    if source.is_endless and limit is None:
+        way = f"Pass {OWNER}(limit_train_batches=...)" if may_continue else "Pass one that ends"
+        raise ArgumentError(f"{source.argument} is a loader without end. {way}.")
+    return source
 
 
 def _example(source: Source, validators: Mapping[str, BatchValidator]) -> Any:

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Standing:
+class Status:
     """How far one member is.
 
     Attributes:
@@ -62,7 +62,7 @@ class Population:
     Args:
         members: The members.
         leaves: Their arrays, each with a first dim of members.
-        standings: How far each is.
+        statuses: How far each is.
         rows: What they have logged.
         step: The optimizer steps taken.
 
@@ -76,14 +76,14 @@ class Population:
         self,
         members: Sequence[Member],
         leaves: list[jax.Array],
-        standings: Sequence[Standing],
+        statuses: Sequence[Status],
         rows: Sequence[Row],
         step: int,
     ) -> None:
-        self._members, self._leaves, self._standings, self._rows, self._step = members, leaves, standings, rows, step
+        self._members, self._leaves, self._statuses, self._rows, self._step = members, leaves, statuses, rows, step
         self.variations = [dict(member.variation) for member in members]
-        self.metrics = [dict(standing.metrics) for standing in standings]
-        self.ended = [standing.ended for standing in standings]
+        self.metrics = [dict(status.metrics) for status in statuses]
+        self.ended = [status.ended for status in statuses]
 
     def __len__(self) -> int:
         return len(self._members)
@@ -117,7 +117,7 @@ class Population:
         if metric not in known:
             raise no_such_metric("Population.best", metric, known)
         values = {i: metrics.get(metric, math.nan) for i, metrics in enumerate(self.metrics)}
-        finite = [i for i, x in values.items() if math.isfinite(x) and self._standings[i].finite]
+        finite = [i for i, x in values.items() if math.isfinite(x) and self._statuses[i].finite]
         if not finite:
             raise ArgumentError(f"Population.best({metric!r}): no member has a finite value. Print the population.")
         return (min if mode == "min" else max)(finite, key=values.__getitem__)
@@ -144,11 +144,11 @@ class Population:
         arguments = list(dict.fromkeys(name for variation in self.variations for name in variation))
         metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
         lines = [["member", *arguments, "steps", *metrics, "ended"]]
-        for i, standing in enumerate(self._standings):
+        for i, status in enumerate(self._statuses):
             given = [shown(self.variations[i][x], 20) if x in self.variations[i] else "" for x in arguments]
-            values = [f"{standing.metrics[x]:.4g}" if x in standing.metrics else "" for x in metrics]
-            steps = self._step if standing.steps is None else standing.steps
-            lines.append([str(i), *given, str(steps), *values, standing.ended or ""])
+            values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
+            steps = self._step if status.steps is None else status.steps
+            lines.append([str(i), *given, str(steps), *values, status.ended or ""])
         return "\n".join(table(lines, texts=0))
 
     __repr__ = __str__

@@ -17,7 +17,7 @@ from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.source import Source
 from jaxlit.engine.in_flight import Bound
 from jaxlit.populations.plan import Plan
-from jaxlit.populations.population import Population, Row, Standing
+from jaxlit.populations.population import Population, Row, Status
 from jaxlit.populations.programs import Programs
 from jaxlit.populations.saves import Saves, described, read_arrays
 
@@ -33,7 +33,7 @@ class Progress:
     epoch: int = 0
     batch_idx: int = 0
     step: int = 0
-    standings: list[Standing] = field(default_factory=list)
+    statuses: list[Status] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
 
@@ -64,7 +64,7 @@ class Run:
     pending: tuple[jax.Array, int] | None = None
 
     def __post_init__(self) -> None:
-        self.progress.standings = [Standing() for _ in self.programs.members]
+        self.progress.statuses = [Status() for _ in self.programs.members]
         # Unbounded, several CPU devices would end the process.
         self.in_flight = Bound(32 if self.programs.mesh.size == 1 else 4)
 
@@ -73,14 +73,14 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
     """Continue where a checkpoint was taken, but for the loader's position, which its source has already."""
     state = checkpoint.state
     run.leaves = read_arrays(checkpoint, run.programs)
-    standings, rows = [Standing(**x) for x in state["standings"]], [Row(*x) for x in state["rows"]]
-    run.progress = Progress(state["epoch"], state["batch_idx"], state["step"], standings, rows)
+    statuses, rows = [Status(**x) for x in state["statuses"]], [Row(*x) for x in state["rows"]]
+    run.progress = Progress(state["epoch"], state["batch_idx"], state["step"], statuses, rows)
 
 
 def train(run: Run) -> Population:
     """Train to the last epoch, or until every member has ended."""
     now = run.progress
-    while now.epoch < run.plan.max_epochs and any(x.ended is None for x in now.standings):
+    while now.epoch < run.plan.max_epochs and any(x.ended is None for x in now.statuses):
         if now.batch_idx == 0:
             begin_epoch(run)
         at = train_epoch(run)
@@ -93,7 +93,7 @@ def train(run: Run) -> Population:
         save(run, run.train.between_epochs(at))
     if run.saves is not None:
         run.saves.wait()
-    return Population(run.programs.members, run.leaves, now.standings, now.rows, now.step)
+    return Population(run.programs.members, run.leaves, now.statuses, now.rows, now.step)
 
 
 def begin_epoch(run: Run) -> None:
@@ -102,7 +102,7 @@ def begin_epoch(run: Run) -> None:
     counters = read_counters(run)
     counters[:, _EPOCH], counters[:, _BATCH_IDX] = now.epoch, 0
     # After a bad step the guard keeps every array of its member as it is. A member that ends gets such a step.
-    ended = np.array([x.ended is not None for x in now.standings])
+    ended = np.array([x.ended is not None for x in now.statuses])
     counters[:, _BAD_STEP] = np.where(ended & (counters[:, _BAD_STEP] < 0), now.step, counters[:, _BAD_STEP])
     run.leaves[index.counters] = run.programs.place(counters)  # type: ignore[call-overload]
     sums = run.programs.step_table.metrics.empty_sums()
@@ -144,11 +144,11 @@ def log_pending(run: Run) -> None:
 
 def log_row(run: Run, member: int, step: int, metrics: dict[str, float]) -> None:
     """Log a row of a member, unless it has ended or the row is empty."""
-    standing = run.progress.standings[member]
-    if standing.ended is not None or not metrics:
+    status = run.progress.statuses[member]
+    if status.ended is not None or not metrics:
         return
     run.progress.rows.append(Row(member, step, run.progress.epoch, metrics))
-    standing.metrics |= metrics
+    status.metrics |= metrics
     if run.plan.log is not None:
         run.plan.log(member, step, dict(metrics))
 
@@ -161,9 +161,9 @@ def log_epoch(run: Run) -> None:
         pairs = zip(table.metrics, table.read(sums), strict=True)
         log_row(run, i, run.progress.step - 1, {m.epoch_name: x for m, x in pairs if m.on_epoch and m.logger})
     for i, bad in enumerate(read_counters(run)[:, _BAD_STEP].tolist()):
-        standing, member = run.progress.standings[i], run.programs.members[i]
-        if bad >= 0 and standing.ended is None:
-            standing.end(f"step {bad} was not finite", bad, finite=False)
+        status, member = run.progress.statuses[i], run.programs.members[i]
+        if bad >= 0 and status.ended is None:
+            status.end(f"step {bad} was not finite", bad, finite=False)
             _logger.warning("%s: step %d was not finite. It keeps the weights before it.", member.name, bad)
 
 
@@ -188,19 +188,19 @@ def validate(run: Run, source: Source) -> None:
 
 def stop_members(run: Run, stop: EarlyStopping) -> None:
     """End the members whose monitored metric says so."""
-    for standing in run.progress.standings:
-        if standing.ended is not None:
+    for status in run.progress.statuses:
+        if status.ended is not None:
             continue
-        if stop.monitor not in standing.metrics:
-            raise no_such_metric("EarlyStopping", stop.monitor, standing.metrics)
+        if stop.monitor not in status.metrics:
+            raise no_such_metric("EarlyStopping", stop.monitor, status.metrics)
         rule = copy.copy(stop)  # each member has a count and a best value of its own
-        rule.wait_count = standing.wait_count
+        rule.wait_count = status.wait_count
         worst = math.inf if stop.mode == "min" else -math.inf
-        rule.best_score = worst if standing.best_score is None else standing.best_score
-        _, message = rule.judge(standing.metrics[stop.monitor])
-        standing.wait_count, standing.best_score = rule.wait_count, rule.best_score
+        rule.best_score = worst if status.best_score is None else status.best_score
+        _, message = rule.judge(status.metrics[stop.monitor])
+        status.wait_count, status.best_score = rule.wait_count, rule.best_score
         if message:
-            standing.end(message, run.progress.step)
+            status.end(message, run.progress.step)
 
 
 def save(run: Run, position: Any) -> None:
@@ -215,7 +215,7 @@ def save(run: Run, position: Any) -> None:
         "epoch": now.epoch,
         "batch_idx": now.batch_idx,
         "step": now.step,
-        "standings": [asdict(x) for x in now.standings],
+        "statuses": [asdict(x) for x in now.statuses],
         "rows": [list(row) for row in now.rows],
     }
     run.saves.save(state, now.step, run.leaves)

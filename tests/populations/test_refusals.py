@@ -1,6 +1,7 @@
 """What a population cannot train is refused before the first step, with what to do."""
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,7 +202,8 @@ class NoStep(jl.TrainModule):
         (ArgumentTypeError, ["'callbacks'", "one run", "early_stopping="], {"callbacks": []}),
         (ArgumentTypeError, ["'accumulate_grad_batches'", "optax.MultiSteps"], {"accumulate_grad_batches": 2}),
         (ArgumentError, ["takes one loader, got 2"], {"val": [random(1), random(1)]}),
-        (ArgumentError, ["loader without end", "limit_train_batches"], {"train": __import__("itertools").cycle([1])}),
+        (ArgumentError, ["loader without end", "limit_train_batches"], {"train": itertools.cycle([1])}),
+        (ArgumentError, ["val_dataloaders=", "loader without end", "one that ends"], {"val": itertools.cycle([1])}),
         (DataError, ["gave no batch"], {"train": []}),
         (DataError, ["holds"], {"train": [{"x": np.array(["a"])}]}),
     ],

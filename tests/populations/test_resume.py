@@ -57,7 +57,7 @@ def cut_after(rows: int) -> Any:
 @pytest.fixture(scope="module")
 def whole() -> Any:
     result = population()
-    assert {x.steps for x in result._standings} == {12, 18}  # members that ended are in the checkpoints
+    assert {x.steps for x in result._statuses} == {12, 18}  # members that ended are in the checkpoints
     return result
 
 
