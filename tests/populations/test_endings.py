@@ -12,6 +12,7 @@ import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.modules import Mean
+from kit.pages import blocks, recipe
 from kit.trainers import fit
 
 import jaxlit as jl
@@ -139,3 +140,25 @@ def test_the_best_member_is_an_ordinary_module(capsys: pytest.CaptureFixture[str
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["member", "lr", "steps", "val", "ended"]
     assert [line.split()[:3] for line in lines] == [["0", "0.01", "12"], ["1", "0.4", "12"], ["2", "0.1", "12"]]
+
+
+def test_the_recipe_for_wandb_gives_each_member_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for `wandb.init`, as twelve real runs would each start a process."""
+    runs: list[Any] = []
+
+    class Run:
+        def __init__(self, config: Any) -> None:
+            self.config, self.rows, self.ended = config, [], False
+            runs.append(self)
+
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            self.rows.append((step, *metrics))
+
+        def finish(self) -> None:
+            self.ended = True
+
+    monkeypatch.setattr("wandb.init", lambda config, **more: Run(config))
+    exec("\n".join([blocks("populations.md")[0], recipe("populations.md", "wandb")]), {})
+    assert [run.config for run in runs] == [{"seed": s, "lr": lr} for lr in (1e-4, 1e-3, 1e-2) for s in range(4)]
+    assert [run.rows for run in runs] == [[(3, "val/loss"), (7, "val/loss")]] * 12
+    assert all(run.ended for run in runs)
