@@ -1,6 +1,7 @@
 """Checkpoints of a population: all members in one folder, written by the parts that write a Trainer's."""
 
 import logging
+import os
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -35,7 +36,7 @@ class Saves:
     """
 
     def __init__(self, root: Path, *, resume: bool) -> None:
-        self.folder = root / FOLDER
+        self.folder = Path(os.path.abspath(root)) / FOLDER  # the program may change its directory
         self._saving: Saving | None = None
         if not resume and candidates(self.folder):
             raise ArgumentError(
@@ -61,7 +62,7 @@ class Saves:
             saving, self._saving = self._saving, None
             saving.wait()
             for path in candidates(self.folder):
-                if path != saving.path:
+                if path.name != saving.path.name:
                     remove(path)
 
     def close(self) -> None:

@@ -83,9 +83,11 @@ def test_resume_on_other_devices_continues(whole: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
-    population(default_root_dir=tmp_path, every_n_train_steps=2, max_epochs=2)
-    assert [path.name for path in (tmp_path / "population").glob("step_*")] == ["step_00000012"]
+@pytest.mark.parametrize("root", ["run", "other/../run"])
+def test_the_newest_checkpoint_is_kept(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    population(default_root_dir=root, every_n_train_steps=2, max_epochs=2)
+    assert [path.name for path in (tmp_path / "run" / "population").glob("step_*")] == ["step_00000012"]
 
 
 @pytest.mark.parametrize("how", ["manifest", "state"])
