@@ -100,7 +100,7 @@ class EarlyStopping(MonitorCallback):
         """Take a new value, and stop training if the rules say so."""
         before = self.best_score
         blocked = trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps
-        reason, message = self._judge(value, blocked)
+        reason, message = self.judge(value, blocked=blocked)
         if self.verbose and self.best_score != before and trainer.is_global_zero:
             by = f" by {abs(value - before):.4g}" if math.isfinite(before) else ""
             _logger.info("%s improved%s to %.4g.", self.monitor, by, value)
@@ -109,8 +109,13 @@ class EarlyStopping(MonitorCallback):
             self.stopped_epoch = trainer.current_epoch
             trainer.stop(message)
 
-    def _judge(self, value: float, blocked: bool) -> tuple[EarlyStoppingReason, str]:
-        """Return why to stop, with a message that is empty if training continues."""
+    def judge(self, value: float, *, blocked: bool = False) -> tuple[EarlyStoppingReason, str]:
+        """Take a new value, and return why to stop, with a message that is empty if training continues.
+
+        Args:
+            value: The metric's value.
+            blocked: Whether a check without improvement does not count.
+        """
         is_better, name, why = self.is_better, self.monitor, EarlyStoppingReason
         if self.check_finite and not math.isfinite(value):
             return why.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"

@@ -20,6 +20,7 @@ with lazy_imports(globals()):
     from jaxlit.engine.compiled import compile_step
     from jaxlit.engine.lazy import lazy
     from jaxlit.pipeline.marks import pipeline_yield
+    from jaxlit.populations.fit_many import fit_many
     from jaxlit.programs.hardware import Hardware
     from jaxlit.strategies.base import Strategy
     from jaxlit.strategies.registry import register_strategy
@@ -47,6 +48,7 @@ __all__ = [
     "distributed",
     "errors",
     "export",
+    "fit_many",
     "integrations",
     "lazy",
     "load_weights",

@@ -23,7 +23,7 @@ _GROUND = """errors notes shown version leaf_names fingerprint background table 
 mesh_context porting faces configured sharding"""
 GROUND = _GROUND.split()  # the files on the ground floor, which is one room
 _ROOMS = """ground programs distributed checkpoints reporting weights core pipeline strategies data engine callbacks
-loop trainer integrations testing jaxlit"""
+loop populations trainer integrations testing jaxlit"""
 ROOMS = _ROOMS.split()
 
 # Where users look.

@@ -90,6 +90,13 @@ def test_the_custom_strategy_trains_like_a_single_device(run: Any) -> None:
     np.testing.assert_allclose(split, single, rtol=1e-5)
 
 
+def test_a_population_finds_a_good_member_and_continues(run: Any, tmp_path: Path) -> None:
+    first, whole = (run("population.py", "--epochs", n, "--root", str(tmp_path)) for n in ("2", "4"))
+    assert float(re.findall(r"best member.*: (\S+)$", whole, re.M)[0]) >= 0.9
+    steps = [[line.split()[4] for line in out.splitlines()[1:17]] for out in (first, whole)]
+    assert steps == [["40"] * 16, ["80"] * 16]
+
+
 @pytest.mark.full
 def test_experts_train_like_a_single_device(run: Any) -> None:
     last = lambda strategy: run("experts.py", "--strategy", strategy, "--epochs", "1").splitlines()[-1]  # noqa: E731

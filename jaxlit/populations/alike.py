@@ -1,0 +1,107 @@
+"""Which members have the same programs, and which are the same training."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.optimizer import updates_of
+from jaxlit.core.stage import STAGES
+from jaxlit.engine.training import Training
+from jaxlit.errors import ArgumentError
+from jaxlit.fingerprint import stable_text
+from jaxlit.programs.lifting import is_same
+
+
+class Kind(NamedTuple):
+    """What the programs of a member are made of, as it was when this was traced."""
+
+    programs: Sequence[Any]
+    logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
+    schedule: Any
+
+    def is_same(self, other: "Kind") -> bool:
+        """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
+        alike = self.logged == other.logged and self.schedule is other.schedule
+        return alike and all(map(is_same, self.programs, other.programs))
+
+
+def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
+    """Trace the steps and the optimizer of a member, each for itself: a third of the work of its programs.
+
+    Args:
+        training: How the member is trained.
+        examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
+    """
+    pure, state, number = training.pure, training.spec.tree, jax.ShapeDtypeStruct((), jnp.int32)
+
+    def first_step(grads: Any, params: Any, loss: Any) -> Any:
+        opt_state, tx = training.plan.tx.init(params), training.plan.tx
+        return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
+
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    programs = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)]
+    logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
+    for (stage, loader), batch in examples.items():
+        # A function of its own each time: jax keeps the trace of one that it has seen.
+        run = partial(pure.run, stage, training.spec.strategy.replica, loader)
+        programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
+        logged[STAGES[stage].step] = pure.table(stage, loader).metrics
+    return Kind(programs, logged, training.plan.optimizer.lr_schedule)
+
+
+def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
+    """Refuse a member that logs other values than the first one, or in another way.
+
+    Args:
+        first: How the first member is called in messages.
+        a: Its kind.
+        name: How the other member is called.
+        b: Its kind.
+
+    Raises:
+        ArgumentError: Naming a value.
+    """
+    for where, values in a.logged.items():
+        for x, y in itertools.zip_longest(values, b.logged[where]):
+            if x != y:
+                raise ArgumentError(
+                    f"jl.fit_many: all members must log the same, and {where} logs {x} in {first}, and {y} in {name}. "
+                    "Log the same names in the same way, or call jl.fit_many once for each kind of members."
+                )
+
+
+def check_distinct(
+    names: Sequence[str],
+    variations: Sequence[Mapping[str, Any]],
+    arrays: Sequence[Sequence[np.ndarray]],
+    numbers: Sequence[np.ndarray],
+) -> None:
+    """Refuse two members of different variations that would be the same training.
+
+    Args:
+        names: How each member is called in messages.
+        variations: What each differs in.
+        arrays: Those of each member's module.
+        numbers: (members, ...) each, what the programs of members differ in.
+
+    Raises:
+        ArgumentError: Naming the members.
+    """
+    seen = dict[str, int]()
+    for i, name in enumerate(names):
+        digest = hashlib.sha256()
+        for x in (*arrays[i], *(column[i] for column in numbers)):
+            digest.update(np.ascontiguousarray(x).tobytes())
+        first = seen.setdefault(digest.hexdigest(), i)
+        if stable_text(dict(variations[first])) != stable_text(dict(variations[i])):
+            raise ArgumentError(
+                f"jl.fit_many: {names[first]} and {name} begin with the same weights and take the same steps: what "
+                "they differ in reaches neither. Read it in a step or in configure_optimizers, or leave it out."
+            )

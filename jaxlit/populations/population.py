@@ -1,0 +1,154 @@
+"""The result of `jl.fit_many`: the members, their metrics, and their modules."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxlit import checks as check
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric
+from jaxlit.core.hparams import share_hparams
+from jaxlit.core.module import TrainModule
+from jaxlit.errors import ArgumentError
+from jaxlit.populations.members import Member
+from jaxlit.shown import shown
+from jaxlit.table import table
+
+
+class Row(NamedTuple):
+    """What one member logged after a step."""
+
+    member: int
+    step: int  # the index of the optimizer step that made the values
+    epoch: int
+    metrics: dict[str, float]
+
+
+@dataclass
+class Status:
+    """How far one member is.
+
+    Attributes:
+        metrics: The newest value of each metric.
+        ended: Why it no longer trains; None while it does.
+        steps: The optimizer steps that its weights have taken; None while it trains.
+        finite: Whether all of its steps were finite.
+        wait_count: Checks of `early_stopping` since the last improvement.
+        best_score: The best value that `early_stopping` has seen; None before the first check.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    ended: str | None = None
+    steps: int | None = None
+    finite: bool = True
+    wait_count: int = 0
+    best_score: float | None = None
+
+    def end(self, reason: str, steps: int, *, finite: bool = True) -> None:
+        """End the member's training: its weights stay as they are."""
+        self.ended, self.steps, self.finite = reason, steps, finite
+
+
+class Population:
+    """The members that `jl.fit_many` has trained.
+
+    Print it for a table with a line for each member.
+
+    Args:
+        members: The members.
+        leaves: Their arrays, each with a first dim of members.
+        statuses: How far each is.
+        rows: What they have logged.
+        step: The optimizer steps taken.
+
+    Attributes:
+        variations: What each member differs in.
+        metrics: The newest value of each metric, by member.
+        ended: Why a member ended before the others, by member; None for those that trained to the end.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        leaves: list[jax.Array],
+        statuses: Sequence[Status],
+        rows: Sequence[Row],
+        step: int,
+    ) -> None:
+        self._members, self._leaves, self._statuses, self._rows, self._step = members, leaves, statuses, rows, step
+        self.variations = [dict(member.variation) for member in members]
+        self.metrics = [dict(status.metrics) for status in statuses]
+        self.ended = [status.ended for status in statuses]
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return everything that was logged, a dict a row.
+
+        Each has the member's index and variation, the index of the optimizer step, the epoch, and the metrics. A
+        metric of the name of an argument takes its place, as the rate `lr` of the step does.
+        """
+        return [
+            {"member": row.member, **self.variations[row.member], "step": row.step, "epoch": row.epoch, **row.metrics}
+            for row in self._rows
+        ]
+
+    def best_index(self, metric: str, mode: str = "min") -> int:
+        """Return the index of the member whose newest value of a metric is the best.
+
+        A member that had a step which was not finite is never the best.
+
+        Args:
+            metric: The metric's name.
+            mode: "min" if lower is better, else "max".
+
+        Raises:
+            LoggerError: No such metric was logged.
+            ArgumentError: No member has a finite value of it.
+        """
+        metric, mode = check_monitor(metric, mode, owner="Population.best")
+        known = {name for metrics in self.metrics for name in metrics}
+        if metric not in known:
+            raise no_such_metric("Population.best", metric, known)
+        values = {i: metrics.get(metric, math.nan) for i, metrics in enumerate(self.metrics)}
+        finite = [i for i, x in values.items() if math.isfinite(x) and self._statuses[i].finite]
+        if not finite:
+            raise ArgumentError(f"Population.best({metric!r}): no member has a finite value. Print the population.")
+        return (min if mode == "min" else max)(finite, key=values.__getitem__)
+
+    def best(self, metric: str, mode: str = "min") -> Any:
+        """Return the module of the member whose newest value of a metric is the best; see `best_index`."""
+        return self.module(self.best_index(metric, mode))
+
+    def module(self, index: int) -> Any:
+        """Return a member's module with its trained weights: an ordinary module, on one device.
+
+        Raises:
+            ArgumentError: There is no such member.
+        """
+        index = check.integer("index", index, low=0, owner="Population.module")
+        check.require(index < len(self), "index", index, f"takes an int below {len(self)}", owner="Population.module")
+        pure, layout = self._members[index].pure, self._members[index].training.spec.layout
+        leaves = [jnp.asarray(np.asarray(x[index])) for x in self._leaves]
+        module: TrainModule = nnx.merge(pure.graphdef, *layout.unflatten(leaves).variables, copy=True)
+        share_hparams(module, pure.origin)
+        return module
+
+    def __str__(self) -> str:
+        arguments = list(dict.fromkeys(name for variation in self.variations for name in variation))
+        metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
+        lines = [["member", *arguments, "steps", *metrics, "ended"]]
+        for i, status in enumerate(self._statuses):
+            given = [shown(self.variations[i][x], 20) if x in self.variations[i] else "" for x in arguments]
+            values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
+            steps = self._step if status.steps is None else status.steps
+            lines.append([str(i), *given, str(steps), *values, status.ended or ""])
+        return "\n".join(table(lines, texts=0))
+
+    __repr__ = __str__

@@ -1,0 +1,264 @@
+"""The compiled programs of a population: each runs one member's program for all members, spread over the devices."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxlit import sharding
+from jaxlit.core.device_sums import StepTable, Table
+from jaxlit.core.eval_step import eval_step
+from jaxlit.core.inspection import inspect_evaluation, inspect_step
+from jaxlit.core.module import takes_loader
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica
+from jaxlit.core.state import Layout
+from jaxlit.engine.state import StateSpec
+from jaxlit.engine.step_traces import trace_step
+from jaxlit.errors import ArgumentError
+from jaxlit.populations.alike import Kind, check_same_logs, kind_of
+from jaxlit.populations.members import Member, check_same_state
+from jaxlit.populations.plan import OWNER
+from jaxlit.programs.lifting import DifferentError, lift
+from jaxlit.strategies.program import named
+
+_logger = logging.getLogger("jaxlit")
+
+_AXIS = "members"
+_TRAINING = ("training", None)
+
+
+def members_mesh(count: int, devices: int | None) -> Mesh:
+    """Return a mesh of the most devices over which the members divide.
+
+    Args:
+        count: How many members there are.
+        devices: How many devices to use at most; None for all.
+    """
+    present = sharding.first_devices(devices)
+    size = max(n for n in range(1, len(present) + 1) if count % n == 0)
+    if size < min(count, len(present)):
+        _logger.warning(
+            "jl.fit_many: %d members use %d of %d devices, the most that divide them. A multiple of %d uses all.",
+            *(count, size, len(present), len(present)),
+        )
+    return sharding.build_mesh({_AXIS: size}, present[:size], "The mesh of jl.fit_many")
+
+
+class Programs:
+    """The programs of a population, one for each kind of batch.
+
+    Args:
+        mesh: The mesh that the members are spread over.
+        train_example: The shapes and dtypes of the first training batch.
+        val_example: Those of the first validation batch; None without a validation.
+
+    Attributes:
+        members: The members; their specs have the metrics of the training step.
+        mesh: See above.
+        numbers: (members, ...) each, in what the programs so far differ between members.
+    """
+
+    def __init__(self, mesh: Mesh, train_example: Any, val_example: Any = None) -> None:
+        self.members, self.mesh, self.numbers = list[Member](), mesh, list[np.ndarray]()
+        self._first_batches = (train_example, val_example)
+        self._split, self._shared = NamedSharding(mesh, P(_AXIS)), NamedSharding(mesh, P())
+        self._compiled = dict[Any, Callable[..., Any]]()
+        self._kinds = dict[int, Kind]()  # by the first member of each
+
+    def add(self, member: Member) -> None:
+        """Add a member, before the next one is built.
+
+        Raises:
+            ArgumentError: Its arrays or metrics are not those of the first member.
+        """
+        if self.members:
+            check_same_state(self.members[0], member)
+        kind = kind_of(member.training, self._examples(member))
+        if self._kinds:
+            check_same_logs(self.members[0].name, self._kinds[0], member.name, kind)
+        else:
+            for stage, example in self._examples(member).items():
+                self._inspect(member, stage, _inspection(stage), example)
+            member = member.with_spec(member.training.spec.with_metrics(member.pure.table(*_TRAINING)))
+        like = next((i for i, other in self._kinds.items() if kind.is_same(other)), member.index)
+        self._kinds.setdefault(like, kind)
+        self.members.append(replace(member.with_spec((self.members or [member])[0].training.spec), like=like))
+
+    def compile(self) -> None:
+        """Compare the programs of all members for the first batches; they are compiled when they are first called.
+
+        Raises:
+            ArgumentError: They differ in more than numbers, or in what a later member has changed.
+        """
+        for i, kind in self._kinds.items():
+            member = self.members[i]
+            if not kind.is_same(kind_of(member.training, self._examples(member))):
+                raise ArgumentError(
+                    f"{OWNER}: {member.name} reads something that make_module changed when it built a later member, "
+                    "such as a global or an object that they share. Make one for each member."
+                )
+        train_example, val_example = self._first_batches
+        self.train_step(train_example)
+        if val_example is not None:
+            self.eval_step(val_example)
+
+    def _examples(self, member: Member) -> dict[tuple[str, int | None], Any]:
+        train_example, val_example = self._first_batches
+        return {_TRAINING: train_example} | ({} if val_example is None else {_validation(member): val_example})
+
+    @property
+    def spec(self) -> StateSpec:
+        """What the arrays of one member are."""
+        return self.members[0].training.spec
+
+    @property
+    def step_table(self) -> StepTable:
+        """The layout of what a training step returns of one member."""
+        first = self.members[0]
+        return StepTable(first.pure.table(*_TRAINING), first.training.rates.names, guarded=True)
+
+    @property
+    def val_table(self) -> Table:
+        """The metrics of the validation step."""
+        return self.members[0].pure.table(*_validation(self.members[0]))
+
+    @property
+    def array_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """What the arrays of all members are: the first dim is that of the members."""
+        count = len(self.members)
+        return [jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._split) for x in self.spec.arrays]
+
+    # Arrays
+
+    def place(self, x: np.ndarray) -> jax.Array:
+        """Put an array of all members onto their devices."""
+        return jax.device_put(x, self._split)
+
+    def repeat(self, x: np.ndarray) -> jax.Array:
+        """Put a copy of an array for each member onto the devices."""
+        return self.place(np.broadcast_to(x, (len(self.members), *x.shape)))
+
+    def eval_sums(self) -> list[jax.Array]:
+        """Return the metrics of no validation batch, and the count of batches."""
+        return list(map(self.repeat, _empty_sums(self.val_table)))
+
+    def place_batch(self, batch: Any) -> Any:
+        """Put a batch onto all devices, which share it; one device takes host arrays."""
+        return batch if self.mesh.size == 1 else jax.device_put(batch, self._shared)
+
+    # Programs
+
+    def init(self, layout: Layout, arrays: Sequence[Sequence[np.ndarray]]) -> list[jax.Array]:
+        """Return the state of step 0 of all members.
+
+        Args:
+            layout: How the arrays of a module become its trained, frozen and other variables.
+            arrays: Those of each member's module.
+        """
+
+        def init(member: Member, leaves: list[Any]) -> list[Any]:
+            return member.training.spec.layout.flatten(member.training.init(*layout.unflatten(leaves)))
+
+        stacked = [self.place(np.stack(column)) for column in zip(*arrays, strict=True)]
+        shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
+        return self._program("init", init, (shapes,))(stacked)
+
+    def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
+        """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
+
+        Args:
+            example: The shapes and dtypes of the batch.
+        """
+
+        def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
+            # The user's step first: the optimizer step is built from what its trace has shown.
+            self._inspect(member, _TRAINING, _trace_body, example)
+            return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
+
+        return self._program("train_step", update, (list(map(_abstract, self.spec.arrays)),), example)
+
+    def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
+        """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
+
+        Args:
+            example: See `train_step`.
+        """
+
+        def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
+            spec = member.training.spec
+            step = eval_step(member.pure, *_validation(member), spec.eval_layout, spec.wrap)
+            return step(member.strategy.replica, leaves, sums, batch)[0]
+
+        leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
+        return self._program("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), example)
+
+    def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
+        state = jax.tree.map(_abstract, member.training.spec.tree)
+        trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
+
+    def _program(self, name: str, fn: Callable[..., Any], states: tuple[Any, ...], *shared: Any) -> Callable[..., Any]:
+        """Return a function for all members, whose results have a dim of members; it is compiled when first called.
+
+        Args:
+            name: The name of the program.
+            fn: A function of (member, *states, *shared).
+            states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
+            *shared: Shapes and dtypes of what all members share.
+
+        Raises:
+            ArgumentError: The members' programs differ in more than numbers.
+        """
+        leaves, treedef = jax.tree.flatten(shared)
+        key = (name, treedef, *((x.shape, x.dtype) for x in leaves))
+        if key in self._compiled:
+            return self._compiled[key]
+        members = self.members
+        trace_of = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
+        try:
+            lifted = lift(trace_of, [member.like for member in members])
+        except DifferentError as error:
+            other = members[error.index or 0]
+            raise ArgumentError(
+                f"{OWNER} trains all members by one program, and that of {other.name} differs from that of "
+                f"{members[0].name}: {error}. Variations may change seeds and numbers, but not what is computed, such "
+                "as dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
+            ) from None
+        self.numbers += lifted.numbers
+        split = 1 + len(states)
+        run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))
+        if self.mesh.size > 1:
+            # Each device runs its own members: nothing is communicated, whatever XLA would choose.
+            specs = (*[P(_AXIS)] * split, *[P()] * len(shared))
+            run = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P(_AXIS), check_vma=False)
+        program = jax.jit(named(name, run), donate_argnums=1, out_shardings=self._split)
+        self._compiled[key] = partial(program, [self.place(x) for x in lifted.numbers])
+        return self._compiled[key]
+
+
+def _validation(member: Member) -> tuple[str, int | None]:
+    return "validation", 0 if takes_loader(member.pure.origin, "validation") else None
+
+
+def _empty_sums(table: Table) -> list[np.ndarray]:
+    return [table.empty_sums(), np.zeros((), np.int32)]
+
+
+def _inspection(stage: tuple[str, int | None]) -> Callable[..., None]:
+    if stage == _TRAINING:
+        return inspect_step
+    return lambda pure, *args: inspect_evaluation(pure, *stage, *args)
+
+
+def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
+    pure.body("training", replica).trace(*args)
+
+
+def _abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,0 +1,237 @@
+"""Members of a population train as they would alone, in one program."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered, random, sized
+from kit.by_hand import mean, trained
+from kit.compiles import compiles
+from kit.modules import Linear, Mean, Net
+from kit.swept import Swept
+from kit.trainers import fit
+
+import jaxlit as jl
+from jaxlit.core.replica import abstract_batch
+from jaxlit.populations.fit_many import _built
+from jaxlit.populations.plan import Plan
+
+
+def alone(made: jl.TrainModule, train: Any, val: Any = None, **arguments: Any) -> jl.Trainer:
+    return fit(made, train, val, log_every_n_steps=1, enable_checkpointing=False, logger=False, **arguments)
+
+
+def weights(module: Any) -> list[np.ndarray]:
+    state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngKey)))
+    return [np.asarray(x) for x in jax.tree.leaves(state)]
+
+
+def assert_member_is(population: Any, index: int, module: Any, trainer: jl.Trainer, *names: str) -> None:
+    """See a member be what a Trainer has made of its module: weights, counts, and the rows of some metrics."""
+    for mine, theirs in zip(weights(population.module(index)), weights(module), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    for name in names:
+        rows = [(row["step"], row[name]) for row in population.rows() if row["member"] == index and name in row]
+        steps, values = trainer.history[name]
+        assert [step for step, _ in rows] == steps.tolist()
+        np.testing.assert_allclose([value for _, value in rows], values, rtol=1e-5, atol=1e-5)
+
+
+def test_eight_seeds_equal_eight_fits() -> None:
+    """Dropout, batch statistics and counts included; the last batch is shorter."""
+    train, val, variations = sized(16, 16, 10), random(2), [{"seed": i} for i in range(8)]
+    population = jl.fit_many(Swept, variations, train, val, max_epochs=2, log_every_n_steps=1)
+    for i in range(8):
+        module = Swept(rngs=nnx.Rngs(i))
+        trainer = alone(module, train, val, max_epochs=2)
+        assert_member_is(population, i, module, trainer, "loss", "val", "lr")
+
+
+def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
+    variations = [{"seed": seed, "lr": lr} for lr in (0.01, 0.02, 0.05, 0.1) for seed in range(4)]
+    with compiles() as programs:
+        population = jl.fit_many(Swept, variations, random(4), random(2), max_epochs=2, log_every_n_steps=1)
+    for name in ("train_step", "eval_step", "init"):
+        assert programs.count(f"jit({name})") == 1
+    first = [row["lr"] for row in population.rows() if row["step"] == 0 and "lr" in row]
+    np.testing.assert_allclose(first, [x["lr"] for x in variations], rtol=1e-6)
+    module = Swept(lr=0.05, rngs=nnx.Rngs(1))
+    trainer = alone(module, random(4), random(2), max_epochs=2)
+    assert_member_is(population, 9, module, trainer, "loss", "val")
+
+
+@pytest.mark.parametrize("name", ["lr", "decay", "rate", "gain"])
+def test_every_number_of_a_member_is_its_own(name: str) -> None:
+    values = (0.01, 0.02, 0.05) if name == "lr" else (0.1, 0.2, 0.4)
+    variations = [{"seed": 3, name: x} for x in values]
+    population = jl.fit_many(Swept, variations, random(4), random(2), max_epochs=1, log_every_n_steps=1)
+    for i, value in enumerate(values):
+        module = Swept(**{name: value}, rngs=nnx.Rngs(3))
+        trainer = alone(module, random(4), random(2))
+        assert_member_is(population, i, module, trainer, "loss", "val")
+
+
+class OfMean(Mean):
+    """A `Mean` whose numbers are in its hyperparameters."""
+
+    def __init__(self, lr: float = 0.25) -> None:
+        super().__init__()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(self.hparams.lr)
+
+
+def in_closure(lr: float) -> Mean:
+    return type("Closed", (Mean,), {"configure_optimizers": lambda self: optax.sgd(lr)})()
+
+
+class Injected(Mean):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr)
+
+
+class Scanned(Mean):
+    """Its rate is a number in the body of a scan, of a conditional, of a remat and of a function with its own rule."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            quarter = jax.checkpoint(lambda g: jax.nn.relu(self.lr) / 4 * g)
+            step = lambda g: jax.lax.scan(lambda c, _: (c - quarter(g), None), 0 * g, length=4)[0]  # noqa: E731
+            return jax.tree.map(lambda g: jax.lax.cond(g[0] > 1e9, jnp.zeros_like, step, g), grads), state
+
+        return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+class InArray(Mean):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        rates = np.full(1, self.lr, np.float32)
+        return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
+
+
+@pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray])
+def test_rates_are_found_wherever_they_are(make: Any) -> None:
+    """Against a formula: the gradient of `Mean` is twice the distance from the batch's number."""
+    rates = (0.05, 0.1, 0.25)
+    population = jl.fit_many(make, [{"lr": lr} for lr in rates], numbered(3), max_epochs=1)
+    for i, lr in enumerate(rates):
+        w = 0.0
+        for number in (1, 2, 3):
+            w -= lr * 2 * (w - number)
+        np.testing.assert_allclose(population.module(i).w[...], w, rtol=1e-6)
+
+
+def test_devices_split_the_members_and_change_no_number() -> None:
+    assert len(jax.devices()) == 8
+    variations, train, val = [{"seed": i, "lr": 0.01 * (i + 1)} for i in range(8)], sized(16, 16, 10), random(2)
+    one, eight = (
+        jl.fit_many(Swept, variations, train, val, max_epochs=2, log_every_n_steps=1, devices=n) for n in (1, 8)
+    )
+    for x in eight._leaves:
+        assert len(x.sharding.device_set) == 8
+        assert {shard.data.shape[0] for shard in x.addressable_shards} == {1}
+    for i in range(8):
+        for mine, theirs in zip(weights(eight.module(i)), weights(one.module(i)), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(eight.rows(), one.rows(), strict=True):
+        assert mine.keys() == theirs.keys()
+        np.testing.assert_allclose([*mine.values()], [*theirs.values()], rtol=1e-5, atol=1e-5)
+
+
+def test_members_that_do_not_divide_use_fewer_devices(caplog: pytest.LogCaptureFixture) -> None:
+    population = jl.fit_many(Linear, [{"features": 3}] * 6, random(2), max_epochs=1)
+    assert len(population._leaves[0].sharding.device_set) == 6
+    assert "6 members use 6 of 8" not in caplog.text
+    population = jl.fit_many(Linear, [{"features": 3}] * 9, random(2), max_epochs=1)
+    assert len(population._leaves[0].sharding.device_set) == 3
+    assert "9 members use 3 of 8 devices" in caplog.text
+
+
+def test_a_step_overwrites_the_state_and_members_share_a_batch() -> None:
+    (batch,) = random(1)
+    variations = [{"seed": i} for i in range(4)]
+    programs, layout, arrays = _built(Swept, variations, Plan(1), [abstract_batch(batch)])
+    state = programs.init(layout, arrays)
+    sums = programs.spec.index.sums
+    state[sums] = programs.repeat(programs.step_table.metrics.empty_sums())
+    placed = programs.place_batch(batch)
+    for x in jax.tree.leaves(placed):
+        assert x.sharding.is_fully_replicated
+        assert len(x.sharding.device_set) == 4
+    new, _ = programs.train_step(abstract_batch(batch))(list(state), placed)
+    assert all(x.is_deleted() for x in state)
+    assert [x.sharding for x in new] == [x.sharding for x in state]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_precision_is_the_trainers(precision: str) -> None:
+    population = jl.fit_many(Linear, [{}] * 2, random(4), max_epochs=2, log_every_n_steps=1, precision=precision)
+    module = Linear()
+    trainer = alone(module, random(4), max_epochs=2, precision=precision)
+    made, wanted = population.module(1).kernel[...], module.kernel[...]
+    assert made.dtype == wanted.dtype
+    np.testing.assert_allclose(made.astype(jnp.float32), wanted.astype(jnp.float32), rtol=1e-2)
+    rows = [row["loss"] for row in population.rows() if row["member"] == 1]
+    np.testing.assert_allclose(rows, trainer.history["loss"][1], rtol=1e-2)
+
+
+def test_an_endless_loader_continues_from_epoch_to_epoch() -> None:
+    """Three epochs of two batches take the first six."""
+    population = jl.fit_many(Mean, [{}], itertools.cycle(numbered(7)), max_epochs=3, limit_train_batches=2)
+    np.testing.assert_allclose(population.module(0).w[...], mean([[k] for k in range(1, 7)]), rtol=1e-6)
+
+
+def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
+    def make(width: int, *, rngs: nnx.Rngs, **more: Any) -> Net:
+        assert more == {"note": "same"}
+        return Net(width=width, rngs=rngs)
+
+    variations = [{"width": 4, "note": "same", "seed": 5}, {"width": 4, "note": "same"}]
+    population = jl.fit_many(make, variations, random(1), max_epochs=1, limit_train_batches=1)
+    for i, seed in enumerate((5, 0)):
+        module = Net(width=4, rngs=nnx.Rngs(seed))
+        alone(module, random(1))
+        for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lambda lr: optax.MultiSteps(optax.adam(lr, eps=1e-3), every_k_schedule=2),
+        lambda lr: optax.sgd(optax.join_schedules([optax.linear_schedule(0, lr, 2), lambda _: lr / 2], [2])),
+        lambda lr: optax.chain(optax.clip_by_global_norm(10 * lr), optax.adam(0.1, b1=1 - lr, eps=1e-3)),
+    ],
+    ids=["accumulated", "scheduled", "clipped"],
+)
+def test_any_optimizer_has_each_members_numbers(tx: Any) -> None:
+    class Chosen(Linear):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.lr = lr
+
+        def configure_optimizers(self) -> Any:
+            return tx(self.lr)
+
+    population = jl.fit_many(Chosen, [{"lr": lr} for lr in (0.05, 0.1)], random(4), max_epochs=1)
+    for i, lr in enumerate((0.05, 0.1)):
+        made = tx(lr)
+        made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made
+        wanted = trained(Linear(), random(4), made)
+        np.testing.assert_allclose(population.module(i).kernel[...], wanted.kernel[...], rtol=1e-5, atol=1e-6)

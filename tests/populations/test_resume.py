@@ -1,0 +1,144 @@
+"""A population that is cut and resumed is the one that was not, bit by bit."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kit.batches import random
+from kit.processes import launch
+from kit.refusals import refuses
+from kit.swept import Swept
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError, CheckpointError
+
+VARIATIONS = [{"seed": i, "lr": 0.02 * (i + 1)} for i in range(4)]
+
+
+def loader() -> jl.ArrayLoader:
+    x = {key: np.concatenate([batch[key] for batch in random(7)]) for key in ("x", "y")}
+    return jl.ArrayLoader(x, 10, shuffle=True)
+
+
+def population(**arguments: Any) -> Any:
+    given = {"max_epochs": 3, "log_every_n_steps": 1} | arguments
+    stop = jl.callbacks.EarlyStopping("val", patience=1, min_delta=0.05)
+    return jl.fit_many(
+        Swept, given.pop("variations", VARIATIONS), loader(), random(7)[:2], early_stopping=stop, **given
+    )
+
+
+def assert_same_bits(a: Any, b: Any) -> None:
+    for x, y in zip(a._leaves, b._leaves, strict=True):
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    assert a.rows() == b.rows()
+    assert a.ended == b.ended
+    assert str(a) == str(b)
+
+
+class Cut(Exception):
+    """Ends a training as a crash would."""
+
+
+def cut_after(rows: int) -> Any:
+    left = [rows]
+
+    def log(member: int, step: int, metrics: dict[str, float]) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Cut
+
+    return log
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    result = population()
+    assert {x.steps for x in result._statuses} == {12, 18}  # members that ended are in the checkpoints
+    return result
+
+
+@pytest.mark.parametrize("rows", [13, 43, 63])
+def test_resume_in_an_epoch_gives_the_same_bits(rows: int, whole: Any, tmp_path: Path) -> None:
+    """An epoch has 6 batches, the last one shorter, and a checkpoint after every second one."""
+    with pytest.raises(Cut):
+        population(default_root_dir=tmp_path, every_n_train_steps=2, log=cut_after(rows))
+    assert_same_bits(population(default_root_dir=tmp_path, every_n_train_steps=2, resume="auto"), whole)
+
+
+def test_a_resumed_population_may_train_longer(whole: Any, tmp_path: Path) -> None:
+    population(default_root_dir=tmp_path, max_epochs=2)
+    assert_same_bits(population(default_root_dir=tmp_path, resume="auto"), whole)
+    assert_same_bits(population(default_root_dir=tmp_path, resume="auto"), whole)  # nothing is left to train
+
+
+def test_resume_on_other_devices_continues(whole: Any, tmp_path: Path) -> None:
+    population(default_root_dir=tmp_path, max_epochs=2)
+    again = population(default_root_dir=tmp_path, resume="auto", devices=1)
+    assert len(whole._leaves[0].sharding.device_set) == 4
+    for x, y in zip(again._leaves, whole._leaves, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("root", ["run", "other/../run"])
+def test_the_newest_checkpoint_is_kept(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    population(default_root_dir=root, every_n_train_steps=2, max_epochs=2)
+    assert [path.name for path in (tmp_path / "run" / "population").glob("step_*")] == ["step_00000012"]
+
+
+@pytest.mark.parametrize("how", ["manifest", "state"])
+def test_a_damaged_checkpoint_is_passed_over(
+    how: str, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxlit.populations.saves.remove", lambda path: None)
+        population(default_root_dir=tmp_path, max_epochs=2)
+    newest = tmp_path / "population" / "step_00000012"
+    if how == "manifest":
+        newest = newest.rename(newest.with_name("step_00000099"))  # which no later one replaces
+        (newest / "MANIFEST.json").unlink()
+    else:
+        (newest / "state.json").write_text((newest / "state.json").read_text().replace("0.0", "0.1", 1))
+    assert_same_bits(population(default_root_dir=tmp_path, resume="auto"), whole)
+    assert newest.name in caplog.text
+    (last,) = (tmp_path / "population").glob("step_*")
+    assert last.name == "step_00000018"
+    (last / "MANIFEST.json").unlink()
+    refuses(CheckpointError, lambda: population(default_root_dir=tmp_path, resume="auto"), "can be used")
+
+
+def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
+    population(default_root_dir=tmp_path, max_epochs=1)
+    again = {"default_root_dir": tmp_path, "max_epochs": 2}
+    refuses(ArgumentError, lambda: population(**again), "resume='auto'", str(tmp_path))
+    other = [{**x, "lr": x["lr"] * 2} for x in VARIATIONS]
+    refuses(CheckpointError, lambda: population(**again, resume="auto", variations=other), "'lr': '0.02'", "'0.04'")
+    fewer = VARIATIONS[:3]
+    refuses(CheckpointError, lambda: population(**again, resume="auto", variations=fewer), "'seed': '3'", "None")
+    refuses(ArgumentError, lambda: population(resume="auto"), "needs default_root_dir")
+    refuses(ArgumentError, lambda: population(every_n_train_steps=3), "needs default_root_dir")
+    refuses(ArgumentError, lambda: population(resume="yes", default_root_dir=tmp_path), "takes None or 'auto'")
+
+
+def train_until_killed() -> None:
+    """End the process as a power cut does, in the second epoch, while or after a checkpoint is written."""
+
+    def kill(member: int, step: int, metrics: dict[str, float]) -> None:
+        if step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    population(default_root_dir="run", every_n_train_steps=2, log=kill)
+
+
+@pytest.mark.full
+def test_a_population_that_was_killed_continues_with_the_same_bits(whole: Any, tmp_path: Path) -> None:
+    (ended,) = launch(train_until_killed, tmp_path, count=1, devices=4, join=False)
+    assert ended.code == -signal.SIGKILL, ended.errors
+    (newest, *_) = sorted((tmp_path / "run" / "population").glob("step_*"), reverse=True)
+    assert newest.name in ("step_00000006", "step_00000008")
+    again = population(default_root_dir=tmp_path / "run", every_n_train_steps=2, resume="auto")
+    assert_same_bits(again, whole)

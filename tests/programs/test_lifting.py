@@ -1,0 +1,87 @@
+"""Programs that differ in numbers become one, whose inputs the numbers are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxlit.programs.lifting import DifferentError, differences, is_same, lift
+
+X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
+
+
+def traced(fn: Callable[..., Any]) -> tuple[Any, Any]:
+    return jax.make_jaxpr(fn, return_shape=True)(X)
+
+
+def scanned(a: float) -> Callable[..., Any]:
+    return lambda x: jax.lax.scan(lambda c, y: (c * a + y.sum(), c), 0.0, x, reverse=True)
+
+
+def chosen(a: float) -> Callable[..., Any]:
+    return lambda x: jax.lax.switch(jnp.int32(1), [lambda y: y * 3, lambda y: y * a, lambda y: y - a], x)
+
+
+def arrays(a: float) -> Callable[..., Any]:
+    table = np.full((3,), a, np.float32)
+    return lambda x: {"sum": x + table, "table": jnp.asarray(table), "number": a}
+
+
+def called(a: float) -> Callable[..., Any]:
+    inner = jax.jit(lambda x: jax.nn.silu(x) * a)
+    return lambda x: inner(x) + jax.checkpoint(lambda y: jnp.sin(y) * a)(x)
+
+
+def twice(a: float) -> Callable[..., Any]:
+    """One function is called with numbers that are the same in one program only."""
+    scale = jax.jit(lambda x, by: x * by, static_argnums=1)
+    return lambda x: scale(x, 2.0) + scale(x, a)
+
+
+@pytest.mark.parametrize("make", [scanned, chosen, arrays, called, twice])
+def test_one_program_computes_what_each_does(make: Any) -> None:
+    values = (2.0, 0.5, 2.0, -3.0)
+    lifted = lift(lambda i: traced(make(values[i])), [0, 1, 0, 3])
+    assert [column.shape[0] for column in lifted.numbers] == [4] * len(lifted.numbers)
+    for i, value in enumerate(values):
+        made = lifted([column[i] for column in lifted.numbers], X)
+        wanted = make(value)(X)
+        assert jax.tree.structure(made) == jax.tree.structure(wanted)
+        jax.tree.map(np.testing.assert_array_equal, made, wanted)
+
+
+def test_a_number_that_occurs_often_is_one_input() -> None:
+    many = lambda a: lambda x: [x * a, x + a, jnp.sin(x) * a, x - 2 * a]  # noqa: E731
+    lifted = lift(lambda i: traced(many(0.5 + i)), [0, 1])
+    assert sorted(column.tolist() for column in lifted.numbers) == [[0.5, 1.5], [1.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda x: jnp.cos(x), "computes cos, and not sin"),
+        (lambda x: jnp.sin(x)[:1], "more|computes|result|operations"),
+        (lambda x: jnp.sin(x) + x, "operations"),
+        (lambda x: jnp.sin(x.astype(jnp.float16)), "computes convert_element_type"),
+    ],
+)
+def test_programs_of_other_operations_are_different(other: Any, words: str) -> None:
+    with pytest.raises(DifferentError, match=words):
+        differences(traced(jnp.sin)[0], traced(other)[0])
+    with pytest.raises(DifferentError) as caught:
+        lift(lambda i: traced(jnp.sin if i < 2 else other), [0, 0, 2])
+    assert caught.value.index == 2
+
+
+def test_the_order_of_operands_counts() -> None:
+    first, other = (traced(fn)[0] for fn in (lambda x: x - jnp.sin(x), lambda x: jnp.sin(x) - x))
+    assert not is_same(first, other)
+    assert is_same(first, traced(lambda y: y - jnp.sin(y))[0])
+
+
+def test_parameters_of_operations_count() -> None:
+    assert not is_same(traced(lambda x: x.sum(0))[0], traced(lambda x: x.sum(1))[0])
+    assert not is_same(traced(lambda x: x**2)[0], traced(lambda x: x**3)[0])
