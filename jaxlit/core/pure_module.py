@@ -66,21 +66,25 @@ class PureModule:
         """The module's class name."""
         return type(self.origin).__name__
 
-    def split(self, module: nnx.Module) -> tuple[nnx.State, nnx.State, nnx.State]:
+    def split(self, module: nnx.Module) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """Return the trained, frozen and other variables of a module as raw arrays."""
         _, *states = nnx.split(module, self.wrt, nnx.Param, ...)
         return tuple(nnx.as_pure(state) for state in states)  # type: ignore[return-value]
 
-    def merge(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> nnx.Module:
+    def merge(
+        self, params: nnx.State[Any, Any], frozen: nnx.State[Any, Any], model_state: nnx.State[Any, Any]
+    ) -> nnx.Module:
         """Return a copy of the module with these arrays, parameters in the precision of a step."""
         compute = self.precision.compute
         return nnx.merge(self.graphdef, cast(params, compute), cast(frozen, compute), model_state, copy=True)
 
-    def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
+    def leaves(
+        self, params: nnx.State[Any, Any], frozen: nnx.State[Any, Any], model_state: nnx.State[Any, Any]
+    ) -> list[Leaf]:
         """Return what each leaf of the state is, given arrays or their shapes."""
         leaves: list[Leaf] = []
 
-        def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
+        def rebuild(*state: nnx.State[Any, Any]) -> None:  # traced, as nnx takes a mere shape for no array
             leaves.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
 
         jax.eval_shape(rebuild, params, frozen, model_state)
