@@ -22,7 +22,7 @@ def check_extras(
     Args:
         keepers: The callbacks with `init_arrays`, `update_arrays` and `eval_params`, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
-        tolerates: See `TrainingPlan`.
+        tolerates: See `StepOptions`.
 
     Raises:
         ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.

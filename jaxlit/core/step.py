@@ -17,12 +17,12 @@ from jaxlit.core.device_sums import StepTable, Table, loss_of
 from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, once, waits
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import Rates
 from jaxlit.core.reduction import reduce_outputs, reduce_state, scatter_state, share_of_metrics
 from jaxlit.core.replica import Replica, num_rows, same
 from jaxlit.core.state import Layout, TrainState, Window
+from jaxlit.core.step_options import StepOptions
 from jaxlit.leaf_names import is_key
 from jaxlit.notes import noting_place
 
@@ -33,7 +33,7 @@ class TrainStep:
 
     Args:
         pure: The module taken apart.
-        plan: How optimizer steps are taken.
+        options: How optimizer steps are taken.
         layout: How the flat list becomes a `TrainState`.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
         rates: The learning rates, which leave the optimizer step with its table.
@@ -43,7 +43,7 @@ class TrainStep:
     """
 
     pure: PureModule
-    plan: TrainingPlan
+    options: StepOptions
     layout: Layout
     traced: tuple[Callable[..., Any], ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
@@ -147,7 +147,7 @@ class TrainStep:
     def waits(self, state: TrainState) -> list[int]:
         """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
         params, number = state.params, jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
-        weights = holds_weights(self.plan.tx, params)
+        weights = holds_weights(self.options.tx, params)
         return waits(self._optimize, params, state.opt_state, params, number, number, wait_for_all=weights)
 
     @property
@@ -209,10 +209,10 @@ class TrainStep:
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
-        if self.plan.nan_policy == "ignore":
+        if self.options.nan_policy == "ignore":
             return new
         # The optimizer step finds NaN in the window's gradients. Nothing checks batch statistics again, so do it here.
-        stopped = old.bad_step >= 0 if self.plan.nan_policy == "raise" else jnp.zeros((), bool)
+        stopped = old.bad_step >= 0 if self.options.nan_policy == "raise" else jnp.zeros((), bool)
 
         def keep(a: jax.Array, b: jax.Array) -> jax.Array:
             is_statistic = b is not a and jnp.issubdtype(b.dtype, jnp.floating)
@@ -234,7 +234,7 @@ class TrainStep:
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         after `nnx.value_and_grad`.
         """
-        policy, scale, bad_step, loss = self.plan.nan_policy, old.loss_scale, old.bad_step, loss_of(table)
+        policy, scale, bad_step, loss = self.options.nan_policy, old.loss_scale, old.bad_step, loss_of(table)
         sums = self.table.add(old.sums, table)
         if policy == "ignore" and scale is None:
             fields, updates = self._updated(self._optimize, old, new, grads, loss)
@@ -250,7 +250,7 @@ class TrainStep:
             settled = ok | overflow
         if sticky and scale is None:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
-            weights = holds_weights(self.plan.tx, old.params)
+            weights = holds_weights(self.options.tx, old.params)
             optimize = partial(guarded, self._optimize, early=early, finite=finite, ok=ok, wait_for_all=weights)
             fields, updates = self._select(ok, optimize, old, replace(new, sums=sums), grads, loss)
         else:
@@ -303,7 +303,7 @@ class TrainStep:
         """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""
         opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
         extras = {}
-        for key, keeper in self.plan.extras.items():  # each callback sees the step in their order
+        for key, keeper in self.options.extras.items():  # each callback sees the step in their order
             # Each has containers of its own, which it may write to: those of the step are read again later.
             given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
             with noting_place(f"{type(keeper).__name__}.update_arrays"):
@@ -319,19 +319,19 @@ class TrainStep:
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        old, hold = opt_state, Hold(self.plan.parts, epoch)
+        old, hold = opt_state, Hold(self.options.parts, epoch)
         clipped = grads = hold.without(grads)
-        if self.plan.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.plan.clip.update(grads, self.plan.clip.init(params))
+        if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
+            clipped, _ = self.options.clip.update(grads, self.options.clip.init(params))
         where = f"{self.pure.name}.configure_optimizers"
-        updates, opt_state = updates_of(self.plan.tx, clipped, opt_state, params, loss, where)
+        updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, where)
         updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
         """Return a table as it leaves a step, with the rates of an optimizer step."""
-        layout = StepTable(self.table, self.rates.names, self.plan.nan_policy != "ignore")
+        layout = StepTable(self.table, self.rates.names, self.options.nan_policy != "ignore")
         return layout.encode(table, rates, state.bad_step)
 
 

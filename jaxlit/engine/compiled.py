@@ -13,10 +13,10 @@ from jaxlit.core.device_sums import Table
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import PRECISIONS, Precision
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.state import TrainState
+from jaxlit.core.step_options import StepOptions
 from jaxlit.data.agreement import joined
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.distributed.same_job import environment, same_job
@@ -187,8 +187,8 @@ def compile_step(
     check_variables(built)
     if jax.process_count() > 1:
         example = with_rows(example, jax.process_count() * num_rows(example))
-    plan = TrainingPlan(optimizer_of(built), nan_policy="ignore", example=example)
-    engine = Engine(built, chosen, plan, precision=Precision(precision), take_ownership=isinstance(module, lazy))
+    options = StepOptions(optimizer_of(built), nan_policy="ignore", example=example)
+    engine = Engine(built, chosen, options, precision=Precision(precision), take_ownership=isinstance(module, lazy))
     engine.prepare_training(example)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []

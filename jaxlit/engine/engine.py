@@ -20,7 +20,6 @@ from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates
@@ -28,6 +27,7 @@ from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import Layout
+from jaxlit.core.step_options import StepOptions
 from jaxlit.distributed.same_job import same_job
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import epoch_starter, init_state
@@ -69,7 +69,7 @@ class Engine:
     Args:
         module: The module; its arrays are copied.
         strategy: The strategy, set up.
-        plan: How it is trained; None to evaluate only.
+        options: How it is trained; None to evaluate only.
         precision: The dtypes.
         debug: Donate nothing, so that old arrays stay readable.
         take_ownership: The module's arrays may be overwritten, and need not be copied.
@@ -85,25 +85,25 @@ class Engine:
         self,
         module: TrainModule,
         strategy: Strategy,
-        plan: TrainingPlan | None,
+        options: StepOptions | None,
         *,
         precision: Precision = _FLOAT32,
         debug: bool = False,
         take_ownership: bool = False,
     ) -> None:
-        self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, plan is None
-        self.nan_policy = "raise" if plan is None else plan.nan_policy
+        self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, options is None
+        self.nan_policy = "raise" if options is None else options.nan_policy
         self.key = program_key(module, strategy, precision)
-        self.pure = PureModule(self.key[0][-1], plan.optimizer.wrt if plan else nnx.Param, module, precision)
+        self.pure = PureModule(self.key[0][-1], options.optimizer.wrt if options else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
         variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
         self.training: Training | None = None
         self.rates, self.extras = Rates(), dict[str, Any]()
-        if plan is None:
+        if options is None:
             spec = state_spec(self.pure, strategy, init, variables)
         else:
-            training = self.training = training_of(module, self.pure, strategy, plan)
-            self.rates, self.extras = training.rates, dict(training.plan.extras)
+            training = self.training = training_of(module, self.pure, strategy, options)
+            self.rates, self.extras = training.rates, dict(training.options.extras)
             init, spec = training.init, training.spec
         # Before arrays are made, for which processes with other shapes would wait for ever.
         same_job("the training state", partial(self._described, spec, variables))

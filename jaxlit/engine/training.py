@@ -14,12 +14,12 @@ from jaxlit.core.fused_steps import FusedSteps
 from jaxlit.core.inspection import inspect_step
 from jaxlit.core.microbatch_step import MicrobatchStep
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import cast
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.state import TrainState
 from jaxlit.core.step import TrainStep
+from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import StateSpec, state_spec
 from jaxlit.engine.step_traces import trace_step
@@ -33,14 +33,14 @@ class Training:
 
     Attributes:
         pure: The module taken apart.
-        plan: How optimizer steps are taken.
+        options: How optimizer steps are taken.
         rates: The learning rates of a step.
         init: A function of the module's trained, frozen and other variables to the state of step 0.
         spec: What its arrays are; the metrics have columns once `trace` has seen the step.
     """
 
     pure: PureModule
-    plan: TrainingPlan
+    options: StepOptions
     rates: Rates
     init: Callable[..., TrainState]
     spec: StateSpec
@@ -61,7 +61,7 @@ class Training:
         """The bodies of the steps."""
         spec = self.spec
         return TrainStep(
-            *(self.pure, self.plan, spec.layout),
+            *(self.pure, self.options, spec.layout),
             rates=self.rates,
             wrap=spec.wrap,
             reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, spec.grad_shardings),
@@ -135,33 +135,33 @@ class Training:
         return None if self.spec.index.window is None else EACH
 
 
-def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, plan: TrainingPlan) -> Training:
+def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, options: StepOptions) -> Training:
     """Return how a module is trained.
 
     Args:
         module: The module; its arrays may be shapes and dtypes.
         pure: The same taken apart.
         strategy: The strategy, set up.
-        plan: How optimizer steps are taken.
+        options: How optimizer steps are taken.
 
     Raises:
         ModuleError: The optimizer, or a callback's arrays, do not fit the module.
     """
     variables, precision = pure.split(module), pure.precision
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
-    check_trainable(plan.tx, variables[0], module)
+    check_trainable(options.tx, variables[0], module)
     params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
-    rates = rates_of(plan.optimizer, params, plan.parts)
-    plan = replace(plan, extras=check_extras(plan.extras, params, plan.tolerates))
+    rates = rates_of(options.optimizer, params, options.parts)
+    options = replace(options, extras=check_extras(options.extras, params, options.tolerates))
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
-    replicas = strategy.replica.stack_size if plan.accumulate > 1 else 0
-    init = partial(init_state, plan.tx, replicas, precision, extras=plan.extras)
-    if plan.nan_policy == "skip" and plan.accumulate > 1:
-        undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), plan.example)
+    replicas = strategy.replica.stack_size if options.accumulate > 1 else 0
+    init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
+    if options.nan_policy == "skip" and options.accumulate > 1:
+        undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
         init = partial(init, undone=undone)
-    spec = state_spec(pure, strategy, init, variables, plan.example)
-    eval_params = eval_index(plan.extras, spec.index, spec.arrays)
-    return Training(pure, plan, rates, init, replace(spec, eval_params=eval_params))
+    spec = state_spec(pure, strategy, init, variables, options.example)
+    eval_params = eval_index(options.extras, spec.index, spec.arrays)
+    return Training(pure, options, rates, init, replace(spec, eval_params=eval_params))
 
 
 def outputs_of(pure: PureModule, stage: str, loader: int | None = None) -> Any:

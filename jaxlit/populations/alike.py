@@ -41,7 +41,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
     pure, state, number = training.pure, training.spec.tree, jax.ShapeDtypeStruct((), jnp.int32)
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
-        opt_state, tx = training.plan.tx.init(params), training.plan.tx
+        opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
     variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
@@ -53,7 +53,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         run = partial(pure.run, stage, training.spec.strategy.replica, loader)
         programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
         logged[STAGES[stage].step] = pure.table(stage, loader).metrics
-    return Kind(programs, logged, training.plan.optimizer.lr_schedule)
+    return Kind(programs, logged, training.options.optimizer.lr_schedule)
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:

@@ -18,7 +18,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.populations.alike import check_distinct
 from jaxlit.populations.members import build, check_variations
-from jaxlit.populations.plan import OWNER, Plan
+from jaxlit.populations.options import OWNER, Options
 from jaxlit.populations.population import Population
 from jaxlit.populations.programs import Programs, members_mesh
 from jaxlit.populations.saves import Saves
@@ -68,23 +68,29 @@ def fit_many(
         JaxlitError: An argument, a module or a loader cannot be used, or members differ in more than numbers.
     """
     stopping = (early_stopping, log, log_every_n_steps, limit_train_batches)
-    plan = Plan(max_epochs, *stopping, default_root_dir, every_n_train_steps, resume, devices, precision)
-    return _fit(make_module, variations, train_dataloaders, val_dataloaders, plan)
+    options = Options(max_epochs, *stopping, default_root_dir, every_n_train_steps, resume, devices, precision)
+    return _fit(make_module, variations, train_dataloaders, val_dataloaders, options)
 
 
 @out_of_meshes
-def _fit(make_module: Any, variations: Any, train_dataloaders: Any, val_dataloaders: Any, plan: Plan) -> Population:
-    sources = [_source(train_dataloaders, "train_dataloaders", limit=plan.limit_train_batches, may_continue=True)]
+def _fit(
+    make_module: Any, variations: Any, train_dataloaders: Any, val_dataloaders: Any, options: Options
+) -> Population:
+    sources = [_source(train_dataloaders, "train_dataloaders", limit=options.limit_train_batches, may_continue=True)]
     if val_dataloaders is not None:
         sources.append(_source(val_dataloaders, "val_dataloaders"))
     validators = {source.argument: BatchValidator(source.argument) for source in sources}
-    saves = None if plan.default_root_dir is None else Saves(Path(plan.default_root_dir), resume=plan.resume == "auto")
+    saves = (
+        None
+        if options.default_root_dir is None
+        else Saves(Path(options.default_root_dir), resume=options.resume == "auto")
+    )
     try:
         checkpoint = None if saves is None else saves.newest()
         if checkpoint is not None:
             sources[0].load_state_dict(checkpoint.state["loader"])
         examples = [_example(source, validators) for source in sources]
-        programs, layout, arrays = _built(make_module, variations, plan, examples)
+        programs, layout, arrays = _built(make_module, variations, options, examples)
         prefetcher = Prefetcher(
             None if programs.mesh.size == 1 else programs.place_batch,
             validator_of=lambda source: validators[source.argument],
@@ -92,7 +98,7 @@ def _fit(make_module: Any, variations: Any, train_dataloaders: Any, val_dataload
             prefetch="auto",
             watchdog=Watchdog(None),
         )
-        run = Run(programs, [], sources[0], sources[1:], prefetcher, plan, saves)
+        run = Run(programs, [], sources[0], sources[1:], prefetcher, options, saves)
         if checkpoint is not None:
             restore(run, checkpoint)
         else:
@@ -111,13 +117,13 @@ def _fit(make_module: Any, variations: Any, train_dataloaders: Any, val_dataload
 
 
 def _built(
-    make_module: Any, variations: Any, plan: Plan, examples: list[Any]
+    make_module: Any, variations: Any, options: Options, examples: list[Any]
 ) -> tuple[Programs, Layout, list[list[np.ndarray]]]:
     """Build and compare all members; returns their programs, the layout of a module's arrays, and each one's arrays."""
     check_variations(make_module, variations)
-    programs = Programs(members_mesh(len(variations), plan.most_devices), *examples)
+    programs = Programs(members_mesh(len(variations), options.most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
-    for member, layout, own in build(make_module, variations, plan.dtypes):
+    for member, layout, own in build(make_module, variations, options.dtypes):
         programs.add(member)  # traced before the next one is built
         layouts.append(layout)
         arrays.append(own)

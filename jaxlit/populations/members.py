@@ -13,15 +13,15 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule, is_overridden
 from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout
+from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.populations.plan import OWNER
+from jaxlit.populations.options import OWNER
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
@@ -173,7 +173,7 @@ def build(
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
-        training = training_of(origin, pure, strategy, TrainingPlan(optimizer))
+        training = training_of(origin, pure, strategy, StepOptions(optimizer))
         yield Built(Member(i, dict(variations[i]), training, i), layout, jax.device_get(layout.flatten(variables)))
 
 

@@ -24,7 +24,7 @@ from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
 from jaxlit.populations.alike import Kind, check_same_logs, kind_of
 from jaxlit.populations.members import Member, check_same_state
-from jaxlit.populations.plan import OWNER
+from jaxlit.populations.options import OWNER
 from jaxlit.programs.lifting import DifferentError, lift
 from jaxlit.strategies.program import named
 

@@ -16,7 +16,7 @@ from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.source import Source
 from jaxlit.engine.in_flight import Bound
-from jaxlit.populations.plan import Plan
+from jaxlit.populations.options import Options
 from jaxlit.populations.population import Population, Row, Status
 from jaxlit.populations.programs import Programs
 from jaxlit.populations.saves import Saves, described, read_arrays
@@ -47,7 +47,7 @@ class Run:
         train: The training loader.
         val: The validation loader, or none.
         prefetcher: Draws their batches.
-        plan: How to train.
+        options: How to train.
         saves: Where checkpoints are written; None for nowhere.
         progress: How far it is.
         pending: The table of a step that has a row, and the step's index: it is read one step later.
@@ -58,7 +58,7 @@ class Run:
     train: Source
     val: Sequence[Source]
     prefetcher: Prefetcher
-    plan: Plan
+    options: Options
     saves: Saves | None
     progress: Progress = field(default_factory=Progress)
     pending: tuple[jax.Array, int] | None = None
@@ -80,15 +80,15 @@ def restore(run: Run, checkpoint: Checkpoint) -> None:
 def train(run: Run) -> Population:
     """Train to the last epoch, or until every member has ended."""
     now = run.progress
-    while now.epoch < run.plan.max_epochs and any(x.ended is None for x in now.statuses):
+    while now.epoch < run.options.max_epochs and any(x.ended is None for x in now.statuses):
         if now.batch_idx == 0:
             begin_epoch(run)
         at = train_epoch(run)
         log_epoch(run)
         for source in run.val:
             validate(run, source)
-        if run.plan.early_stopping is not None:
-            stop_members(run, run.plan.early_stopping)
+        if run.options.early_stopping is not None:
+            stop_members(run, run.options.early_stopping)
         now.epoch, now.batch_idx = now.epoch + 1, 0
         save(run, run.train.between_epochs(at))
     if run.saves is not None:
@@ -111,9 +111,9 @@ def begin_epoch(run: Run) -> None:
 
 def train_epoch(run: Run) -> Any:
     """Take the steps of an epoch, or the rest of them, and return the loader's position after it."""
-    now, plan, prefetcher = run.progress, run.plan, run.prefetcher
+    now, options, prefetcher = run.progress, run.options, run.prefetcher
     example, train_step, position = None, None, None
-    for batch in prefetcher.batches(run.train, now.epoch, plan.limit_train_batches, now.batch_idx):
+    for batch in prefetcher.batches(run.train, now.epoch, options.limit_train_batches, now.batch_idx):
         if train_step is None or prefetcher.example is not example:
             example = prefetcher.example
             train_step = run.programs.train_step(example)
@@ -121,9 +121,9 @@ def train_epoch(run: Run) -> Any:
         run.in_flight(prefetcher.token)
         log_pending(run)  # that of the step before, which is done or nearly so
         now.step, now.batch_idx, position = now.step + 1, batch.index + 1, batch.position
-        if now.step % plan.log_every_n_steps == 0:
+        if now.step % options.log_every_n_steps == 0:
             run.pending = prefetcher.token, now.step - 1
-        if plan.every_n_train_steps and now.step % plan.every_n_train_steps == 0 and not batch.is_last:
+        if options.every_n_train_steps and now.step % options.every_n_train_steps == 0 and not batch.is_last:
             save(run, position)
     if now.batch_idx == 0:
         raise run.train.empty()
@@ -149,8 +149,8 @@ def log_row(run: Run, member: int, step: int, metrics: dict[str, float]) -> None
         return
     run.progress.rows.append(Row(member, step, run.progress.epoch, metrics))
     status.metrics |= metrics
-    if run.plan.log is not None:
-        run.plan.log(member, step, dict(metrics))
+    if run.options.log is not None:
+        run.options.log(member, step, dict(metrics))
 
 
 def log_epoch(run: Run) -> None:

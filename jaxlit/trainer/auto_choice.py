@@ -9,7 +9,7 @@ from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.table import size
 from jaxlit.trainer.step_cost import AbstractStep, StepCost, shapes_of
-from jaxlit.trainer.training_plan import first_example, training_plan
+from jaxlit.trainer.step_options import first_example, step_options
 
 
 def choose(auto: Auto, run: Setup) -> Strategy:
@@ -26,14 +26,14 @@ def choose(auto: Auto, run: Setup) -> Strategy:
     limit = min(team().agree("the memory of a device", auto.limit))
     module, example = shapes_of(run.module), first_example(run)
     attach(module, trainer_of(run.module))
-    plan = training_plan(run, example)
+    options = step_options(run, example)
     like: StepCost | None = None  # what the newest that was compiled takes
     chosen: Strategy | None = None
     reason, last = "", [*auto.candidates()][-1]
     for name, strategy in auto.candidates().items():
         strategy.setup(auto.mesh.size)
         try:
-            step = AbstractStep(module, strategy, plan, Precision(run.settings.precision))
+            step = AbstractStep(module, strategy, options, Precision(run.settings.precision))
         except ArgumentError:  # `remat` of a step without a scan
             continue
         chosen, needs, how = strategy, _at_least(step, None if name == last else like), "at least "

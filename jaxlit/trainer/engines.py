@@ -20,7 +20,7 @@ from jaxlit.trainer.auto_choice import choose
 from jaxlit.trainer.building import build, check_model
 from jaxlit.trainer.job import check_job
 from jaxlit.trainer.opening import check_window
-from jaxlit.trainer.training_plan import first_example, training_plan
+from jaxlit.trainer.step_options import first_example, step_options
 
 
 class Engines:
@@ -115,7 +115,7 @@ class Engines:
         return Engine(
             run.module,
             self.strategy,
-            training_plan(run, first_example(run)),
+            step_options(run, first_example(run)),
             precision=precision,
             debug=settings.debug,
             take_ownership=take_ownership,

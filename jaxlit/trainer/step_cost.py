@@ -9,12 +9,12 @@ from flax import nnx
 
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
+from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.lazy import lazy, shape_lazy
 from jaxlit.engine.training import training_of
@@ -25,7 +25,7 @@ from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import make_loaders
-from jaxlit.trainer.training_plan import training_plan
+from jaxlit.trainer.step_options import step_options
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
     strategy = trial.strategy
     module = shape_lazy(model, strategy, trial.seed)[0] if isinstance(model, lazy) else shapes_of(model)
     attach(module, trial)
-    plan = training_plan(_set_up(trial, module, num_batches), batch)
-    return AbstractStep(module, strategy, plan, Precision(trial.precision)).compiled(batch)
+    options = step_options(_set_up(trial, module, num_batches), batch)
+    return AbstractStep(module, strategy, options, Precision(trial.precision)).compiled(batch)
 
 
 class AbstractStep:
@@ -110,13 +110,13 @@ class AbstractStep:
     Args:
         module: The module; its arrays may be shapes and dtypes.
         strategy: The strategy, set up.
-        plan: How optimizer steps are taken.
+        options: How optimizer steps are taken.
         precision: The dtypes.
     """
 
-    def __init__(self, module: TrainModule, strategy: Strategy, plan: TrainingPlan, precision: Precision) -> None:
-        pure = PureModule(nnx.graphdef(module), plan.optimizer.wrt, module, precision)
-        self.strategy, self._training = strategy, training_of(module, pure, strategy, plan)
+    def __init__(self, module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> None:
+        pure = PureModule(nnx.graphdef(module), options.optimizer.wrt, module, precision)
+        self.strategy, self._training = strategy, training_of(module, pure, strategy, options)
 
     @property
     def state(self) -> StepCost:

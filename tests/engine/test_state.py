@@ -16,8 +16,8 @@ from kit.trainers import THREE, fit, thinned
 
 import jaxlit as jl
 from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.training import training_of
 
 
@@ -44,7 +44,7 @@ def compile_from_specs() -> None:
     module = nnx.eval_shape(lambda: Net(rngs=nnx.Rngs(0)))
     optimizer, (batch,) = optimizer_of(module), random(1, rows=16)
     pure = PureModule(nnx.graphdef(module), optimizer.wrt, module)
-    training = training_of(module, pure, strategy, TrainingPlan(optimizer, accumulate=2)).trace(batch)
+    training = training_of(module, pure, strategy, StepOptions(optimizer, accumulate=2)).trace(batch)
     rows = jax.sharding.NamedSharding(strategy.mesh, jax.P(strategy.batch_axes))
     shapes = {key: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows) for key, x in batch.items()}
     program = strategy.compile(training.train)

@@ -19,7 +19,7 @@ from kit.trainers import fit
 import jaxlit as jl
 from jaxlit.core.replica import abstract_batch
 from jaxlit.populations.fit_many import _built
-from jaxlit.populations.plan import Plan
+from jaxlit.populations.options import Options
 
 
 def alone(made: jl.TrainModule, train: Any, val: Any = None, **arguments: Any) -> jl.Trainer:
@@ -166,7 +166,7 @@ def test_members_that_do_not_divide_use_fewer_devices(caplog: pytest.LogCaptureF
 def test_a_step_overwrites_the_state_and_members_share_a_batch() -> None:
     (batch,) = random(1)
     variations = [{"seed": i} for i in range(4)]
-    programs, layout, arrays = _built(Swept, variations, Plan(1), [abstract_batch(batch)])
+    programs, layout, arrays = _built(Swept, variations, Options(1), [abstract_batch(batch)])
     state = programs.init(layout, arrays)
     sums = programs.spec.index.sums
     state[sums] = programs.repeat(programs.step_table.metrics.empty_sums())

@@ -17,7 +17,7 @@ OWNER = "jl.fit_many"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Options:
     """How a population trains; the attributes are the arguments of `jl.fit_many`, see there.
 
     Raises:

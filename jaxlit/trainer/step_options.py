@@ -10,8 +10,8 @@ from jaxlit.core.groups import labels_of, names_in
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.parts import Part, by_part
-from jaxlit.core.plan import TrainingPlan
 from jaxlit.core.replica import num_rows, with_rows
+from jaxlit.core.step_options import StepOptions
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
 from jaxlit.loop.run import Setup
@@ -25,7 +25,7 @@ def first_example(run: Setup) -> Any:
     return example if example is None or processes == 1 else with_rows(example, processes * num_rows(example))
 
 
-def training_plan(run: Setup, example: Any) -> TrainingPlan:
+def step_options(run: Setup, example: Any) -> StepOptions:
     """Return how a fit takes its optimizer steps.
 
     Args:
@@ -36,7 +36,7 @@ def training_plan(run: Setup, example: Any) -> TrainingPlan:
     # A later epoch may need room for a window; a subclass need not know which.
     least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
     parts = frozen_parts(hooks.callbacks, run.module, optimizer.wrt)
-    return TrainingPlan(
+    return StepOptions(
         by_part(optimizer, parts),
         accumulate=max(settings.accumulate_grad_batches, least),
         nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,

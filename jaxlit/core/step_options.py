@@ -11,7 +11,7 @@ from jaxlit.core.parts import Part
 
 
 @dataclass(frozen=True)
-class TrainingPlan:
+class StepOptions:
     """How a training takes its optimizer steps.
 
     Attributes:
