@@ -1,9 +1,12 @@
 """Every example in a docstring and in the README runs."""
 
+import ast
 import doctest
 import importlib
+import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -104,8 +107,27 @@ def test_links_between_pages_lead_to_a_heading() -> None:
     assert broken == []
 
 
-def test_the_readme_links_every_page() -> None:
-    assert [page for page in PAGES if f"(docs/{page})" not in README] == []
+ROW = re.compile(r"^\| `(\w+)` \| `(.*?)` \| .* \| `(.*?)` \|$", re.M)
+
+
+def test_the_page_on_the_trainer_has_every_argument_and_its_default() -> None:
+    shown = {name: ast.literal_eval(default) for name, default, _ in ROW.findall(page_text("trainer.md"))}
+    assert shown == {name: x.default for name, x in inspect.signature(jl.Trainer).parameters.items()}
+
+
+def test_each_example_of_an_argument_is_of_another_value_and_is_accepted() -> None:
+    for name, default, example in ROW.findall(page_text("trainer.md")):
+        trainer = eval(f"dict({example})", {"jl": jl})
+        assert name in trainer
+        assert trainer[name] != ast.literal_eval(default)
+        jl.Trainer(**({"max_epochs": 1} | trainer))
+
+
+def test_the_picture_of_the_hooks_is_that_of_the_pseudocode() -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    assert (DOCS / "hooks.svg").read_text() == hooks["draw"]()
+    drawn = {line.strip() for lines in hooks["functions"]().values() for line in lines}
+    assert {"on_fit_start", "training_step", "on_log", "on_safe_point", "on_validation_batch_end"} <= drawn
 
 
 def test_each_difference_from_lightning_names_a_test() -> None:
