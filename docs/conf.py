@@ -25,6 +25,8 @@ suppress_warnings = ["ref.python"]  # a type that is public in two rooms has two
 
 html_theme = "furo"
 html_title = f"jaxlit {release}"
+html_static_path = html_css_files = ["site.css"]
+html_theme_options = {"light_css_variables": {"code-font-size": "80%"}}
 html_copy_source = html_show_sourcelink = False
 
 site_pages.write_all()

@@ -10,7 +10,8 @@ def link_code(app, doctree, docname):
     """Link each `jl.Trainer(...)`, `trainer.fit` or `EMA` outside of code blocks."""
     objects = app.env.get_domain("py").objects
     # A class and a function are known by their name too; the name of a method needs its owner.
-    shorts = {name.rpartition(".")[2]: name for name, x in objects.items() if x.objtype in ("class", "exception")}
+    classes = [name for name, x in objects.items() if x.objtype in ("class", "exception") and not x.aliased]
+    shorts = {name.rpartition(".")[2]: name for name in classes}
     for literal in list(doctree.findall(nodes.literal)):
         first, _, rest = literal.astext().split("(")[0].partition(".")
         name = ".".join(filter(None, [OWNERS.get(first) or shorts.get(first, first), rest]))
