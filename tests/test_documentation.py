@@ -76,6 +76,18 @@ def test_the_readme_and_its_first_example_are_short() -> None:
     assert len(lines) <= 25
 
 
+def test_nothing_is_installed_from_a_release_that_does_not_exist() -> None:
+    folders = ("docs", "examples", "jaxlit", "strategies", "callbacks")
+    files = [
+        *ROOT.glob("*.md"),
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()),
+    ]
+    texts = {str(path): path.read_text(errors="ignore") for path in files if path.suffix not in (".png", ".pyc")}
+    wrong = re.compile(r"pip install [^\n`#]*(?<![\w/])jaxlit(?!-)|install=\W*jaxlit")
+    assert len(texts) > 200
+    assert [name for name, text in texts.items() if wrong.search(text)] == []
+
+
 def page_text(page: str) -> str:
     return (DOCS / page).read_text()
 
