@@ -5,7 +5,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-import site_links  # noqa: E402 - found on the path above, as is this checkout's jaxlit
+import site_docstrings  # noqa: E402 - found on the path above, as is this checkout's jaxlit
+import site_links  # noqa: E402
 import site_pages  # noqa: E402
 
 import jaxlit  # noqa: E402
@@ -35,6 +36,6 @@ site_pages.write_all()
 def setup(app):
     """Connect what the site adds to its pages."""
     app.connect("source-read", site_pages.prepare)
-    app.connect("autodoc-process-docstring", site_pages.to_rst, priority=400)  # before napoleon
-    app.connect("autodoc-process-signature", site_pages.with_arguments)
+    app.connect("autodoc-process-docstring", site_docstrings.to_rst, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", site_docstrings.with_arguments)
     app.connect("doctree-resolved", site_links.link_code)

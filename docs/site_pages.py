@@ -7,8 +7,6 @@ import re
 import shutil
 from pathlib import Path
 
-from sphinx.util.inspect import stringify_signature
-
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GENERATED = DOCS / "generated"  # ignored by git
@@ -47,13 +45,11 @@ def rooms(name):
 
 def reference(name, room, described):
     """Return the page of a room: a list of its names, then each; one that an earlier room describes is linked."""
-    lines = []
     things = {x: getattr(room, x) for x in room.__all__}
     index = {x: described.get(thing, f"{name}.{x}") for x, thing in things.items() if callable(thing)}
-    for x, path in index.items():
-        lines += [f"- {{py:obj}}`{x} <{path}>`: {inspect.getdoc(things[x]).splitlines()[0]}"]
-    lines = [f"# {name.replace('jaxlit', 'jl', 1)}", "", inspect.getdoc(room).splitlines()[0], "", *lines, ""]
-    lines += ["```{eval-rst}", f".. py:module:: {name}", ""]
+    lines = [f"# {name.replace('jaxlit', 'jl', 1)}", "", inspect.getdoc(room).splitlines()[0], ""]
+    lines += [f"- {{py:obj}}`{x} <{path}>`: {inspect.getdoc(things[x]).splitlines()[0]}" for x, path in index.items()]
+    lines += ["", "```{eval-rst}", f".. py:module:: {name}", ""]
     for x, thing in things.items():
         path = f"{name}.{x}"
         if callable(thing):
@@ -88,9 +84,7 @@ def relinked(text, file, folder):
             return match[0]
         path = (file.parent / target).resolve()
         name = path.relative_to(ROOT.resolve()).as_posix()
-        is_page = name in COPIED or (
-            name.startswith("examples/") and path.suffix == ".py" and path.parent.name == "examples"
-        )
+        is_page = name in COPIED or re.fullmatch(r"examples/\w+\.py", name)
         return f"]({os.path.relpath(page_of(name) if is_page else path, folder)}{'#' * bool(anchor)}{anchor})"
 
     return re.sub(r"\]\(([^)\s]+)\)", moved, text)
@@ -111,27 +105,3 @@ def with_contents(section):
         pages[1:1] = [(name.replace("jaxlit", "jl", 1), f"generated/{name}") for name, _ in rooms("jaxlit")]
     entries = "\n".join(f"{title} <{page}>" for title, page in pages)
     return f"{section[0]}\n```{{toctree}}\n:hidden:\n:caption: {section[1]}\n\n{entries}\n```\n\n"
-
-
-def to_rst(app, what, name, obj, options, lines):
-    """Turn a docstring's `code` and fences, which are Markdown's, into those of reStructuredText."""
-    paragraphs = re.split(r"(```.*?```)|\n\n", "\n".join(lines), flags=re.S)
-    result = []
-    for text in filter(None, paragraphs):
-        if text.startswith("```"):
-            text = "::\n\n" + "\n".join(f"    {line}" for line in text.strip("`").strip("\n").splitlines())
-        elif ">>>" not in text:
-            parts = re.split(r"(?<!`)(`[^`]+`)(?!`)", text)
-            parts[::2] = [re.sub(r'(?<=[\w.({\[,/" ])\*(?=\S)', r"\*", x) for x in parts[::2]]
-            parts[1::2] = [f"``{x[1:-1]}``\\ " for x in parts[1::2]]
-            text = "".join(parts)
-        result.append(text)
-    lines[:] = "\n\n".join(result).splitlines()
-
-
-def with_arguments(app, what, name, obj, options, signature, returned):
-    """Return the signature of a class by its `__init__`, where `__new__`, which checks arguments, takes any."""
-    if what == "class" and signature == "(*args: ~typing.Any, **kwargs: ~typing.Any)":
-        given = list(inspect.signature(obj.__init__).parameters.values())[1:]
-        signature = stringify_signature(inspect.Signature(given), unqualified_typehints=True)
-    return signature, returned
