@@ -22,7 +22,8 @@ def write_all():
         page_of(f"{name}.md").write_text(reference(name, room, described))
     for path in COPIED:
         text = relinked((ROOT / path).read_text(), ROOT / path, GENERATED)
-        page_of(path).write_text(text.replace("# jaxlit\n", "# Quick start\n", 1))
+        unsearched = "---\nno-search: true\n---\n\n" * (path == "CHANGELOG.md")  # its words are those of all pages
+        page_of(path).write_text(unsearched + text.replace("# jaxlit\n", "# Quick start\n", 1))
     for path in (ROOT / "examples").glob("*.py"):
         title, code = f"examples/{path.name}", os.path.relpath(path, GENERATED)
         page_of(title).write_text(f"---\norphan: true\n---\n\n# {title}\n\n```{{literalinclude}} {code}\n```\n")
