@@ -34,7 +34,7 @@ class MLFlowLogger(Logger):
 
     Another thread sends everything: training waits for MLflow at the end only. A failure is printed once, and nothing
     more is sent; rows stay in the CSV file. A resumed training continues in its run, where rows that it makes again
-    appear twice, at the same step. It needs MLflow, `pip install jaxlit[mlflow]`.
+    appear twice, at the same step. It needs MLflow, `pip install mlflow`.
 
     Args:
         experiment_name: The experiment, which is made if it is not there.
@@ -84,7 +84,7 @@ class MLFlowLogger(Logger):
             raise ArgumentError(
                 f"MLFlowLogger(save_dir={str(save_dir)!r}, tracking_uri={tracking_uri!r}) are two places. Pass one."
             )
-        check.import_package("mlflow.tracking", owner="MLFlowLogger", install="jaxlit[mlflow]")
+        check.import_package("mlflow.tracking", owner="MLFlowLogger", install="mlflow")
         self.experiment_name, self.run_name, self.tags = experiment_name, run_name, dict(tags or {})
         self.save_dir = None if save_dir is None else absolute(Path(save_dir))
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location

@@ -122,7 +122,7 @@ class Rows:
 def import_pyarrow() -> Any:
     """Return pyarrow with its module `parquet`, or raise an ArgumentError that says how to install it."""
     owner = "PredictionWriter(format='parquet')"
-    check.import_package("pyarrow.parquet", owner=owner, install="jaxlit[parquet]", kind=ArgumentError)
+    check.import_package("pyarrow.parquet", owner=owner, install="pyarrow", kind=ArgumentError)
     return sys.modules["pyarrow"]
 
 

@@ -36,7 +36,7 @@ class PredictionWriter(Callback):
         output_dir: The folder.
         write_interval: "batch" to write each batch as it comes, "epoch" to keep those of a loader in memory and write
             them at its end, in one piece.
-        format: "npy", or "parquet", which holds texts too and needs `pip install jaxlit[parquet]`.
+        format: "npy", or "parquet", which holds texts too and needs `pip install pyarrow`.
 
     Raises:
         ArgumentError: An argument is invalid, or the folder has other files, cannot be made or is another writer's.

@@ -25,7 +25,7 @@ class TensorBoardLogger(Logger):
     """Write every logged row to an event file, and images, figures, texts, tables, histograms and hyperparameters.
 
     View them by `tensorboard --logdir runs`. A training that is resumed drops the rows that it makes again. It needs
-    tensorboardX, `pip install jaxlit[tensorboard]`.
+    tensorboardX, `pip install tensorboardX`.
 
     Args:
         save_dir: The folder of several runs; None for the run's own folder, without a name and a version.
@@ -85,7 +85,7 @@ class TensorBoardLogger(Logger):
         Raises:
             LoggerError: It is not installed.
         """
-        check.import_package("tensorboardX", owner="TensorBoardLogger", install="jaxlit[tensorboard]")
+        check.import_package("tensorboardX", owner="TensorBoardLogger", install="tensorboardX")
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:

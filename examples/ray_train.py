@@ -1,6 +1,6 @@
 """Two workers of Ray train as one job; one of them is killed, and Ray starts both again from the newest checkpoint.
 
-    pip install "jaxlit[ray]" scikit-learn
+    pip install "ray[train]" scikit-learn
     python examples/ray_train.py [folder]
 
 Each worker simulates four devices. In a cluster, RAY_ADDRESS is its address, and all machines share the folder.

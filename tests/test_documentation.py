@@ -1,9 +1,13 @@
 """Every example in a docstring and in the README runs."""
 
+import ast
 import doctest
+import html
 import importlib
+import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -52,21 +56,36 @@ def without_numbers(screen: str) -> list[str]:
     return re.sub(r"\d[\d.,]*", "N", screen).split()
 
 
-def test_the_readmes_first_example_prints_the_screen_below_it(
+def test_the_readmes_first_example_prints_its_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     exec(FIRST, {})
     out = capsys.readouterr().out
-    screen = re.findall(r"```\n(jaxlit .*?)```", README, re.S)[0]
-    assert without_numbers(out) == without_numbers(screen)
+    lines = re.findall(r"<text [^>]*>([^<]*)</text>", (DOCS / "terminal.svg").read_text())
+    screen = html.unescape(" ".join(lines)).replace("\xa0", " ").partition("jaxlit 0")[2]
+    # Only the picture has the command, and the last line of examples/digits.py.
+    assert without_numbers("jaxlit 0" + screen) == [*without_numbers(out), "validation", "accuracy", "N"]
     best = [float(x) for x in re.findall(r"val/accuracy (\S+) +\* best", out)]
     assert best == sorted(set(best)) and best[-1] >= 0.95
 
 
-def test_the_readmes_first_example_is_short() -> None:
+def test_the_readme_and_its_first_example_are_short() -> None:
+    assert len(README.splitlines()) < 200
     lines = [line for line in FIRST.splitlines() if line.strip() and not line.startswith(("import ", "from "))]
     assert len(lines) <= 25
+
+
+def test_nothing_is_installed_from_a_release_that_does_not_exist() -> None:
+    folders = ("docs", "examples", "jaxlit", "strategies", "callbacks")
+    files = [
+        *ROOT.glob("*.md"),
+        *(path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()),
+    ]
+    texts = {str(path): path.read_text(errors="ignore") for path in files if path.suffix not in (".png", ".pyc")}
+    wrong = re.compile(r"pip install [^\n`#]*(?<![\w/])jaxlit(?!-)|install=\W*jaxlit")
+    assert len(texts) > 200
+    assert [name for name, text in texts.items() if wrong.search(text)] == []
 
 
 def page_text(page: str) -> str:
@@ -104,8 +123,27 @@ def test_links_between_pages_lead_to_a_heading() -> None:
     assert broken == []
 
 
-def test_the_readme_links_every_page() -> None:
-    assert [page for page in PAGES if f"(docs/{page})" not in README] == []
+ROW = re.compile(r"^\| `(\w+)` \| `(.*?)` \| .* \| `(.*?)` \|$", re.M)
+
+
+def test_the_page_on_the_trainer_has_every_argument_and_its_default() -> None:
+    shown = {name: ast.literal_eval(default) for name, default, _ in ROW.findall(page_text("trainer.md"))}
+    assert shown == {name: x.default for name, x in inspect.signature(jl.Trainer).parameters.items()}
+
+
+def test_each_example_of_an_argument_is_of_another_value_and_is_accepted() -> None:
+    for name, default, example in ROW.findall(page_text("trainer.md")):
+        trainer = eval(f"dict({example})", {"jl": jl})
+        assert name in trainer
+        assert trainer[name] != ast.literal_eval(default)
+        jl.Trainer(**({"max_epochs": 1} | trainer))
+
+
+def test_the_picture_of_the_hooks_is_that_of_the_pseudocode() -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    assert (DOCS / "hooks.svg").read_text() == hooks["draw"]()
+    drawn = {line.strip() for lines in hooks["functions"]().values() for line in lines}
+    assert {"on_fit_start", "training_step", "on_log", "on_safe_point", "on_validation_batch_end"} <= drawn
 
 
 def test_each_difference_from_lightning_names_a_test() -> None:

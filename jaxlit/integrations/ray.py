@@ -33,7 +33,7 @@ class RayTrainer:
 
     After a failure Ray ends all workers and starts new ones, up to `max_failures` times; with
     `jl.Trainer(default_root_dir=folder, resume="auto")` they continue from the newest checkpoint. It needs Ray,
-    `pip install "jaxlit[ray]"`.
+    `pip install "ray[train]"`.
 
     Args:
         train_fn: Trains; Ray calls it in each worker, in a thread that is not the main one, with the folder
@@ -74,7 +74,7 @@ class RayTrainer:
             ProcessError: Ray is not installed.
             ray.train.TrainingFailedError: The workers failed once more than `max_failures` times.
         """
-        given = {"owner": "RayTrainer", "install": '"jaxlit[ray]"', "kind": ProcessError}
+        given = {"owner": "RayTrainer", "install": '"ray[train]"', "kind": ProcessError}
         train = check.import_package("ray.train", **given)
         parallel = check.import_package("ray.train.v2.api.data_parallel_trainer", **given)
         function, devices, folder = self.train_fn, self.devices, Path(os.path.abspath(self.storage_path), self.name)

@@ -100,8 +100,8 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
             KeyError: A name was never logged.
             LoggerError: matplotlib is not installed.
         """
-        matplotlib = check.import_package("matplotlib.figure", owner="History.plot", install="jaxlit[plot]")
-        ticker = check.import_package("matplotlib.ticker", owner="History.plot", install="jaxlit[plot]")
+        matplotlib = check.import_package("matplotlib.figure", owner="History.plot", install="matplotlib")
+        ticker = check.import_package("matplotlib.ticker", owner="History.plot", install="matplotlib")
         chosen = list(self) if names is None else list(names)
         if not chosen:
             raise ArgumentError("History.plot draws logged metrics. There is none: call self.log in a step.")

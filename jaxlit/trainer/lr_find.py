@@ -94,7 +94,7 @@ class LRFinder:
         Raises:
             LoggerError: matplotlib is not installed.
         """
-        matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="jaxlit[plot]")
+        matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="matplotlib")
         rates, losses = self.results["lr"], self.results["loss"]
         figure = matplotlib.Figure(layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss")

@@ -168,7 +168,7 @@ class Plan:
         Raises:
             LoggerError: matplotlib is not installed.
         """
-        matplotlib = check.import_package("matplotlib.figure", owner="Plan.plot", install="jaxlit[plot]")
+        matplotlib = check.import_package("matplotlib.figure", owner="Plan.plot", install="matplotlib")
         known = [row for row in self.plans if row.cost is not None]
         figure = matplotlib.Figure(layout="constrained", figsize=(1.5 + max(len(known), 3), 4))
         axes = figure.add_subplot(ylabel="GiB per device")

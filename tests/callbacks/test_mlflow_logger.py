@@ -209,6 +209,6 @@ def test_on_error_raise_ends_training() -> None:
 def test_without_mlflow_the_constructor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
-    refuses(LoggerError, MLFlowLogger, r"pip install jaxlit\[mlflow\]")
+    refuses(LoggerError, MLFlowLogger, r"pip install mlflow")
     with pytest.raises(AttributeError, match="MLFlowLogger, as Lightning spells it"):
         _ = jl.callbacks.MLflowLogger

@@ -115,4 +115,4 @@ def test_folders_and_names_are_chosen():
 
 def test_without_the_package_it_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    fit_refuses(LoggerError, r"needs tensorboardX.*pip install jaxlit\[tensorboard\]", logger=TensorBoardLogger())
+    fit_refuses(LoggerError, r"needs tensorboardX.*pip install tensorboardX", logger=TensorBoardLogger())

@@ -164,7 +164,7 @@ def test_an_unknown_device_is_refused() -> None:
 def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray.train", None)
     job = room.RayTrainer(print, num_workers=1, storage_path=".", name="x")
-    refuses(ProcessError, job.fit, r'RayTrainer needs ray.*pip install "jaxlit\[ray\]"')
+    refuses(ProcessError, job.fit, r'RayTrainer needs ray.*pip install "ray\[train\]"')
 
 
 def a_worker() -> None:

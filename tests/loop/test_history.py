@@ -72,7 +72,7 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
     assert history._repr_png_().startswith(b"\x89PNG")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert history._repr_png_() is None
-    refuses(LoggerError, history.plot, r"pip install jaxlit\[plot\]")
+    refuses(LoggerError, history.plot, r"pip install matplotlib")
 
 
 @pytest.mark.parametrize(
