@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="what a training step takes, before anything is trained")
     plan.add_argument("target", help="train.py:function, which returns (trainer, model, data)")
-    plan.add_argument("--devices", type=_numbers, help="how many, for example 8,64,512 (default: those that are here)")
+    plan.add_argument("--devices", type=_counts, help="how many, for example 8,64,512 (default: those that are here)")
     plan.add_argument("--strategies", type=lambda text: text.split(","), help="names, for example ddp,fsdp")
     plan.add_argument("--hardware", help='what is to train it, for example "NVIDIA H100"')
     plan.add_argument("--batch-size", type=int, help="rows of a batch, of all devices together")
@@ -59,7 +59,9 @@ def _called(target: str) -> Any:
     return made
 
 
-def _numbers(text: str) -> list[int]:
+def _counts(text: str) -> list[int]:
+    if not all(number.isdecimal() for number in text.split(",")):
+        raise argparse.ArgumentTypeError(f"takes numbers such as 8,64, got {text!r}")
     return [int(number) for number in text.split(",")]
 
 

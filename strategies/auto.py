@@ -15,10 +15,9 @@ class Auto(FSDP):
     """Train under the first of `single`, `ddp`, `zero1`, `fsdp` and `fsdp` with `remat` that fits.
 
     On one device the choice is between `single` and `remat`, on several among the others. It is made when a fit
-    begins, by the compiled memory of a training step, and holds for the Trainer from then on. It takes at most one
-    compile more than the strategy that is chosen: a candidate whose state alone is too large is not compiled, and after
-    one that does not fit the temporaries of the others are estimated by its own. Until a fit, a module that
-    `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
+    begins, by the compiled memory of a training step, and holds for the Trainer from then on. A candidate that is
+    certain not to fit, by its state and the temporaries of those before it, is not compiled: as a rule one compile is
+    in vain. Until a fit, a module that `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
 
     Args:
         memory_bytes: What a device may use; None for what jax reports, which on CPUs is nothing: without a limit

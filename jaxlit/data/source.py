@@ -131,6 +131,12 @@ class Source(ABC):
         self._peeked = (epoch, first, draws)
         return [batch for batch, _ in first]
 
+    @property
+    def first(self) -> Any:
+        """The first batch, if it was drawn ahead of time and no epoch has begun; else None."""
+        pairs = [] if self._peeked is None else self._peeked[1]
+        return pairs[0][0] if pairs else None
+
     def again(self, epoch: int, at: Any, count: int) -> list[Any]:
         """Draw batches of an epoch again; none where the loader cannot be set back, or only by drawing many.
 

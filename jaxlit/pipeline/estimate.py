@@ -62,7 +62,7 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     flops = sum((one.flops for mb in microbatches for one in shapes[mb.shape]), Flops())
     busiest = max(sent, key=lambda rank: sent[rank])
     between = sent[busiest] // share
-    send = Collective("send", sends[busiest], between, exact=False, sent=between, span=strategy.mesh.size)
+    send = Collective("send", sends[busiest], between, exact=False, sent_by_span={strategy.mesh.size: between})
     memory = Memory(state + bytes_of(jax.tree.leaves(batch)), state, temporaries, state, exact=False)
     return ProgramCost(program.name, flops, memory, (send,) if sends[busiest] else ())
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from jaxlit.programs.device_groups import groups_of
@@ -36,25 +37,30 @@ class Collective:
         bytes: Of the results of all of them on one device: of an all-gather the entire array, of a reduce-scatter a
             device's part.
         exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
-        sent: Bytes that a device sends at least, around a ring of its group.
-        span: How far apart in the mesh's order the devices of a group are at most, both ends counted: a group of more
-            than a node has devices crosses nodes.
+        sent_by_span: Bytes that a device sends at least, around a ring of its group, by the span of the group: how far
+            apart its devices are in the program's order, both ends counted. A span of more devices than a node has
+            crosses nodes.
     """
 
     kind: str
     calls: int
     bytes: int
     exact: bool = True
-    sent: int = field(default=0, compare=False)
-    span: int = field(default=1, compare=False)
+    sent_by_span: Mapping[int, int] = field(default_factory=dict, compare=False)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends at least."""
+        return sum(self.sent_by_span.values())
 
     def __add__(self, other: "Collective") -> "Collective":
-        exact, span = self.exact and other.exact, max(self.span, other.span)
-        calls, num_bytes, sent = self.calls + other.calls, self.bytes + other.bytes, self.sent + other.sent
-        return Collective(self.kind, calls, num_bytes, exact, sent, span)
+        sent = Counter(self.sent_by_span) + Counter(other.sent_by_span)
+        exact = self.exact and other.exact
+        return Collective(self.kind, self.calls + other.calls, self.bytes + other.bytes, exact, sent)
 
     def __mul__(self, times: int) -> "Collective":
-        return replace(self, calls=self.calls * times, bytes=self.bytes * times, sent=self.sent * times)
+        sent = {span: num_bytes * times for span, num_bytes in self.sent_by_span.items()}
+        return replace(self, calls=self.calls * times, bytes=self.bytes * times, sent_by_span=sent)
 
 
 def count_collectives(hlo: str) -> tuple[Collective, ...]:
@@ -115,7 +121,8 @@ def _collective(kind: str, num_bytes: int, rest: str, devices: int) -> Collectiv
     size = max(map(len, groups))
     shares = {"all-reduce": 2 * (size - 1) / size, "reduce-scatter": size - 1, "collective-permute": 1}
     sent = math.ceil(num_bytes * shares.get(kind, (size - 1) / size))
-    return Collective(kind, 1, num_bytes, sent=sent, span=max(max(group) - min(group) + 1 for group in groups))
+    span = max(max(group) - min(group) + 1 for group in groups)
+    return Collective(kind, 1, num_bytes, sent_by_span={span: sent})
 
 
 def _bytes(type_text: str) -> int:

@@ -1,5 +1,8 @@
 """Which strategy "auto" is, by what a training step takes of a device."""
 
+import copy
+from typing import Any
+
 from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach, trainer_of
 from jaxlit.distributed.team import team
@@ -15,8 +18,8 @@ from jaxlit.trainer.step_options import first_example, step_options
 def choose(auto: Auto, run: Setup) -> Strategy:
     """Return the first candidate that fits, with the reason.
 
-    A candidate is compiled unless it surely does not fit. As the program of the one that fits is in the compile cache
-    then, this takes one compile more than that strategy: of the first that might have fitted.
+    A candidate is compiled unless it is certain not to fit. The program of the one that fits is in the compile cache
+    then, so only those that did not fit are compiled in vain, as a rule one.
 
     Args:
         auto: The strategy, set up.
@@ -24,36 +27,49 @@ def choose(auto: Auto, run: Setup) -> Strategy:
     """
     # Devices of one kind may report other limits.
     limit = min(team().agree("the memory of a device", auto.limit))
-    module, example = shapes_of(run.module), first_example(run)
+    module, example = shapes_of(run.module), _example(run)
     attach(module, trainer_of(run.module))
     options = step_options(run, example)
     like: StepCost | None = None  # what the newest that was compiled takes
     chosen: Strategy | None = None
-    reason, last = "", [*auto.candidates()][-1]
+    names, reason, last = "", "", [*auto.candidates()][-1]
     for name, strategy in auto.candidates().items():
         strategy.setup(auto.mesh.size)
         try:
             step = AbstractStep(module, strategy, options, Precision(run.settings.precision))
         except ArgumentError:  # `remat` of a step without a scan
             continue
-        chosen, needs, how = strategy, _at_least(step, None if name == last else like), "at least "
+        needs, how = _least(step, None if name == last else like), "at least "
         if needs <= limit and example is not None and name != last:
             like = step.compiled(example)
             needs, how = like.total, ""
+        chosen, names = strategy, name
         text = f"needs {how}{size(needs)} of {size(limit)} per device"
         if needs <= limit:
             reason = reason or text
             break
         reason = f"{name} {text}"
     assert chosen is not None
-    chosen.reason = f"auto: {reason}"
+    chosen.reason = f"auto: {names}, {reason}"
     return chosen
 
 
-def _at_least(step: AbstractStep, like: StepCost | None) -> int:
-    """Return bytes that a step takes surely: of its state, and of another strategy's temporaries if some are known.
+def _example(run: Setup) -> Any:
+    """Return the shapes and dtypes of the first batch, as a hook of the user's prepares it."""
+    source, _ = run.data.training
+    validator = run.data.loaders.validator_of(source)
+    if validator.example is None and source.first is not None:
+        validator(copy.deepcopy(source.first))  # which the hook may change in place
+    return first_example(run)
 
-    Of these the gradients and the updates, which are of their size, may be split otherwise; the rest is the same.
+
+def _least(step: AbstractStep, like: StepCost | None) -> int:
+    """Return the bytes that a step takes at least, given what the step of another candidate takes.
+
+    Its temporaries are the same, but for the gradients, which may be split otherwise, and for updates of their size.
     """
-    state = step.state.held
-    return state if like is None else state + like.batch + max(like.temporaries - 2 * like.gradients, 0)
+    state = step.state
+    if like is None:
+        return state.held
+    temporaries = like.temporaries - 2 * like.gradients + state.gradients
+    return state.held + like.batch + max(temporaries, 0)

@@ -27,7 +27,6 @@ class PlanRow:
         hardware: What one of them can do; None if it is not known.
         cost: What the step takes; None if the strategy refuses the model or the devices.
         error: Why, in that case.
-        compile_seconds: How long it took to find out.
     """
 
     strategy: str
@@ -36,7 +35,6 @@ class PlanRow:
     hardware: Hardware | None
     cost: StepCost | None
     error: str = ""
-    compile_seconds: float = 0.0
 
     @cached_property
     def bytes(self) -> dict[str, int]:
@@ -62,10 +60,10 @@ class PlanRow:
 
     @property
     def bound(self) -> str:
-        """What the total is of the memory that a device will use: "<=", ">=", or "" for all of it.
+        """Whether a device uses at most ("<=") or at least (">=") the total, or the total itself ("").
 
-        Compiled for CPUs in place of the hardware, temporaries are at most these. Of a step that runs in parts, those
-        of each part are not counted.
+        It is an upper bound where the step was compiled for CPUs in place of the hardware, and a lower bound for a
+        pipeline, whose programs' own temporaries are not counted.
         """
         if self.cost is None or self.cost.memory is None or not self.cost.memory.exact:
             return ">="
@@ -104,8 +102,8 @@ class PlanRow:
             moved = cost.memory.arguments + cost.memory.outputs + 2 * cost.memory.temporaries
             seconds["memory"] = moved / row.bandwidth
         if cost.collectives is not None and row.link is not None:
-            links = [(x.sent, row.link if x.span <= row.node else row.network) for x in cost.collectives]
-            seconds["network"] = sum(sent / link for sent, link in links)
+            pairs = [pair for x in cost.collectives for pair in x.sent_by_span.items()]
+            seconds["network"] = sum(sent / (row.link if span <= row.node else row.network) for span, sent in pairs)
         return seconds
 
     @property

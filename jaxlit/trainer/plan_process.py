@@ -22,7 +22,7 @@ _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 
 
 def cost_elsewhere(
-    trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, told: set[str]
+    trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
 ) -> StepCost:
     """Return what `cost_of_step` returns on as many simulated devices, in a process of its own.
 
@@ -33,7 +33,7 @@ def cost_elsewhere(
         num_batches: See `cost_of_step`.
         devices: How many.
         timeout: Seconds after which the process is ended.
-        told: The warnings that were logged before; those of the process are logged and added.
+        logged: The warnings that were logged before; those of the process are logged and added.
 
     Raises:
         ArgumentError: The module cannot be sent to another process, or the process took too long or was ended.
@@ -74,8 +74,8 @@ def cost_elsewhere(
             )
         made, failed, warnings = cloudpickle.loads(result.read_bytes())
     for text in warnings:
-        if text not in told:
-            told.add(text)
+        if text not in logged:
+            logged.add(text)
             _logger.warning(text)
     if failed:
         raise made

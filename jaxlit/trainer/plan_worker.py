@@ -3,14 +3,15 @@
 import io
 import logging
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import jax
 
-from jaxlit.errors import ArgumentError, JaxlitError
+from jaxlit.errors import JaxlitError
+from jaxlit.trainer.step_cost import cost_of_step, explained
+from jaxlit.trainer.trainer import Trainer
 
 
 def main(result: str) -> None:
@@ -23,30 +24,17 @@ def main(result: str) -> None:
     logging.getLogger("jaxlit").addHandler(handler)
     try:
         made, failed = _run(job), False
-    except Exception as error:
-        made, failed = error if isinstance(error, JaxlitError) else _told(error), True
+    except JaxlitError as error:
+        made, failed = error, True
     Path(result).write_bytes(cloudpickle.dumps((made, failed, warnings)))
 
 
 def _run(job: io.BytesIO) -> Any:
-    from jaxlit.trainer.step_cost import cost_of_step
-    from jaxlit.trainer.trainer import Trainer
-
     config, arguments, *rest = cloudpickle.load(job)
     for name, value in config.items():
         jax.config.update(name, value)
-    return cost_of_step(Trainer(**arguments), *rest)
-
-
-def _told(error: Exception) -> ArgumentError:
-    """Return an error of a kind that the other process knows, which says where it was raised."""
-    frames = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" not in x.filename]
-    users = [x for x in frames if not x.filename.startswith(str(Path(__file__).parent.parent))]
-    place = f" at {users[-1].filename}:{users[-1].lineno}, in {users[-1].name}" if users else ""
-    return ArgumentError(
-        f"Trainer.plan builds the module and traces its step on shapes alone, and this raised {type(error).__name__}"
-        f"{place}: {error}"
-    )
+    with explained():
+        return cost_of_step(Trainer(**arguments), *rest)
 
 
 if __name__ == "__main__":

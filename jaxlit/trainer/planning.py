@@ -1,8 +1,7 @@
 """How a plan is made: one compile for each strategy and number of devices."""
 
 import copy
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +25,8 @@ from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_model, make_loaders
 from jaxlit.trainer.plan import Plan, PlanRow
 from jaxlit.trainer.plan_process import cost_elsewhere
-from jaxlit.trainer.step_cost import cost_of_step, shapes_of
-from jaxlit.trainer.trial import changes_step, trial_of
+from jaxlit.trainer.step_cost import cost_of_step, explained, shapes_of
+from jaxlit.trainer.trial import trial_of
 
 
 @out_of_meshes
@@ -48,9 +47,13 @@ def make_plan(
     if jax.process_count() > 1:
         raise ArgumentError(f"{owner} runs in one process, got {jax.process_count()}. Call it before the job starts.")
     check_model(model, STAGES["training"])
-    counts = [jax.device_count()] if devices is None else [devices] if isinstance(devices, int) else list(devices)
+    counts: list[int | None] = [*devices] if isinstance(devices, Sequence) else [devices]
+    asked = [trainer.settings.strategy] if strategies is None else strategies
+    for name, values in (("devices", counts), ("strategies", asked)):
+        if isinstance(values, str) or not values:
+            raise ArgumentError(f"{owner}({name}=...) takes a list of at least one, got {values!r}.")
     for each in counts:
-        check.integer("devices", each, low=1, owner=owner)
+        check.integer("devices", each, low=1, also=(None,), owner=owner)
     for name, value in (("batch_size", batch_size), ("rows_per_device", rows_per_device)):
         check.integer(name, value, low=1, also=(None,), owner=owner)
     if batch_size is not None and rows_per_device is not None:
@@ -59,44 +62,64 @@ def make_plan(
     given = resolve_hardware(hardware) if hardware is not None else hardware_of(jax.devices()[0].device_kind)
     _, batch, num_batches = first_batch(trainer, model, data)
     model = model if isinstance(model, lazy) else shapes_of(model)
-    asked = [trainer.settings.strategy] if strategies is None else list(strategies)
-    cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(strategy, n)]
-    rows, failures, told = list[PlanRow](), list[JaxlitError](), set[str]()
+    cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(trainer, strategy, n)]
+    rows, failures, logged = list[PlanRow](), list[JaxlitError](), set[str]()
     for i, (name, strategy, n) in enumerate(cases):
-        num = batch_size or (rows_per_device or 0) * n or num_rows(batch)
-        began = time.monotonic()
-        say(f"plan {i + 1}/{len(cases)}: {name} on {n} device{'s' * (n > 1)}, {num:,} rows", aside=True)
-        cost, error = None, ""
+        num = batch_size or num_rows(batch)
         try:
             trial = plan_trial(trainer, strategy, n)
+            here = n is None or n <= jax.device_count()
+            if n is None:
+                n = trial.strategy.mesh.size
+            num = (rows_per_device or 0) * n or num
+            say(f"plan {i + 1}/{len(cases)}: {name} on {n} device{'s' * (n > 1)}, {num:,} rows", aside=True)
             job = trial, model, with_rows(batch, num), num_batches
-            here = n <= jax.device_count()
-            cost = cost_of_step(*job) if here else cost_elsewhere(*job, devices=n, timeout=timeout, told=told)
+            with explained():
+                cost = cost_of_step(*job) if here else cost_elsewhere(*job, devices=n, timeout=timeout, logged=logged)
+            rows.append(PlanRow(name, cost.devices if here else n, num, given, cost))
         except JaxlitError as failure:
             failures.append(failure)
-            error = str(failure)
-        rows.append(PlanRow(name, n, num, given, cost, error, time.monotonic() - began))
+            rows.append(PlanRow(name, n or jax.device_count(), num, given, None, str(failure)))
     if len(failures) == len(cases):
         raise failures[0]
     return Plan(tuple(rows))
 
 
-def named_strategies(strategy: Any, devices: int) -> list[tuple[str, Any]]:
+def named_strategies(trainer: Any, strategy: Any, devices: int | None) -> list[tuple[str, Any]]:
     """Return a strategy with its name; of "auto" all among which it chooses on as many devices."""
-    if strategy == "auto" or isinstance(strategy, Auto):
-        return [*candidates(devices).items()]
+    if (strategy == "auto" and trainer.settings.mesh is None) or isinstance(strategy, Auto):
+        return [*candidates(devices or trainer.settings.device_count or jax.device_count()).items()]
     return [(strategy if isinstance(strategy, str) else repr(strategy), strategy)]
 
 
-def plan_trial(trainer: Any, strategy: str | Strategy, devices: int) -> Any:
-    """Return a Trainer of its own for one compile."""
-    resolved = copy.copy(resolve_strategy(strategy, devices))  # the user's stays as it is, for any devices
+def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **changed: Any) -> Any:
+    """Return a Trainer of its own for one compile.
+
+    Args:
+        trainer: The user's.
+        strategy: The strategy.
+        devices: How many devices; None for those of the user's Trainer, and its mesh.
+        **changed: Arguments in place of the user's.
+
+    Raises:
+        ArgumentError: The user's Trainer has a mesh of another number of devices.
+    """
+    settings = trainer.settings
+    mesh, count = settings.mesh, settings.devices if devices is None else devices
+    is_fixed = mesh is not None and not (isinstance(mesh, Mapping) and -1 in mesh.values())
+    if devices is not None and is_fixed:
+        raise ArgumentError(
+            f"Trainer.plan(devices={devices}) with Trainer(mesh={mesh!r}), whose number of devices is fixed. Leave "
+            "devices out, or give an axis of the mesh the size -1."
+        )
+    known = settings.device_count if devices is None else devices
+    resolved = copy.copy(resolve_strategy(strategy, known, mesh))  # the user's stays as it is, for any devices
     vars(resolved).pop("mesh", None)  # of the devices of another run
-    given = {name: trainer.settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")}
+    given = {name: settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
     if given["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
         given["nan_policy"] = "raise"
-    takes = lambda c: changes_step(c) or overrides(c, "init_arrays")  # noqa: E731
-    return trial_of(trainer, takes=takes, strategy=resolved, devices=devices, mesh=None, **given)
+    takes = lambda c: c.changes_step or overrides(c, "init_arrays")  # noqa: E731
+    return trial_of(trainer, takes=takes, strategy=resolved, devices=count, mesh=None, **given)
 
 
 def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
@@ -110,6 +133,8 @@ def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any
     if isinstance(data, DataModule):
         data.prepare_data()
         data.setup("fit")
+    if data is None and not isinstance(model, TrainModule):
+        raise ArgumentError("A plan takes a loader or a jl.DataModule as data, got None. Its first batch counts.")
     loaders = make_loaders(trainer.settings, STAGES["training"], {"training": (data, "data")}, None)
     loaders.module = None if isinstance(model, lazy) else model
     ((source, limit),) = loaders.open("training", required=True)

@@ -90,70 +90,83 @@ def scale_batch_size(
     assert limit is not None
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
     like, shapes = abstract_batch(batch), model if isinstance(model, lazy) else shapes_of(model)
-    cost = lambda trial, rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total  # noqa: E731
-    name, strategy, tried = _scaled(trainer, cost, limit)
-    rows, accumulate = max(n for n, num_bytes in tried.items() if num_bytes <= limit), 1
-    if effective_batch_size is not None:
-        trial = plan_trial(trainer, strategy, _devices(trainer, name))
-        rows, accumulate = _part_of(effective_batch_size, rows, trial.strategy.num_replicas)
-        tried.setdefault(rows, cost(trial, rows))
-    real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
-    trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=1).fit(copied(model), [real])
-    return BatchSize(rows, accumulate, name, tried[rows], tried)
+
+    def tries(strategy: Any, accumulate: int) -> _Tries:
+        trial = plan_trial(trainer, strategy, None, accumulate_grad_batches=accumulate)
+        cost = lambda rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total  # noqa: E731
+        return _Tries(cost, trial.strategy.num_replicas, limit)
+
+    accumulate = trainer.settings.accumulate_grad_batches if effective_batch_size is None else 1
+    pairs = named_strategies(trainer, trainer.settings.strategy, None)
+    each = [(name, strategy, tries(strategy, accumulate)) for name, strategy in pairs]
+    name, strategy, tried = next((x for x in each if x[2].fits(x[2].unit)), each[-1])
+    if effective_batch_size is None:
+        rows = tried.largest()
+    elif effective_batch_size % tried.unit == 0 and tried.fits(effective_batch_size):
+        rows = effective_batch_size
+    else:  # a window of accumulated gradients takes memory, however many batches it has
+        tried = tries(strategy, 2)
+        rows, accumulate = _part_of(effective_batch_size, tried.largest(), tried.unit)
+    real, window = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw), min(accumulate, 2)
+    trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=window).fit(
+        copied(model), [real] * window
+    )
+    return BatchSize(rows, accumulate, name, tried.needs(rows), tried.tried)
 
 
-def _scaled(trainer: Any, cost: Callable[[Any, int], int], limit: int) -> tuple[str, Any, dict[int, int]]:
-    """Return the strategy's name and the strategy, of "auto" the first under which a row fits, and what was tried.
+class _Tries:
+    """What steps with batches of several sizes take.
 
     Args:
-        trainer: The Trainer.
-        cost: A function of a Trainer and a number of rows to the bytes of a step.
+        cost: A function of the rows of a batch to the bytes of a step.
+        unit: Rows come in multiples of it.
         limit: The bytes that a device may use.
-
-    Raises:
-        ArgumentError: Not even one row a device fits.
     """
-    least = 0
-    for name, strategy in named_strategies(trainer.settings.strategy, _devices(trainer)):
-        trial, tried = plan_trial(trainer, strategy, _devices(trainer, name)), dict[int, int]()
 
-        def needs(parts: int, trial: Any = trial, tried: dict[int, int] = tried) -> int:
-            rows = parts * trial.strategy.num_replicas
-            if rows not in tried:
-                tried[rows] = cost(trial, rows)
-            return tried[rows]
+    def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
+        self.cost, self.unit, self.limit = cost, unit, limit
+        self.tried: dict[int, int] = {}
 
-        if (least := needs(1)) <= limit:
-            _search(needs, limit)
-            return name, strategy, tried
-    raise ArgumentError(
-        f"jl.scale_batch_size: one row a device needs {size(least)} of {size(limit)}. Use more devices or 'fsdp'."
-    )
+    def needs(self, rows: int) -> int:
+        """Return the bytes of a step."""
+        if rows not in self.tried:
+            self.tried[rows] = self.cost(rows)
+        return self.tried[rows]
 
+    def fits(self, rows: int) -> bool:
+        """Return whether a step fits."""
+        return self.needs(rows) <= self.limit
 
-def _devices(trainer: Any, name: str = "") -> int:
-    return 1 if name == "single" else trainer.settings.device_count or jax.device_count()
+    def largest(self) -> int:
+        """Return the most rows that fit.
 
-
-def _search(needs: Callable[[int], int], limit: int) -> None:
-    """Ask what numbers need until the largest whose need is within the limit is known, given that of 1 is."""
-    fits, fails = 1, None
-    for _ in range(_MOST_DOUBLINGS):
-        if needs(2 * fits) > limit:
-            fails = 2 * fits
-            break
-        fits *= 2
-    while fails is not None and fails - fits > 1:
-        # Memory grows with the rows along pieces of straight lines: the line through both ends is a good guess.
-        low, high = needs(fits), needs(fails)
-        guess = fits + int((fails - fits) * (limit - low) / max(high - low, 1))
-        middle = min(max(guess, fits + 1), fails - 1)
-        if needs(middle) > limit:
-            fails = middle
-        elif needs(middle + 1) > limit:
-            return
-        else:
-            fits = middle + 1
+        Raises:
+            ArgumentError: Not even one unit fits.
+        """
+        unit = self.unit
+        if not self.fits(unit):
+            raise ArgumentError(
+                f"jl.scale_batch_size: {unit} rows, the fewest, need {size(self.needs(unit))} of {size(self.limit)}. "
+                "Use more devices or 'fsdp'."
+            )
+        fits, fails = 1, None
+        for _ in range(_MOST_DOUBLINGS):
+            if not self.fits(2 * fits * unit):
+                fails = 2 * fits
+                break
+            fits *= 2
+        while fails is not None and fails - fits > 1:
+            # Memory grows with the rows along pieces of straight lines: the line through both ends is a good guess.
+            low, high = self.needs(fits * unit), self.needs(fails * unit)
+            guess = fits + int((fails - fits) * (self.limit - low) / max(high - low, 1))
+            middle = min(max(guess, fits + 1), fails - 1)
+            if not self.fits(middle * unit):
+                fails = middle
+            elif not self.fits((middle + 1) * unit):
+                return middle * unit
+            else:
+                fits = middle + 1
+        return fits * unit
 
 
 def _part_of(rows: int, most: int, unit: int) -> tuple[int, int]:

@@ -1,7 +1,11 @@
 """What a training step takes of each device, known before an array exists."""
 
+import contextlib
 import math
+import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +22,7 @@ from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.lazy import lazy, shape_lazy
 from jaxlit.engine.training import training_of
+from jaxlit.errors import JaxlitError, ModuleError
 from jaxlit.loop.run import Setup
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import Memory
@@ -30,7 +35,7 @@ from jaxlit.trainer.step_options import step_options
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a training step takes: bytes on the device that holds the most, operations on all devices together.
+    """The cost of a training step: bytes on the device that holds the most, operations on all devices together.
 
     Attributes:
         parameters: Bytes of the parameters, also of frozen ones.
@@ -88,6 +93,27 @@ def shapes_of(module: TrainModule) -> TrainModule:
     return copy
 
 
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Say of an error that is no JaxlitError where the user's code has raised it, and in what.
+
+    Raises:
+        ModuleError: In place of such an error.
+    """
+    try:
+        yield
+    except JaxlitError:
+        raise
+    except Exception as error:
+        frames = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" not in x.filename]
+        users = [x for x in frames if not x.filename.startswith(str(Path(__file__).parents[1]))]
+        place = f" at {users[-1].filename}:{users[-1].lineno}, in {users[-1].name}" if users else ""
+        raise ModuleError(
+            "A plan builds the module and traces its step on shapes alone, without the hooks of a fit such as setup, "
+            f"and this raised {type(error).__name__}{place}: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
+
+
 def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches: int | float) -> StepCost:
     """Compile a training step from shapes and dtypes alone, and return what it takes.
 
@@ -105,7 +131,7 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
 
 
 class AbstractStep:
-    """A training step of which no array exists.
+    """A training step before its arrays exist.
 
     Args:
         module: The module; its arrays may be shapes and dtypes.
@@ -154,7 +180,7 @@ class AbstractStep:
 
 
 def _set_up(trial: Any, module: TrainModule, num_batches: int | float) -> Setup:
-    """Return a fit whose data nobody opens, for hooks that ask how long training is."""
+    """Return a fit without data, for optimizers that ask how long training is."""
     session, stage = trial._session, STAGES["training"]
     loaders = make_loaders(trial.settings, stage, {"training": (None, "data")}, None)
     session.current = session._set_up(module, stage, loaders, None)

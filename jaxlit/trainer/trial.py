@@ -1,5 +1,6 @@
 """A second Trainer, whose steps compute what those of a user's Trainer will."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,13 +20,11 @@ _SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "deb
 _SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
-def changes_step(callback: Callback) -> bool:
-    """Return whether a callback changes a step."""
-    return callback.changes_step
-
-
 def trial_of(
-    trainer: Any, *callbacks: Callback, takes: Callable[[Callback], bool] = changes_step, **arguments: Any
+    trainer: Any,
+    *callbacks: Callback,
+    takes: Callable[[Callback], bool] = operator.attrgetter("changes_step"),
+    **arguments: Any,
 ) -> Any:
     """Return a Trainer that takes the steps of another one, without loggers, files and validation.
 

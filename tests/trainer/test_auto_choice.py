@@ -68,7 +68,7 @@ def test_auto_is_what_the_plan_says_fits(scans: bool) -> None:
         first = next((x for x in rows if x.total <= limit), rows[-1])
         assert repr(trainer.strategy) == SAME[first.strategy]
     trainer = fitted(rows[0].total - 1, scans=scans)
-    assert trainer.strategy.reason.startswith("auto: ddp needs ")
+    assert trainer.strategy.reason.startswith("auto: zero1, ddp needs ")
     assert f"({trainer.strategy.reason})" in trainer.strategy.describe()
 
 
@@ -106,7 +106,25 @@ def test_auto_compiles_one_step_more_at_most(part: float, stored: Path) -> None:
 def test_where_nothing_fits_the_last_one_trains() -> None:
     trainer = fitted(1)
     assert repr(trainer.strategy) == SAME["fsdp with remat"]
-    assert "fsdp with remat needs at least" in trainer.strategy.describe()
+    assert "auto: fsdp with remat, fsdp with remat needs at least" in trainer.strategy.describe()
+
+
+class Prepared(Tower):
+    """Batches are twice as wide before a hook, which changes them in place, has prepared them."""
+
+    def on_before_batch_transfer(self, batch: np.ndarray, dataloader_idx: int) -> np.ndarray:
+        batch /= 2
+        return batch[:, :WIDTH]
+
+
+def test_auto_plans_batches_as_a_hook_prepares_them() -> None:
+    data = [np.repeat(2 * x, 2, axis=1) for x in DATA]
+    ddp = planner().plan(Prepared(rngs=nnx.Rngs(0)), data, strategies=["ddp"]).plans[0]
+    auto, named = (planner(x) for x in (Auto(memory_bytes=ddp.total - 1), "zero1"))
+    for trainer in (auto, named):
+        trainer.fit(Prepared(rngs=nnx.Rngs(0)), [x.copy() for x in data])
+    assert repr(auto.strategy) == SAME["zero1"]
+    jax.tree.map(np.testing.assert_array_equal, auto.state.params, named.state.params)
 
 
 def test_auto_on_one_device_is_single_or_recomputes() -> None:

@@ -20,7 +20,7 @@ from flax import nnx
 from kit.trainers import BARE, SEVERAL, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies import FSDP, Pipeline, SequenceParallel, TensorParallel
 
 ROWS, WIDTH = 16, 32
@@ -91,7 +91,7 @@ def test_a_plan_equals_the_run_to_the_byte(name: str, accumulate: int) -> None:
     assert cost.memory == ran.memory
     assert cost.flops == ran.flops
     assert cost.collectives == ran.collectives
-    assert [(x.sent, x.span) for x in cost.collectives] == [(x.sent, x.span) for x in ran.collectives]
+    assert [x.sent_by_span for x in cost.collectives] == [x.sent_by_span for x in ran.collectives]
     held = {part.name: part.bytes_per_device for part in explained.shardings}
     assert cost.optimizer == held["(optimizer)"]
     assert cost.window == held.get("(window)", 0)
@@ -208,18 +208,55 @@ class Holds(Reads):
         self.lock = threading.Lock()
 
 
+class Asks(Two):
+    """What it needs is made in a hook, and its step reads a value."""
+
+    def setup(self, stage: str) -> None:
+        self.scale = 2.0
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return super().training_step(batch) * (self.scale if self.up.kernel[0, 0] > 0 else 1.0)
+
+
+@pytest.mark.parametrize("devices", [8, 16])
 @pytest.mark.parametrize(
     ("module", "words"),
     [
         (jl.lazy(Reads, "absent.npy"), ("FileNotFoundError", "absent.npy", "in __init__")),
-        (Holds(), ("cannot be pickled", "locks")),
+        (jl.lazy(Asks), ("TracerBoolConversionError", "in training_step", "without the hooks of a fit such as setup")),
     ],
-    ids=["reads a file", "holds a lock"],
+    ids=["reads a file", "reads a value"],
 )
-def test_a_module_that_cannot_be_planned_says_why(module: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(ArgumentError) as error:
-        planner().plan(module, batches(), devices=16, strategies=["ddp"])
+def test_a_module_that_cannot_be_planned_says_why(module: Any, words: tuple[str, ...], devices: int) -> None:
+    with pytest.raises(ModuleError) as error:
+        planner().plan(module, batches(), devices=devices, strategies=["ddp"])
     assert [word for word in words if word not in str(error.value)] == []
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_what_cannot_be_sent_to_the_other_process_is_named() -> None:
+    with pytest.raises(ArgumentError, match="cannot be pickled.*locks"):
+        planner().plan(Holds(), batches(), devices=16, strategies=["ddp"])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", pytest.param("shard_map", marks=pytest.mark.full)])
+def test_the_mesh_of_the_trainer_is_planned(strategy: str) -> None:
+    arguments = {"strategy": strategy, "mesh": {"data": 4} if strategy == "shard_map" else {"data": 4, "fsdp": 2}}
+    arguments |= {"devices": 4} if strategy == "shard_map" else {}
+    (row,) = planner(**arguments).plan(jl.lazy(Two), batches()).plans
+    trainer = planner(**arguments)
+    trainer.fit(jl.lazy(Two), batches())
+    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    assert (row.cost.memory, row.cost.collectives) == (ran.memory, ran.collectives)
+    assert row.devices == trainer.strategy.mesh.size
+
+
+def test_devices_are_those_of_the_trainer_unless_asked() -> None:
+    asked = {"single": {}, "ddp": {"devices": 2}, "simulate:4": {}}
+    plans = [planner(strategy=name, **given).plan(jl.lazy(Two), batches()) for name, given in asked.items()]
+    assert [plan.plans[0].devices for plan in plans] == [1, 2, 1]
+    with pytest.raises(ArgumentError, match="number of devices is fixed"):
+        planner(strategy="ddp", mesh={"data": 8}).plan(jl.lazy(Two), batches(), devices=4)
 
 
 def test_a_compile_has_a_time_limit() -> None:
@@ -275,6 +312,9 @@ def test_ctrl_c_ends_the_other_process(tmp_path: Path) -> None:
         ({"hardware": "NVIDIA B100"}, "Did you mean"),
         ({"hardware": 5}, "jl.Hardware"),
         ({"timeout": -1}, "timeout"),
+        ({"devices": []}, "at least one"),
+        ({"strategies": []}, "at least one"),
+        ({"strategies": "ddp"}, "takes a list"),
         ({"strategies": ["fspd"]}, "Did you mean 'fsdp'"),
     ],
 )

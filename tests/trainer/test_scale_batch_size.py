@@ -40,8 +40,7 @@ def planner(strategy: Any = "ddp", **arguments: Any) -> jl.Trainer:
 
 
 def needs(trainer: jl.Trainer, rows: int) -> int:
-    devices = 1 if trainer.settings.strategy == "single" else 8
-    return trainer.plan(jl.lazy(Counts), DATA, devices=devices, batch_size=rows).plans[0].total
+    return trainer.plan(jl.lazy(Counts), DATA, batch_size=rows).plans[0].total
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -69,6 +68,23 @@ def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
         jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
 
 
+@pytest.mark.parametrize("effective", [None, 3072])
+def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None:
+    given = {} if effective else {"accumulate_grad_batches": 3}
+    found = jl.scale_batch_size(planner(**given), jl.lazy(Counts), DATA, 100_000, effective_batch_size=effective)
+    assert found.accumulate_grad_batches == 3 if effective is None else found.accumulate_grad_batches > 1
+    trainer = planner(accumulate_grad_batches=found.accumulate_grad_batches)
+    assert needs(trainer, found.batch_size) == found.memory <= 100_000
+    assert needs(trainer, found.batch_size + 8) > 100_000 or effective is not None
+
+
+@pytest.mark.parametrize("strategy", ["simulate:4", jl.strategies.SingleDevice()])
+def test_strategies_of_one_device_are_scaled(strategy: Any) -> None:
+    found = jl.scale_batch_size(planner(strategy), jl.lazy(Counts), DATA, memory_bytes=200_000)
+    assert found.memory <= 200_000
+    assert found.batch_size % (4 if strategy == "simulate:4" else 1) == 0
+
+
 def test_the_module_and_the_trainer_stay_as_they_were() -> None:
     module, trainer = Counts(rngs=nnx.Rngs(0)), planner()
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
@@ -78,7 +94,7 @@ def test_the_module_and_the_trainer_stay_as_they_were() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"one row a device needs .* of 1000 B"):
+    with pytest.raises(ArgumentError, match=r"8 rows, the fewest, need .* of 1000 B"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, memory_bytes=1000)
     with pytest.raises(ArgumentError, match="has to be given where devices report none"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
