@@ -1,6 +1,6 @@
 """Two real processes of four simulated devices each train together; with `--fail` one of them raises.
 
-    python examples/multiprocess.py [--fail]
+    python examples/two_processes.py [--fail]
 
 The file starts itself: each process finds in its environment which one it is.
 """
