@@ -9,13 +9,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+
 from jaxlit import callbacks, strategies
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, JaxlitError, did_you_mean
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.porting import advice
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import say
@@ -67,6 +69,32 @@ def main(
     for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
         fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
         check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
+    parser, parsers = _parsers(model, data, trainer_defaults or {})
+    given = parser.parse_args(args)
+    verb, given = given.verb, given[given.verb]
+    try:
+        made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
+    except ValueError as error:  # of a callback's constructor, for example
+        return parsers[verb].error(str(error))
+    of = {x: dict(made.pop(x).items(branches=True, nested=False)) if x in made else {} for x in _CLASSES}
+    added = of["trainer"].pop("callbacks") or []
+    added = added if isinstance(added, list) else [added]
+    made.pop("config", None)
+    trainer = None
+    try:
+        saver = _SaveConfig(parsers[verb].dump(given, skip_unset=False))
+        trainer = Trainer(**of["trainer"], callbacks=[*added, saver])
+        _run(trainer, verb, lazy(model, **of["model"]), None if data is None else data(**of["data"]), made)
+    except (ArgumentError, ArgumentTypeError, CheckpointError) as error:
+        # Once a module exists, or the processes of a job must hear of it, an error is one of the run.
+        if trainer is not None and (trainer.module is not None or jax.process_count() > 1):
+            raise
+        return parsers[verb].error("\n".join([str(error), *getattr(error, "__notes__", [])]))
+    return trainer
+
+
+def _parsers(model: type, data: type | None, trainer_defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the parser of a command line, and those of its verbs."""
     new_parser, parsers = _parser_class(), dict[str, Any]()
     parser = new_parser(description=sys.modules[model.__module__].__doc__)
     commands = parser.add_subcommands(dest="verb")
@@ -77,27 +105,10 @@ def main(
             if cls is not None:
                 each.add_class_arguments(cls, name, skip={"rngs"}, instantiate=False)
         each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
-        each.set_defaults({f"trainer.{name}": value for name, value in (trainer_defaults or {}).items()})
+        each.set_defaults({f"trainer.{name}": value for name, value in trainer_defaults.items()})
         new_parser.known |= set(each.get_defaults().keys())
         commands.add_subcommand(verb, each, help=text)
-    given = parser.parse_args(args)
-    verb, given = given.verb, given[given.verb]
-    made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
-    for name in _CLASSES:
-        made[name] = dict(made[name].items(branches=True, nested=False)) if name in made else {}
-    try:
-        added = made["trainer"].pop("callbacks") or []
-        callbacks_of = [
-            *(added if isinstance(added, list) else [added]),
-            _SaveConfig(parsers[verb].dump(given, skip_unset=False)),
-        ]
-        trainer = Trainer(**made.pop("trainer"), callbacks=callbacks_of)
-        datamodule = None if data is None else data(**made["data"])
-    except JaxlitError as error:
-        parsers[verb].error(str(error))
-    asked = {name: x for name, x in made.items() if name not in (*_CLASSES, "config")}
-    _run(trainer, verb, lazy(model, **made["model"]), datamodule, asked)
-    return trainer
+    return parser, parsers
 
 
 def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None, asked: dict[str, Any]) -> None:

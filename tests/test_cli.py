@@ -204,9 +204,15 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         (["--trainer.precision=8"], ["trainer.precision", "'bf16-mixed'"]),
         (["--trainer.max_epochs=x"], ["trainer.max_epochs", "int"]),
         (["--trainer.max_steps=-3"], ["Trainer(max_steps=...) takes an int of at least -1, got -3."]),
+        (
+            ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.patience=-1"],
+            ["EarlyStopping(patience=...) takes an int of at least 0, got -1."],
+        ),
+        ([], ["Trainer.fit has no limit."]),
+        (["--trainer.max_epochs=1", "--ckpt_path=nowhere"], ["'nowhere' is not a checkpoint"]),
         (["--config=wrong.yaml"], ["'trainer.max_epoch'", "Did you mean 'trainer.max_epochs'?"]),
     ],
-    ids=lambda x: x[0] if x[0].startswith("--") else "",
+    ids=lambda x: " ".join(x) if not x or x[0].startswith("--") else "",
 )
 def test_a_wrong_argument_is_named(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("wrong.yaml").write_text("trainer: {max_epoch: 1}\n")
@@ -214,6 +220,16 @@ def test_a_wrong_argument_is_named(args: list[str], words: list[str], capsys: py
     for word in words:
         assert word in text
     assert len(text.splitlines()) < 20  # not the usage of a hundred options
+
+
+class Broken(Net):
+    def training_step(self, batch: Any) -> Any:
+        raise jl.errors.ArgumentError("of a step")
+
+
+def test_an_error_of_the_run_keeps_its_traceback() -> None:
+    with pytest.raises(jl.errors.ArgumentError, match="of a step"):
+        jl.cli.main(Broken, Rows, args=["fit", *QUIET, "--trainer.max_epochs=1"])
 
 
 def test_a_wrong_verb_lists_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
