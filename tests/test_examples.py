@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import runpy
 import sys
@@ -310,6 +311,24 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     assert rows == "397" and best >= 0.95 and float(reached) == pytest.approx(best, abs=1e-4)
     assert float(reached) == pytest.approx(1 - int(count) / 397, abs=1e-4)
     for outputs in (curves, wrong):
+        assert any("image/png" in x.get("data", {}) for x in outputs)
+
+
+@pytest.mark.full
+def test_the_notebook_of_eight_devices_shows_shares_and_equal_losses(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "eight_devices.ipynb", 4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    done = executed(notebook, tmp_path, {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"})
+    *_, planned, trained, placed, explained = (cell.outputs for cell in done.cells if cell.cell_type == "code")
+    text = ["".join(x.get("text", "") for x in outputs) for outputs in (planned, trained, placed, explained)]
+    for strategy, parameters in (("ddp", "300 KiB"), ("zero1", "300 KiB"), ("fsdp", "41.0 KiB")):
+        assert re.search(rf"^{strategy} +8 +128 +{parameters} ", text[0], re.M)
+    assert float(text[1].split(": ")[1]) < 1e-5
+    assert "ddp: a device holds (64, 1024) of (64, 1024)\n" in text[2]
+    assert "fsdp: a device holds (64, 128) of (64, 1024)\n" in text[2]
+    assert "all-gather" in text[3]
+    for outputs in (planned, trained):
         assert any("image/png" in x.get("data", {}) for x in outputs)
 
 
