@@ -8,6 +8,7 @@ from jaxlit.faces import lazy_imports
 from jaxlit.version import __version__
 
 with lazy_imports(globals()):
+    from jaxlit import cli
     from jaxlit.callbacks import *  # noqa: F403 - as in Lightning: `jl.EarlyStopping`
     from jaxlit.callbacks.base import Callback
     from jaxlit.core.decay import decay_mask
@@ -43,6 +44,7 @@ __all__ = [
     "WeightRule",
     "__version__",
     "callbacks",
+    "cli",
     "compile_step",
     "decay_mask",
     "distributed",

@@ -67,7 +67,7 @@ def where(module: str, line: int) -> str:
 def room(module: str) -> str:
     """Return the room of a file: `jaxlit.loop.run` is in loop."""
     parts = module.split(".")
-    if len(parts) == 1 or parts[1] in ("loggers", "__main__"):
+    if len(parts) == 1 or parts[1] in ("loggers", "cli", "__main__"):
         return "jaxlit"
     return "ground" if parts[1] in GROUND else parts[1]
 
@@ -168,7 +168,10 @@ def test_a_room_says_in_one_line_what_is_in_it() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-PUBLIC = {"jl": "jaxlit", **{f"jl.{x}": f"jaxlit.{x}" for x in ("errors", "sharding", "integrations.ray", *FACES[1:])}}
+PUBLIC = {
+    "jl": "jaxlit",
+    **{f"jl.{x}": f"jaxlit.{x}" for x in ("cli", "errors", "sharding", "integrations.ray", *FACES[1:])},
+}
 
 
 def documentation() -> str:

@@ -1,6 +1,8 @@
 """The examples run, and reach what they promise."""
 
 import ast
+import json
+import os
 import re
 import runpy
 import sys
@@ -19,7 +21,9 @@ from flax import nnx
 from kit.by_hand import assert_same, params_of
 from kit.inside import laid_out, leaf_name
 from kit.kernel import executed
+from kit.pages import needing
 from kit.trainers import thinned
+from PIL import Image
 
 import jaxlit as jl
 
@@ -318,6 +322,24 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_the_notebook_of_eight_devices_shows_shares_and_equal_losses(tmp_path: Path) -> None:
+    notebook = nbformat.read(EXAMPLES / "eight_devices.ipynb", 4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in cells)
+    done = executed(notebook, tmp_path, {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"})
+    *_, planned, trained, placed, explained = (cell.outputs for cell in done.cells if cell.cell_type == "code")
+    text = ["".join(x.get("text", "") for x in outputs) for outputs in (planned, trained, placed, explained)]
+    for strategy, parameters in (("ddp", "300 KiB"), ("zero1", "300 KiB"), ("fsdp", "41.0 KiB")):
+        assert re.search(rf"^{strategy} +8 +128 +{parameters} ", text[0], re.M)
+    assert float(text[1].split(": ")[1]) < 1e-5
+    assert "ddp: a device holds (64, 1024) of (64, 1024)\n" in text[2]
+    assert "fsdp: a device holds (64, 128) of (64, 1024)\n" in text[2]
+    assert "all-gather" in text[3]
+    for outputs in (planned, trained):
+        assert any("image/png" in x.get("data", {}) for x in outputs)
+
+
+@pytest.mark.full
 def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
     _, plan = called("plan_70b.py", "--layers", "1", "--devices", "8")
     width, hidden, pairs = 8192, 28672, 8 * 128
@@ -330,3 +352,95 @@ def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
     assert fsdp.bytes["parameters"] == pytest.approx(parameters / 8, rel=1e-4)
     assert remat.bytes["temporaries"] < fsdp.bytes["temporaries"]
     assert copies.bytes["parameters"] == parameters
+
+
+@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+def test_loaders_of_others_feed_a_fit(loader: str, run: Any) -> None:
+    assert accuracy(run("other_loaders.py", "--loader", loader)) >= 0.95
+
+
+@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+def test_loaders_of_others_draw_each_row_once_in_an_order_of_the_epoch(loader: str) -> None:
+    rows = {"x": np.arange(100, dtype=np.float32), "y": np.arange(100, dtype=np.int32)}
+    batches = runpy.run_path(str(EXAMPLES / "other_loaders.py"))["Batches"](rows, loader)
+
+    def drawn(epoch: int) -> np.ndarray:
+        batches.set_epoch(epoch)
+        y = [np.asarray(batch["y"]) for batch in batches]
+        assert [len(part) for part in y] == [64, 36] and len(batches) == 2
+        return np.concatenate(y)
+
+    first, second, again = drawn(0), drawn(1), drawn(0)
+    np.testing.assert_array_equal(np.sort(first), rows["y"])
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, second)
+
+
+def test_a_student_learns_its_teachers_outputs_by_their_divergence() -> None:
+    example = runpy.run_path(str(EXAMPLES / "distill.py"))
+    teacher = example["Digits"](32, rngs=nnx.Rngs(0))
+    student = example["Student"](8, teacher, rngs=nnx.Rngs(1))
+    batch = {"x": np.random.default_rng(0).uniform(size=(16, 64)).astype(np.float32)}
+
+    def shares(net: Any) -> np.ndarray:
+        outputs = np.exp(np.asarray(net(batch["x"]), np.float64) / example["TEMPERATURE"])
+        return outputs / outputs.sum(-1, keepdims=True)
+
+    p, q = shares(teacher.net), shares(student.net)
+    expected = example["TEMPERATURE"] ** 2 * (p * np.log(p / q)).sum(-1).mean()
+    before = params_of(teacher)
+    state, step = jl.compile_step(student, batch=batch, strategy="single")
+    state, outputs = step(state, batch)
+    assert float(outputs["loss"]) == pytest.approx(expected, rel=1e-4)
+    after = params_of(step.module(state))
+    for name, x in before.items():
+        np.testing.assert_array_equal(after[name.replace("net", "teacher")], x)
+    first = next(iter(before))  # the same name in the student
+    assert not np.array_equal(after[first], params_of(student)[first])
+
+
+@pytest.mark.full
+def test_a_student_without_labels_comes_near_its_teacher(run: Any) -> None:
+    out = run("distill.py", "--strategy", "fsdp", "--devices", "8")
+    found = re.findall(r"^(\w+): (\S+) parameters, accuracy (\S+)$", out, re.M)
+    assert [(name, size) for name, size, _ in found] == [("teacher", "19,210"), ("student", "910")]
+    teacher, student = (float(reached) for *_, reached in found)
+    assert teacher > 0.96 and student > 0.92
+
+
+@pytest.mark.full
+def test_strategies_have_equal_losses_and_hold_other_shares(called: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, plan = called("compare_strategies.py", "--steps", "5")
+    lines = re.findall(r"^(\w+) +loss (\S+) -> (\S+), at most (\S+) from single$", capsys.readouterr().out, re.M)
+    assert [name for name, *_ in lines] == ["single", "ddp", "zero1", "fsdp", "hsdp", "shard_map", "pmap"]
+    assert float(lines[0][2]) < float(lines[0][1])
+    np.testing.assert_allclose([float(last) for *_, last, _ in lines], float(lines[0][2]), rtol=1e-5)
+    assert max(float(apart) for *_, apart in lines) < 1e-5
+    held = {row.strategy: row.bytes["parameters"] + row.bytes["optimizer"] for row in plan.plans}
+    assert held["fsdp"] < held["hsdp"] < held["zero1"] < held["ddp"] == held["pmap"]
+
+
+@pytest.mark.full
+def test_optuna_finds_a_trial_that_can_be_repeated(called: Any) -> None:
+    example, study = called("optuna_sweep.py", "--trials", "4")
+    states = [trial.state.name for trial in study.trials]
+    assert set(states) == {"COMPLETE", "PRUNED"}
+    assert study.best_value > 0.95
+    assert example["train"](**study.best_params) == study.best_value
+    for trial in study.trials:
+        assert len(trial.intermediate_values) == 5 or trial.state.name == "PRUNED"
+
+
+def test_a_callback_shows_the_digits_that_are_misread(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("custom_callback.py", "--epochs", "2")
+    trainer, mistakes = example["trainer"], example["mistakes"]
+    wrong = np.flatnonzero(np.asarray(trainer.module.net(mistakes.x)).argmax(-1) != mistakes.y)
+    counts = [int(x) for x in re.findall(r"^(\d+) of 384 misread", capsys.readouterr().out, re.M)]
+    assert len(counts) == 2 and counts[1] == len(wrong) and mistakes.fewest == min(counts)
+    pixels = np.asarray(Image.open(trainer.run_dir / "media" / "val" / "mistakes" / "43.png"), np.float64)
+    assert pixels.shape == (64, 8 * 64)
+    shown = pixels[::8, ::8].reshape(8, 8, 8).swapaxes(0, 1).reshape(8, 64) / 255  # image, rows and columns
+    np.testing.assert_allclose(shown, mistakes.x[wrong[:8]], atol=1 / 255)
+    kept = json.loads(json.dumps(mistakes.state_dict()))
+    (again := example["Mistakes"](mistakes.x, mistakes.y)).load_state_dict(kept)
+    assert again.fewest == mistakes.fewest

@@ -1,7 +1,7 @@
 """What a step computes in: the dtypes of a precision, and the scale of its loss."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from jaxlit.leaf_names import is_key
 _FIRST_SCALE = 2.0**15  # the largest power of two that float16 holds, as the loss itself may be float16
 _GROWTH_INTERVAL = 2000  # finite steps after which the scale doubles
 
-PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
+FullPrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
+PrecisionName = Literal[FullPrecisionName, "32", "bf16", "16"]  # and Lightning's short words
+PRECISIONS = get_args(FullPrecisionName)
 
 
 @dataclass(frozen=True)

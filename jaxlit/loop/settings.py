@@ -4,7 +4,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import optax
 
@@ -14,6 +14,8 @@ from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
+NanPolicy = Literal["raise", "skip", "rollback", "ignore"]
+ClipAlgorithm = Literal["norm", "value"]
 # What a trial of a few batches does once, whatever the other arguments say.
 _ONCE = {"max_epochs": 1, "min_steps": 0, "min_epochs": 0}
 _ONCE |= {"num_sanity_val_steps": 0, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
@@ -170,14 +172,14 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "check_val_every_n_epoch": _int(1, None),
     "accumulate_grad_batches": _int(1),
     "gradient_clip_val": check.positive,
-    "gradient_clip_algorithm": partial(check.one_of, allowed=("norm", "value")),
+    "gradient_clip_algorithm": partial(check.one_of, allowed=get_args(ClipAlgorithm)),
     "steps_per_execution": _int(1, "auto"),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
     "default_root_dir": check.on_disk,
     "resume": check.on_disk,
     "seed": _int(0),
-    "nan_policy": partial(check.one_of, allowed=("raise", "skip", "rollback", "ignore")),
+    "nan_policy": partial(check.one_of, allowed=get_args(NanPolicy)),
     "prefetch": _int(0, "auto"),
     "host_keys": check.keys,
     "max_recompiles": _int(0, None),

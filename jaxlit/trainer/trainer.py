@@ -10,12 +10,13 @@ from jax.sharding import Mesh
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
+from jaxlit.core.precision import PrecisionName
 from jaxlit.core.stage import STAGES
 from jaxlit.data.datamodule import DataModule
 from jaxlit.distributed.job import join_job
 from jaxlit.engine.lazy import lazy
 from jaxlit.loop.evaluate import evaluate, predict
-from jaxlit.loop.settings import Settings
+from jaxlit.loop.settings import ClipAlgorithm, NanPolicy, Settings
 from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.programs.hardware import Hardware
 from jaxlit.strategies.base import Strategy
@@ -114,7 +115,7 @@ class Trainer(TrainerProperties):
         strategy: StrategyName | Strategy = "auto",
         devices: int | str = "auto",
         mesh: Mapping[str, int] | Mesh | None = None,
-        precision: str = "32-true",
+        precision: PrecisionName = "32-true",
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
@@ -133,7 +134,7 @@ class Trainer(TrainerProperties):
         check_val_every_n_epoch: int | None = 1,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        gradient_clip_algorithm: ClipAlgorithm | None = None,
         steps_per_execution: int | str = 1,
         log_every_n_steps: int | str = "auto",
         reload_dataloaders_every_n_epochs: int = 0,
@@ -143,7 +144,7 @@ class Trainer(TrainerProperties):
         default_root_dir: str | Path | None = None,
         resume: str | Path | None = None,
         seed: int = 0,
-        nan_policy: str = "raise",
+        nan_policy: NanPolicy = "raise",
         prefetch: int | str = "auto",
         host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,

@@ -1,12 +1,11 @@
-"""The command lines of docs/scripts.md, with the packages that make them where they are installed."""
+"""The command line of hydra in docs/scripts.md, where it is installed; that of jl.cli is tested in test_cli.py."""
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kit.pages import DOCS, block_with, needing, recipe, recipes, run_script
+from kit.pages import block_with, needing, recipe, recipes, run_script
 
 PAGE = "scripts.md"
 TOLD = """
@@ -31,23 +30,6 @@ def told(path: Path, code: str, *arguments: str) -> None:
     assert slope == pytest.approx(slope_by_hand(0.05, 3), rel=1e-5)
 
 
-@pytest.mark.parametrize("package", needing("jsonargparse"))
-def test_jsonargparse_makes_options_of_the_arguments(package: str, tmp_path: Path) -> None:
-    from jsonargparse import ArgumentParser
-
-    code = recipe(PAGE, package)
-    if not hasattr(ArgumentParser, "instantiate"):
-        code = code.replace("parser.instantiate(", "parser.instantiate_classes(")
-    code += "module, trainer = made.model, made.trainer\n" + TOLD
-    code += "assert type(trainer.callbacks[0]) is jl.callbacks.EarlyStopping, trainer.callbacks\n"
-    (tmp_path / "run.yaml").write_text("trainer: {max_epochs: 2, logger: false}\nmodel: {lr: 0.1}\n")
-    (words,) = re.findall(r"```text\npython train\.py (.*?)```", (DOCS / PAGE).read_text(), re.S)
-    told(tmp_path / "train.py", code, "--config=run.yaml", *words.replace("\\\n", " ").split())
-    assert "--trainer.val_check_interval" in run_script(
-        tmp_path / "train.py", (tmp_path / "train.py").read_text(), "--help"
-    )
-
-
 @pytest.mark.parametrize("package", needing("hydra"))
 def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -> None:
     code = recipe(PAGE, package)
@@ -65,6 +47,6 @@ def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -
 
 
 def test_each_command_line_is_tried_and_can_be_compiled() -> None:
-    assert sorted(recipes(PAGE)) == ["hydra", "jsonargparse"]
+    assert sorted(recipes(PAGE)) == ["hydra"]
     for package, code in recipes(PAGE).items():
         compile(code, package, "exec")

@@ -1,0 +1,177 @@
+"""A training script's command line, made from the signatures of its classes: `jl.cli.main(Model, Data)`."""
+
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+
+from jaxlit import callbacks, strategies
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import TrainModule
+from jaxlit.data.datamodule import DataModule
+from jaxlit.engine.lazy import lazy
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.porting import advice
+from jaxlit.reporting.secrets import redacted
+from jaxlit.reporting.terminal import say
+from jaxlit.trainer.trainer import Trainer
+
+__all__ = ["main"]
+
+_VERBS = {
+    "fit": "train a model",
+    "validate": "run its validation step",
+    "test": "run its test step",
+    "predict": "run its predict step, for a callback such as PredictionWriter",
+    "plan": "show the memory and the time of a training step",
+}
+_CLASSES = ("model", "data", "trainer")
+# Of the Trainer's methods: what the classes give, and what only a program could use.
+_NOT_ASKED = {"train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def main(
+    model: type[TrainModule],
+    data: type[DataModule] | None = None,
+    *,
+    trainer_defaults: Mapping[str, Any] | None = None,
+    args: Sequence[str] | None = None,
+) -> Trainer:
+    """Run a command line such as `python train.py fit --config run.yaml --trainer.strategy fsdp --model.width 512`.
+
+    The arguments of the constructors are options, with their types, defaults and documentation. The model is built by
+    `jl.lazy`, straight into its shards. A fit writes `config.yaml` to the run's folder.
+
+    Args:
+        model: The module's class; its `rngs` come from `--trainer.seed`.
+        data: The DataModule's class; None if the module has loader hooks.
+        trainer_defaults: Other defaults of the Trainer's arguments, with objects as in a file: by their class_path.
+        args: The command line; None for that of the process.
+
+    Returns:
+        The Trainer, after the run.
+
+    Raises:
+        ArgumentError: jsonargparse is not installed, or an argument is no such class.
+        SystemExit: With code 2 for a command line that is wrong.
+    """
+    for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
+        fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
+        check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
+    parser, parsers = _parsers(model, data, trainer_defaults or {})
+    given = parser.parse_args(args)
+    verb, given = given.verb, given[given.verb]
+    try:
+        made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
+    except ValueError as error:  # of a callback's constructor, for example
+        return parsers[verb].error(str(error))
+    of = {x: dict(made.pop(x).items(branches=True, nested=False)) if x in made else {} for x in _CLASSES}
+    added = of["trainer"].pop("callbacks") or []
+    added = added if isinstance(added, list) else [added]
+    made.pop("config", None)
+    trainer = None
+    try:
+        saver = _SaveConfig(parsers[verb].dump(given, skip_unset=False))
+        trainer = Trainer(**of["trainer"], callbacks=[*added, saver])
+        _run(trainer, verb, lazy(model, **of["model"]), None if data is None else data(**of["data"]), made)
+    except (ArgumentError, ArgumentTypeError, CheckpointError) as error:
+        # Once a module exists, or the processes of a job must hear of it, an error is one of the run.
+        if trainer is not None and (trainer.module is not None or jax.process_count() > 1):
+            raise
+        return parsers[verb].error("\n".join([str(error), *getattr(error, "__notes__", [])]))
+    return trainer
+
+
+def _parsers(model: type, data: type | None, trainer_defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the parser of a command line, and those of its verbs."""
+    new_parser, parsers = _parser_class(), dict[str, Any]()
+    parser = new_parser(description=sys.modules[model.__module__].__doc__)
+    commands = parser.add_subcommands(dest="verb")
+    for verb, text in _VERBS.items():
+        parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.")
+        each.add_argument("--config", action="config", help="A YAML file of these arguments.")
+        for name, cls in zip(_CLASSES, (model, data, Trainer), strict=True):
+            if cls is not None:
+                each.add_class_arguments(cls, name, skip={"rngs"}, instantiate=False)
+        each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
+        each.set_defaults({f"trainer.{name}": value for name, value in trainer_defaults.items()})
+        new_parser.known |= set(each.get_defaults().keys())
+        commands.add_subcommand(verb, each, help=text)
+    return parser, parsers
+
+
+def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None, asked: dict[str, Any]) -> None:
+    if verb == "plan":
+        plan = trainer.plan(model, datamodule, **asked)
+        if trainer.is_global_zero:
+            say(str(plan))
+    elif verb == "predict":
+        trainer.predict(model, datamodule=datamodule, return_predictions=False, **asked)
+    else:
+        getattr(trainer, verb)(model, datamodule=datamodule, **asked)
+
+
+class _SaveConfig(Callback):
+    """Writes the classes' arguments of a fit to its folder; what an earlier start has written gets a number."""
+
+    in_fast_dev_run = False
+
+    def __init__(self, config: str) -> None:
+        self._config = config
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        yaml = importlib.import_module("yaml")  # comes with jsonargparse
+        # The verb's own arguments are left out: the others take the file as well.
+        sections = {name: x for name, x in yaml.safe_load(self._config).items() if name in _CLASSES}
+        text, path = yaml.safe_dump(redacted(sections), sort_keys=False), trainer.run_dir / "config.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_text() != text:
+            path.rename(_free(path))
+        (part := path.with_suffix(".tmp")).write_text(text)
+        part.replace(path)
+
+
+def _free(path: Path) -> Path:
+    """Return the first path with a number that does not exist: config_0.yaml."""
+    return next(x for i in count() if not (x := path.with_stem(f"{path.stem}_{i}")).exists())
+
+
+def _parser_class() -> Any:
+    """Return a class of parsers, which know the names of callbacks and strategies, and propose a similar name."""
+    install = '"jsonargparse[signatures]"'
+    package = check.import_package("jsonargparse", owner="jl.cli.main", install=install, kind=ArgumentError)
+    names = {name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)}  # all imported
+
+    class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
+        known: ClassVar[set[str]] = set()  # options
+
+        def error(self, message: str, ex: Exception | None = None) -> Any:
+            if not self.exit_on_error:  # one of a class, whose error becomes a part of another message
+                return super().error(message, ex)
+            hint = ""
+            if option := re.match(r"unrecognized arguments: --([\w.]+)|.* does not accept option '([\w.]+)'", message):
+                name = option[1] or option[2]
+                hint = advice("Trainer()").get(name.removeprefix("trainer.")) or did_you_mean(name, self.known)
+            elif short := re.search(r"Expected a dot import path string: (\w+)", message):
+                hint = did_you_mean(short[1], names)
+            elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):
+                cls = getattr(importlib.import_module(wrong[1]), wrong[2])
+                hint = did_you_mean(wrong[3], inspect.signature(cls).parameters)
+            command = self.prog.replace(" [options]", "")
+            lines = [f"error: {message}", hint.strip(), f"{command} --help lists the arguments.\n"]
+            self.exit(2, "\n".join(filter(None, lines)))
+
+    return Parser
