@@ -62,8 +62,7 @@ class Batches:
         return data.DataLoader(samples, BATCH_SIZE, sampler=order)  # its tensors become numpy arrays
 
     def datasets(self) -> Any:
-        # It imports a package whose name a program next to this one has.
-        sys.path[:] = [x for x in sys.path if Path(x).resolve() != Path(__file__).resolve().parent]
+        sys.path.remove(str(Path(__file__).parent))  # multiprocess.py here has the name of a package that it imports
         import datasets
 
         table = datasets.Dataset.from_dict(self.rows).with_format("numpy")  # or datasets.load_dataset(...)
@@ -75,8 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("--loader", default="numpy", choices=["numpy", "torch", "datasets"])
     parser.add_argument("--epochs", default=5, type=int)
     given = parser.parse_args()
-    x, y = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(x))
+    (x, y), order = load_digits(return_X_y=True), np.random.default_rng(0).permutation(1797)
     rows = {"x": (x[order] / 16).astype(np.float32), "y": y[order].astype(np.int32)}
     train, val = ({name: column[part] for name, column in rows.items()} for part in (slice(1408), slice(1408, 1792)))
     trainer = jl.Trainer(max_epochs=given.epochs)

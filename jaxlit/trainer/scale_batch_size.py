@@ -96,22 +96,26 @@ def scale_batch_size(
         cost = lambda rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total  # noqa: E731
         return _Tries(cost, trial.strategy.num_replicas, limit)
 
-    accumulate = trainer.settings.accumulate_grad_batches if effective_batch_size is None else 1
-    pairs = named_strategies(trainer, trainer.settings.strategy, None)
-    each = [(name, strategy, tries(strategy, accumulate)) for name, strategy in pairs]
-    name, strategy, tried = next((x for x in each if x[2].fits(x[2].unit)), each[-1])
-    if effective_batch_size is None:
-        rows = tried.largest()
-    elif effective_batch_size % tried.unit == 0 and tried.fits(effective_batch_size):
-        rows = effective_batch_size
-    else:  # a window of accumulated gradients takes memory, however many batches it has
-        tried = tries(strategy, 2)
-        rows, accumulate = _part_of(effective_batch_size, tried.largest(), tried.unit)
+    name, strategy, tried, rows, accumulate = _scaled(trainer, tries, effective_batch_size)
     real, window = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw), min(accumulate, 2)
     trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=window).fit(
         copied(model), [real] * window
     )
     return BatchSize(rows, accumulate, name, tried.needs(rows), tried.tried)
+
+
+def _scaled(trainer: Any, tries: Callable[[Any, int], "_Tries"], wanted: int | None) -> Any:
+    """Return the strategy's name, the strategy, what was tried, and the rows and the number of batches of a step."""
+    accumulate = trainer.settings.accumulate_grad_batches if wanted is None else 1
+    pairs = named_strategies(trainer, trainer.settings.strategy, None)
+    each = [(name, strategy, tries(strategy, accumulate)) for name, strategy in pairs]
+    name, strategy, tried = next((x for x in each if x[2].fits(x[2].unit)), each[-1])
+    if wanted is None:
+        return name, strategy, tried, tried.largest(), accumulate
+    if wanted % tried.unit == 0 and tried.fits(wanted):
+        return name, strategy, tried, wanted, 1
+    tried = tries(strategy, 2)  # a window of accumulated gradients takes memory, however many batches it has
+    return name, strategy, tried, *_part_of(wanted, tried.largest(), tried.unit)
 
 
 class _Tries:
