@@ -5,7 +5,6 @@ python examples/other_loaders.py --loader torch    # or datasets, after pip inst
 
 import argparse
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ class Batches:
     def __len__(self) -> int:  # may be left out: then the length is known after the first epoch
         return -(-len(self.rows["y"]) // BATCH_SIZE)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         return iter(getattr(self, self.kind)())
 
     def numpy(self) -> Any:
@@ -58,8 +57,8 @@ class Batches:
         import torch.utils.data as data
 
         samples: Any = [dict(zip(self.rows, row, strict=True)) for row in zip(*self.rows.values(), strict=True)]
-        order = np.random.default_rng(self.epoch).permutation(len(samples)).tolist()
-        return data.DataLoader(samples, BATCH_SIZE, sampler=order)  # its tensors become numpy arrays
+        sampler = np.random.default_rng(self.epoch).permutation(len(samples)).tolist()
+        return data.DataLoader(samples, BATCH_SIZE, sampler=sampler)  # its tensors become numpy arrays
 
     def datasets(self) -> Any:
         sys.path.remove(str(Path(__file__).parent))  # multiprocess.py here has the name of a package that it imports
@@ -72,11 +71,10 @@ class Batches:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--loader", default="numpy", choices=["numpy", "torch", "datasets"])
-    parser.add_argument("--epochs", default=5, type=int)
     given = parser.parse_args()
     (x, y), order = load_digits(return_X_y=True), np.random.default_rng(0).permutation(1797)
     rows = {"x": (x[order] / 16).astype(np.float32), "y": y[order].astype(np.int32)}
     train, val = ({name: column[part] for name, column in rows.items()} for part in (slice(1408), slice(1408, 1792)))
-    trainer = jl.Trainer(max_epochs=given.epochs)
+    trainer = jl.Trainer(max_epochs=5)
     trainer.fit(jl.lazy(Digits), Batches(train, given.loader), jl.ArrayLoader(val, BATCH_SIZE))
     print(f"validation accuracy {trainer.callback_metrics['val/accuracy']:.4f}")
