@@ -61,7 +61,7 @@ class Batches:
         return data.DataLoader(samples, BATCH_SIZE, sampler=sampler)  # its tensors become numpy arrays
 
     def datasets(self) -> Any:
-        sys.path.remove(str(Path(__file__).parent))  # multiprocess.py here has the name of a package that it imports
+        sys.path[:] = [x for x in sys.path if x != str(Path(__file__).parent)]  # which has another multiprocess.py
         import datasets
 
         table = datasets.Dataset.from_dict(self.rows).with_format("numpy")  # or datasets.load_dataset(...)
@@ -72,8 +72,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--loader", default="numpy", choices=["numpy", "torch", "datasets"])
     given = parser.parse_args()
-    (x, y), order = load_digits(return_X_y=True), np.random.default_rng(0).permutation(1797)
-    rows = {"x": (x[order] / 16).astype(np.float32), "y": y[order].astype(np.int32)}
+    x, y = (a[np.random.default_rng(0).permutation(1797)] for a in load_digits(return_X_y=True))
+    rows = {"x": (x / 16).astype(np.float32), "y": y.astype(np.int32)}
     train, val = ({name: column[part] for name, column in rows.items()} for part in (slice(1408), slice(1408, 1792)))
     trainer = jl.Trainer(max_epochs=5)
     trainer.fit(jl.lazy(Digits), Batches(train, given.loader), jl.ArrayLoader(val, BATCH_SIZE))
