@@ -45,9 +45,9 @@ def _row(
 
 # Operations: the data sheets of NVIDIA, without sparsity, and the documentation of Cloud TPU. Then the memory, its
 # bandwidth, and what a device sends to its node: half of the data sheet's NVLink or PCIe, which counts both directions,
-# and of Google's bidirectional interconnect; to other nodes what NVIDIA's DGX of that device has for each, 100 Gbit/s
-# where there is none. The first name that a device's kind begins with counts, so a longer one comes before a shorter.
-# A chip of TPU v2 and v3 is two devices. Devices of 40 and 80 GB have one name: the smaller counts if jax tells none.
+# and Google's bandwidth between chips; to other nodes what NVIDIA's DGX of that device has for each, 100 Gbit/s where
+# there is none. The first name that a device's kind begins with counts, so a longer one comes before a shorter; where
+# a name is of two sizes of memory, the smaller counts. A chip of TPU v2 and v3 is two devices.
 HARDWARE = {
     "NVIDIA B200": _row(2250, 1125, 75, 180, 7700, 900, network=50),
     "NVIDIA GH200": _row(989, 494, 67, 96, 4000, 450, node=1, network=50),
