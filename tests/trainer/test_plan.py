@@ -208,6 +208,46 @@ class Holds(Reads):
         self.lock = threading.Lock()
 
 
+class Decoder(jl.TrainModule):
+    """Twelve layers of a decoder with the embedding of GPT-2's vocabulary, which does not divide among devices."""
+
+    width, vocab, layers = 256, 50257, 12
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        width = self.width
+        self.embed = nnx.Embed(self.vocab, width, rngs=rngs)
+        self.attention = nnx.List(
+            [nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs) for _ in range(self.layers)]
+        )
+        self.up = nnx.List([nnx.Linear(width, 4 * width, rngs=rngs) for _ in range(self.layers)])
+        self.down = nnx.List([nnx.Linear(4 * width, width, rngs=rngs) for _ in range(self.layers)])
+
+    def training_step(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens[:, :-1])
+        for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
+            x = x + attention(x)
+            x = x + down(nnx.gelu(up(x)))
+        return optax.softmax_cross_entropy_with_integer_labels(self.embed.attend(x), tokens[:, 1:]).mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.adam(1e-3)
+
+
+@pytest.mark.full
+def test_twelve_layers_on_256_devices_are_split_and_gathered_once() -> None:
+    tokens = [np.zeros((256, 65), np.int32)]
+    (row,) = planner().plan(jl.lazy(Decoder), tokens, devices=256, strategies=["fsdp"]).plans
+    w = Decoder.width
+    kernels = 4 * (Decoder.vocab * w + Decoder.layers * (4 * w * w + 8 * w * w))
+    biases = 4 * Decoder.layers * (4 * w + 4 * w + w)
+    # The largest biases, of 4 w numbers, have 1024 of them, up to which an array stays whole.
+    assert row.bytes["parameters"] == kernels // 256 + biases
+    assert row.bytes["optimizer"] == 2 * row.bytes["parameters"] + 4
+    sent = {x.kind: x.bytes for x in row.cost.collectives}
+    assert kernels <= sent["all-gather"] <= 1.1 * kernels
+    assert sent["all-reduce"] <= 1.1 * (kernels + biases)
+
+
 class Asks(Two):
     """What it needs is made in a hook, and its step reads a value."""
 
