@@ -14,7 +14,9 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.stage import STAGES
 from jaxlit.engine.training import Training
 from jaxlit.errors import ArgumentError
-from jaxlit.fingerprint import stable_text
+from jaxlit.fingerprint import array_text, stable_text
+from jaxlit.leaf_names import is_key
+from jaxlit.programs.jaxpr import numbers_of
 from jaxlit.programs.lifting import is_same
 
 
@@ -22,13 +24,30 @@ class Kind(NamedTuple):
     """What the programs of a member are made of, as it was when this was traced."""
 
     programs: Sequence[Any]
+    # Checksums: a program holds the arrays of the host that it has read, and make_module may fill them again.
+    numbers: Sequence[str]
     logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
     schedule: Any
 
     def is_same(self, other: "Kind") -> bool:
         """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
-        alike = self.logged == other.logged and self.schedule is other.schedule
+        alike = self.logged == other.logged and self.schedule is other.schedule and self.numbers == other.numbers
         return alike and all(map(is_same, self.programs, other.programs))
+
+
+def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> Any:
+    """Trace a step of a member alone, without its gradient.
+
+    Args:
+        training: How the member is trained.
+        stage: The stage of the step.
+        loader: The loader's index; None for a step that does not take it.
+        batch: The shapes and dtypes of a batch.
+    """
+    variables, number = jax.tree.map(_abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
+    # A function of its own each time: jax keeps the trace of one that it has seen.
+    run = partial(training.pure.run, stage, training.spec.strategy.replica, loader)
+    return jax.make_jaxpr(run)(*variables, batch, number, number, number)
 
 
 def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
@@ -38,22 +57,23 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         training: How the member is trained.
         examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
     """
-    pure, state, number = training.pure, training.spec.tree, jax.ShapeDtypeStruct((), jnp.int32)
+    pure, params = training.pure, jax.tree.map(_abstract, training.spec.tree.variables[0])
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
         opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    programs = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)]
+    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
     logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
-        # A function of its own each time: jax keeps the trace of one that it has seen.
-        run = partial(pure.run, stage, training.spec.strategy.replica, loader)
-        programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
+        programs.append(trace_of(training, stage, loader, batch))
         logged[STAGES[stage].step] = pure.table(stage, loader).metrics
-    return Kind(programs, logged, training.options.optimizer.lr_schedule)
+    numbers = [array_text(x if is_key(x) else np.asarray(x)) for program in programs for x in numbers_of(program)]
+    return Kind(programs, numbers, logged, training.options.optimizer.lr_schedule)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
@@ -102,6 +122,7 @@ def check_distinct(
         first = seen.setdefault(digest.hexdigest(), i)
         if stable_text(dict(variations[first])) != stable_text(dict(variations[i])):
             raise ArgumentError(
-                f"jl.fit_many: {names[first]} and {name} begin with the same weights and take the same steps: what "
-                "they differ in reaches neither. Read it in a step or in configure_optimizers, or leave it out."
+                f"jl.fit_many: {names[first]} and {name} begin with the same weights and have the same steps for "
+                "the first batch: what they differ in reaches neither. Read it in a step or in configure_optimizers, "
+                "or leave it out."
             )

@@ -174,7 +174,9 @@ def build(
         variables = pure.split(module)
         layout = Layout(variables)
         training = training_of(origin, pure, strategy, StepOptions(optimizer))
-        yield Built(Member(i, dict(variations[i]), training, i), layout, jax.device_get(layout.flatten(variables)))
+        # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
+        arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
+        yield Built(Member(i, dict(variations[i]), training, i), layout, arrays)
 
 
 def _abstract(x: Any) -> Any:

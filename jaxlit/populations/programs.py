@@ -22,10 +22,10 @@ from jaxlit.core.state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
-from jaxlit.populations.alike import Kind, check_same_logs, kind_of
+from jaxlit.populations.alike import Kind, check_same_logs, kind_of, trace_of
 from jaxlit.populations.members import Member, check_same_state
 from jaxlit.populations.options import OWNER
-from jaxlit.programs.lifting import DifferentError, lift
+from jaxlit.programs.lifting import DifferentError, is_same, lift
 from jaxlit.strategies.program import named
 
 _logger = logging.getLogger("jaxlit")
@@ -168,7 +168,8 @@ class Programs:
 
         stacked = [self.place(np.stack(column)) for column in zip(*arrays, strict=True)]
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
-        return self._program("init", init, (shapes,))(stacked)
+        like = lambda: [member.like for member in self.members]  # noqa: E731
+        return self._program("init", init, (shapes,), like=like)(stacked)
 
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
         """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
@@ -182,7 +183,8 @@ class Programs:
             self._inspect(member, _TRAINING, _trace_body, example)
             return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
-        return self._program("train_step", update, (list(map(_abstract, self.spec.arrays)),), example)
+        states = (list(map(_abstract, self.spec.arrays)),)
+        return self._program("train_step", update, states, example, like=partial(self._alike, _TRAINING, example))
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
         """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
@@ -197,13 +199,35 @@ class Programs:
             return step(member.strategy.replica, leaves, sums, batch)[0]
 
         leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-        return self._program("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), example)
+        states = list(map(_abstract, _empty_sums(self.val_table))), leaves
+        like = partial(self._alike, _validation(self.members[0]), example)
+        return self._program("eval_step", add, states, example, like=like)
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
         state = jax.tree.map(_abstract, member.training.spec.tree)
         trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
 
-    def _program(self, name: str, fn: Callable[..., Any], states: tuple[Any, ...], *shared: Any) -> Callable[..., Any]:
+    def _alike(self, stage: tuple[str, int | None], example: Any) -> list[int]:
+        """Return for each member the index of the first one that has the same step for such a batch."""
+        first = [member.like for member in self.members]
+        if example in self._first_batches:
+            return first
+        like, traces = list[int](), dict[int, Any]()
+        for i, member in enumerate(self.members):
+            # Members that were alike may differ: a step can read other numbers for a batch of another shape.
+            trace = trace_of(member.training, *stage, example)
+            like.append(next((k for k, x in traces.items() if first[k] == first[i] and is_same(x, trace)), i))
+            traces.setdefault(like[i], trace)
+        return like
+
+    def _program(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        states: tuple[Any, ...],
+        *shared: Any,
+        like: Callable[[], list[int]],
+    ) -> Callable[..., Any]:
         """Return a function for all members, whose results have a dim of members; it is compiled when first called.
 
         Args:
@@ -211,6 +235,7 @@ class Programs:
             fn: A function of (member, *states, *shared).
             states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
             *shared: Shapes and dtypes of what all members share.
+            like: Returns for each member the index of the first one with the same program.
 
         Raises:
             ArgumentError: The members' programs differ in more than numbers.
@@ -220,9 +245,9 @@ class Programs:
         if key in self._compiled:
             return self._compiled[key]
         members = self.members
-        trace_of = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
+        traced = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
         try:
-            lifted = lift(trace_of, [member.like for member in members])
+            lifted = lift(traced, like())
         except DifferentError as error:
             other = members[error.index or 0]
             raise ArgumentError(

@@ -65,6 +65,37 @@ def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
     assert_member_is(population, 9, module, trainer, "loss", "val")
 
 
+class ByRows(Mean):
+    """A `Mean` that reads its number for batches of one row only."""
+
+    def __init__(self, seed: int, factor: float, other: float) -> None:
+        super().__init__()
+        self.w[...] += seed
+        self.factor, self.other = factor, other
+
+    def of(self, batch: Any) -> float:
+        return self.factor if len(batch["x"]) == 1 else self.other
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return super().training_step(batch) * self.of(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean(self.error(batch) ** 2) * self.of(batch))
+
+
+@pytest.mark.parametrize("other", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
+def test_a_number_read_for_later_shapes_is_each_members(other: tuple[float, ...]) -> None:
+    """Members that are alike for the first batch, all or two of them, are not for the second."""
+    data = [{"x": np.full((rows, 1), number, np.float32)} for rows, number in ((2, 1.0), (1, 3.0))]
+    variations = [{"seed": i, "factor": 0.5**i, "other": x} for i, x in enumerate(other)]
+    population = jl.fit_many(ByRows, variations, data, data, max_epochs=1)
+    for i, variation in enumerate(variations):
+        module = ByRows(**variation)
+        trainer = alone(module, data, data)
+        np.testing.assert_allclose(population.module(i).w[...], module.w[...], rtol=1e-6)
+        assert population.metrics[i]["val"] == pytest.approx(trainer.callback_metrics["val"], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lr", "decay", "rate", "gain"])
 def test_every_number_of_a_member_is_its_own(name: str) -> None:
     values = (0.01, 0.02, 0.05) if name == "lr" else (0.1, 0.2, 0.4)
@@ -135,6 +166,23 @@ def test_rates_are_found_wherever_they_are(make: Any) -> None:
         for number in (1, 2, 3):
             w -= lr * 2 * (w - number)
         np.testing.assert_allclose(population.module(i).w[...], w, rtol=1e-6)
+
+
+def test_an_array_that_is_filled_again_is_each_members() -> None:
+    buffer = np.zeros(1, np.float32)
+
+    class Shifted(Mean):
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            buffer[:] = shift
+            self.shift = buffer
+
+        def error(self, batch: Any) -> jax.Array:
+            return super().error(batch) - self.shift
+
+    population = jl.fit_many(Shifted, [{"shift": 1.0}, {"shift": 3.0}], numbered(2), max_epochs=1)
+    weights = [float(population.module(i).w[...][0]) for i in (0, 1)]
+    assert weights == [1.25 - 0.75 * 1.0, 1.25 - 0.75 * 3.0]
 
 
 def test_devices_split_the_members_and_change_no_number() -> None:

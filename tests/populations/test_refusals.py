@@ -154,6 +154,30 @@ def test_what_members_share_and_make_module_changes_is_refused(stage: str, share
     refuses(ArgumentError, lambda: many(make, sweep, numbered(2), numbered(2)), pattern)
 
 
+@pytest.mark.parametrize("where", ["training_step", "configure_optimizers"])
+@pytest.mark.parametrize("dims", [0, 1])
+def test_an_array_of_numpy_that_is_filled_again_is_refused(where: str, dims: int) -> None:
+    """The programs of all members hold the same array."""
+    buffer = np.ones((1,) * dims, np.float32)
+
+    class Filled(Mean):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            buffer[...] = scale
+
+        def training_step(self, batch: Any) -> jax.Array:
+            loss = super().training_step(batch)
+            return jnp.sum(loss * buffer) if where == "training_step" else loss
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            if where == "training_step":
+                return optax.sgd(0.25)
+            return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -buffer * g, grads))
+
+    sweep = [{"scale": 0.5}, {"scale": 0.25}]
+    refuses(ArgumentError, lambda: many(Filled, sweep, numbered(2)), "something that make_module changed")
+
+
 def test_objects_that_members_do_not_share_are_their_own() -> None:
     make = lambda scale: Scaled(argparse.Namespace(train=scale, val=scale))  # noqa: E731
     population = many(make, [{"scale": 1.0}, {"scale": 0.5}], numbered(2), numbered(1))
