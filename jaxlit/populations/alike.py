@@ -14,8 +14,9 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.stage import STAGES
 from jaxlit.engine.training import Training
 from jaxlit.errors import ArgumentError
-from jaxlit.fingerprint import array_text, stable_text
+from jaxlit.fingerprint import array_text
 from jaxlit.leaf_names import is_key
+from jaxlit.populations.members import Member, abstract
 from jaxlit.programs.jaxpr import numbers_of
 from jaxlit.programs.lifting import is_same
 
@@ -44,7 +45,7 @@ def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> 
         loader: The loader's index; None for a step that does not take it.
         batch: The shapes and dtypes of a batch.
     """
-    variables, number = jax.tree.map(_abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
+    variables, number = jax.tree.map(abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
     # A function of its own each time: jax keeps the trace of one that it has seen.
     run = partial(training.pure.run, stage, training.spec.strategy.replica, loader)
     return jax.make_jaxpr(run)(*variables, batch, number, number, number)
@@ -57,7 +58,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         training: How the member is trained.
         examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
     """
-    pure, params = training.pure, jax.tree.map(_abstract, training.spec.tree.variables[0])
+    pure, params = training.pure, jax.tree.map(abstract, training.spec.tree.variables[0])
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
         opt_state, tx = training.options.tx.init(params), training.options.tx
@@ -70,10 +71,6 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         logged[STAGES[stage].step] = pure.table(stage, loader).metrics
     numbers = [array_text(x if is_key(x) else np.asarray(x)) for program in programs for x in numbers_of(program)]
     return Kind(programs, numbers, logged, training.options.optimizer.lr_schedule)
-
-
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
@@ -98,16 +95,14 @@ def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
 
 
 def check_distinct(
-    names: Sequence[str],
-    variations: Sequence[Mapping[str, Any]],
+    members: Sequence[Member],
     arrays: Sequence[Sequence[np.ndarray]],
     numbers: Sequence[np.ndarray],
 ) -> None:
     """Refuse two members of different variations that would be the same training.
 
     Args:
-        names: How each member is called in messages.
-        variations: What each differs in.
+        members: The members.
         arrays: Those of each member's module.
         numbers: (members, ...) each, what the programs of members differ in.
 
@@ -115,14 +110,14 @@ def check_distinct(
         ArgumentError: Naming the members.
     """
     seen = dict[str, int]()
-    for i, name in enumerate(names):
+    for i, member in enumerate(members):
         digest = hashlib.sha256()
         for x in (*arrays[i], *(column[i] for column in numbers)):
             digest.update(np.ascontiguousarray(x).tobytes())
         first = seen.setdefault(digest.hexdigest(), i)
-        if stable_text(dict(variations[first])) != stable_text(dict(variations[i])):
+        if members[first].contents != member.contents:
             raise ArgumentError(
-                f"jl.fit_many: {names[first]} and {name} begin with the same weights and have the same steps for "
-                "the first batch: what they differ in reaches neither. Read it in a step or in configure_optimizers, "
-                "or leave it out."
+                f"jl.fit_many: {members[first].name} and {member.name} begin with the same weights, and "
+                "their steps are the same for the first batch: what they differ in reaches neither. Read it in a step "
+                "or in configure_optimizers, or leave it out."
             )

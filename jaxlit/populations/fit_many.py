@@ -103,7 +103,7 @@ def _fit(
             restore(run, checkpoint)
         else:
             run.leaves = programs.init(layout, arrays)
-            check_distinct([x.name for x in programs.members], variations, arrays, programs.numbers)
+            check_distinct(programs.members, arrays, programs.numbers)
         arrays.clear()  # the devices have them
         try:
             return train(run)

@@ -21,6 +21,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.populations.contents import argument_text, content_text
 from jaxlit.populations.options import OWNER
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
@@ -33,13 +34,15 @@ class Member:
 
     Attributes:
         index: Its number.
-        variation: What it differs in.
+        variation: The arguments of its module.
+        contents: What they held before the module was built, as texts: see `content_text`.
         training: How its module is trained alone, on one device. It holds no array.
         like: The index of the first member with the same programs.
     """
 
     index: int
     variation: Mapping[str, Any]
+    contents: Mapping[str, str]
     training: Training
     like: int
 
@@ -72,7 +75,7 @@ class _OneMember(SingleDevice):
 
 def name_of(index: int, variation: Mapping[str, Any]) -> str:
     """Return how a member is called in messages: `member 1 (seed=0, lr=0.1)`."""
-    return f"member {index} ({', '.join(f'{key}={shown(value, 40)}' for key, value in variation.items())})"
+    return f"member {index} ({', '.join(f'{key}={argument_text(value, 40)}' for key, value in variation.items())})"
 
 
 def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
@@ -163,12 +166,13 @@ def build(
     strategy = _OneMember()
     strategy.setup(1)
     for i, given in enumerate(check_variations(make_module, variations)):
+        contents = {name: content_text(x) for name, x in variations[i].items()}
         module = make_module(**given)
         check_module(module, _name(make_module))
         optimizer = optimizer_of(module)
         graphdef, state = nnx.split(module)
         # Without arrays: those of all modules would be held next to the training state.
-        origin = nnx.merge(graphdef, jax.tree.map(_abstract, state))
+        origin = nnx.merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
         variables = pure.split(module)
@@ -176,10 +180,11 @@ def build(
         training = training_of(origin, pure, strategy, StepOptions(optimizer))
         # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
         arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
-        yield Built(Member(i, dict(variations[i]), training, i), layout, arrays)
+        yield Built(Member(i, dict(variations[i]), contents, training, i), layout, arrays)
 
 
-def _abstract(x: Any) -> Any:
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

@@ -23,7 +23,7 @@ from jaxlit.engine.state import StateSpec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
 from jaxlit.populations.alike import Kind, check_same_logs, kind_of, trace_of
-from jaxlit.populations.members import Member, check_same_state
+from jaxlit.populations.members import Member, abstract, check_same_state
 from jaxlit.populations.options import OWNER
 from jaxlit.programs.lifting import DifferentError, is_same, lift
 from jaxlit.strategies.program import named
@@ -183,7 +183,7 @@ class Programs:
             self._inspect(member, _TRAINING, _trace_body, example)
             return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
-        states = (list(map(_abstract, self.spec.arrays)),)
+        states = (list(map(abstract, self.spec.arrays)),)
         return self._program("train_step", update, states, example, like=partial(self._alike, _TRAINING, example))
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
@@ -198,19 +198,19 @@ class Programs:
             step = eval_step(member.pure, *_validation(member), spec.eval_layout, spec.wrap)
             return step(member.strategy.replica, leaves, sums, batch)[0]
 
-        leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-        states = list(map(_abstract, _empty_sums(self.val_table))), leaves
+        leaves = [abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
+        states = list(map(abstract, _empty_sums(self.val_table))), leaves
         like = partial(self._alike, _validation(self.members[0]), example)
         return self._program("eval_step", add, states, example, like=like)
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
-        state = jax.tree.map(_abstract, member.training.spec.tree)
+        state = jax.tree.map(abstract, member.training.spec.tree)
         trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
 
     def _alike(self, stage: tuple[str, int | None], example: Any) -> list[int]:
         """Return for each member the index of the first one that has the same step for such a batch."""
         first = [member.like for member in self.members]
-        if example in self._first_batches:
+        if example == self._examples(self.members[0])[stage]:
             return first
         like, traces = list[int](), dict[int, Any]()
         for i, member in enumerate(self.members):
@@ -283,7 +283,3 @@ def _inspection(stage: tuple[str, int | None]) -> Callable[..., None]:
 
 def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
     pure.body("training", replica).trace(*args)
-
-
-def _abstract(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -14,13 +14,12 @@ from jaxlit.checkpoints.files import Checkpoint, candidates, last_order, name_of
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import ArgumentError, CheckpointError
-from jaxlit.fingerprint import stable_text
 from jaxlit.populations.programs import Programs
 
 _logger = logging.getLogger("jaxlit")
 
 FOLDER = "population"  # not that of a Trainer's checkpoints, which have the arrays of one module
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Saves:
@@ -101,7 +100,7 @@ def described(programs: Programs) -> dict[str, Any]:
     """Return what must be the same when a population is resumed, as JSON values: the members and their arrays."""
     count = len(programs.members)
     return {
-        "variations": [{key: stable_text(x) for key, x in m.variation.items()} for m in programs.members],
+        "variations": [dict(m.contents) for m in programs.members],
         "optimizer": programs.spec.optimizer_kind,
         "metrics": [m.name for m in programs.step_table.metrics.metrics],
         "arrays": [[name, [count, *shape], dtype] for name, shape, dtype in programs.spec.entries],
