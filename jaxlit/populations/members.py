@@ -1,8 +1,10 @@
 """The members of a population: a module each, built from its variation and taken apart."""
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,7 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.leaf_names import is_key
 from jaxlit.populations.contents import argument_text, content_text
 from jaxlit.populations.options import OWNER
 from jaxlit.shown import shown
@@ -105,11 +108,15 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
                 f"{OWNER}: {name_of(i, variation)} has {unknown[0]!r}, which {_name(make_module)} does not take."
                 f"{did_you_mean(unknown[0], known)} It takes {', '.join(known) or 'nothing'}."
             )
-    return [_arguments(parameters, variation) for variation in variations]
+    return [_arguments(parameters, name_of(i, variation), variation) for i, variation in enumerate(variations)]
 
 
 def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
     """Return the names of what a function or class takes, and whether it takes others too."""
+    if isinstance(make_module, partial):
+        names, more = _parameters(make_module.func)
+        # Other arguments may be given again, but no seed shall replace the rngs that it holds.
+        return [x for x in names[len(make_module.args) :] if x != "rngs" or x not in make_module.keywords], more
     is_class = isinstance(make_module, type)
     # A class that hands on **kwargs takes what its base takes.
     makers = [x.__init__ for x in make_module.__mro__ if "__init__" in vars(x)] if is_class else [make_module]
@@ -122,17 +129,22 @@ def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, more
 
 
-def _arguments(parameters: Sequence[str], variation: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(parameters: Sequence[str], member: str, variation: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `make_module` is called with: a seed makes the `rngs` of a module that takes them."""
     given = dict(variation)
     if "rngs" in parameters and "rngs" not in given:
-        given["rngs"] = nnx.Rngs(given.get("seed", 0))
+        seed = given.get("seed", 0)
+        try:
+            given["rngs"] = nnx.Rngs(seed if is_key(seed) else operator.index(seed))  # flax takes no int of numpy
+        except TypeError:
+            raise ArgumentTypeError(f"{OWNER}: {member} takes an int as seed, got {shown(seed)}.") from None
         if "seed" not in parameters:
             given.pop("seed", None)
     return given
 
 
 def _name(make_module: Any) -> str:
+    make_module = getattr(make_module, "func", make_module)
     return getattr(make_module, "__qualname__", type(make_module).__name__)
 
 

@@ -1,6 +1,7 @@
 """Members of a population train as they would alone, in one program."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -257,6 +258,21 @@ def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
         alone(module, random(1))
         for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), jnp.int32(3), jax.random.key(3)])
+def test_a_seed_is_an_int_of_any_library_or_a_key(seed: Any) -> None:
+    population = jl.fit_many(Swept, [{"seed": seed}], random(1), max_epochs=1)
+    module = Swept(rngs=nnx.Rngs(3))
+    alone(module, random(1))
+    for mine, theirs in zip(weights(population.module(0)), weights(module), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_partial_takes_what_its_function_takes() -> None:
+    variations = [{"seed": 1}, {"seed": 1, "lr": 0.05}]
+    population = jl.fit_many(partial(Swept, lr=0.02), variations, random(1), max_epochs=1, log_every_n_steps=1)
+    assert [row["lr"] for row in population.rows() if row["step"] == 0][:2] == pytest.approx([0.02, 0.05])
 
 
 @pytest.mark.parametrize(
