@@ -101,8 +101,10 @@ class Programs:
             member = self.members[i]
             if not kind.is_same(kind_of(member.training, self._examples(member))):
                 raise ArgumentError(
-                    f"{OWNER}: {member.name} reads something that make_module changed when it built a later member, "
-                    "such as a global or an object that they share. Make one for each member."
+                    f"{OWNER}: the steps of {member.name} are not the same when they are traced again. They read "
+                    "something that make_module changed when it built a later member, such as a global or an object "
+                    "that they share: make one for each member. Or they hold something that is new in each trace, such "
+                    "as a random number of numpy, or the module in a function on the host: let it hold numbers alone."
                 )
         train_example, val_example = self._first_batches
         self.train_step(train_example)

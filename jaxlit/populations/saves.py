@@ -19,7 +19,7 @@ from jaxlit.populations.programs import Programs
 _logger = logging.getLogger("jaxlit")
 
 FOLDER = "population"  # not that of a Trainer's checkpoints, which have the arrays of one module
-_FORMAT = 2
+_FORMAT = 1
 
 
 class Saves:
