@@ -22,22 +22,22 @@ from jaxlit.programs.lifting import is_same
 
 
 class Kind(NamedTuple):
-    """What the programs of a member are made of, as it was when this was traced."""
+    """The traces from which the programs of a member follow, and the state of their numbers at that time."""
 
     programs: Sequence[Any]
-    # Checksums: a program holds the arrays of the host that it has read, and make_module may fill them again.
+    # Checksums: a trace refers to the NumPy arrays that it has read, and make_module may fill them again.
     numbers: Sequence[str]
     logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
     schedule: Any
 
     def is_same(self, other: "Kind") -> bool:
-        """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
+        """Return whether members of the two kinds have the same programs."""
         alike = self.logged == other.logged and self.schedule is other.schedule and self.numbers == other.numbers
         return alike and all(map(is_same, self.programs, other.programs))
 
 
 def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> Any:
-    """Trace a step of a member alone, without its gradient.
+    """Trace a step of a member alone, and its gradient in training.
 
     Args:
         training: How the member is trained.
@@ -46,13 +46,15 @@ def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> 
         batch: The shapes and dtypes of a batch.
     """
     variables, number = jax.tree.map(abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
-    # A function of its own each time: jax keeps the trace of one that it has seen.
+    # A new function each time: jax would return the earlier trace of the same one.
     run = partial(training.pure.run, stage, training.spec.strategy.replica, loader)
+    if stage == "training":  # a number may be in a rule of jax.custom_vjp only, which the step alone does not run
+        run = jax.value_and_grad(run, has_aux=True)
     return jax.make_jaxpr(run)(*variables, batch, number, number, number)
 
 
 def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
-    """Trace the steps and the optimizer of a member, each for itself: a third of the work of its programs.
+    """Trace each step and the optimizer of a member, which costs about half of tracing its programs.
 
     Args:
         training: How the member is trained.
@@ -77,9 +79,9 @@ def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
     """Refuse a member that logs other values than the first one, or in another way.
 
     Args:
-        first: How the first member is called in messages.
+        first: The name of the first member in messages.
         a: Its kind.
-        name: How the other member is called.
+        name: The name of the other member.
         b: Its kind.
 
     Raises:
@@ -103,8 +105,8 @@ def check_distinct(
 
     Args:
         members: The members.
-        arrays: Those of each member's module.
-        numbers: (members, ...) each, what the programs of members differ in.
+        arrays: The arrays of each member's module.
+        numbers: The numbers in which the programs differ, (members, ...) each.
 
     Raises:
         ArgumentError: Naming the members.

@@ -157,7 +157,23 @@ class InArray(Mean):
         return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
 
 
-@pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray])
+class InRule(Mean):
+    """Its rate is in the derivative of a function alone: the loss does not depend on it."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def error(self, batch: Any) -> jax.Array:
+        scaled = jax.custom_vjp(lambda w: w)
+        scaled.defvjp(lambda w: (w, None), lambda _, grad: (self.lr * grad,))
+        return batch["x"] - scaled(self.w[...])
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0)
+
+
+@pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray, InRule])
 def test_rates_are_found_wherever_they_are(make: Any) -> None:
     """Against a formula: the gradient of `Mean` is twice the distance from the batch's number."""
     rates = (0.05, 0.1, 0.25)
