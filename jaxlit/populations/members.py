@@ -1,4 +1,4 @@
-"""The members of a population: a module each, built from its variation and taken apart."""
+"""The members of a population: a module is built from each variation and split into its arrays and functions."""
 
 import inspect
 import operator
@@ -36,7 +36,7 @@ class Member:
     """One training of a population.
 
     Attributes:
-        index: Its number.
+        index: The position of its variation.
         variation: The arguments of its module.
         contents: What they held before the module was built, as texts: see `content_text`.
         training: How its module is trained alone, on one device. It holds no array.
@@ -51,12 +51,12 @@ class Member:
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """The name of the member in messages."""
         return name_of(self.index, self.variation)
 
     @property
     def pure(self) -> PureModule:
-        """Its module taken apart."""
+        """The steps of its module as pure functions."""
         return self.training.pure
 
     @property
@@ -70,14 +70,14 @@ class Member:
 
 
 class _OneMember(SingleDevice):
-    """What one member sees: a device, and no mesh. The mesh of the members is around the program of all."""
+    """The strategy of one member: one device and no mesh. The program of all members has the mesh."""
 
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
 
 def name_of(index: int, variation: Mapping[str, Any]) -> str:
-    """Return how a member is called in messages: `member 1 (seed=0, lr=0.1)`."""
+    """Return the name of a member in messages: `member 1 (seed=0, lr=0.1)`."""
     return f"member {index} ({', '.join(f'{key}={argument_text(value, 40)}' for key, value in variation.items())})"
 
 
@@ -112,10 +112,10 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
 
 
 def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Return the names of what a function or class takes, and whether it takes others too."""
+    """Return the names of the arguments of a function or class, and whether it takes others too."""
     if isinstance(make_module, partial):
         names, more = _parameters(make_module.func)
-        # Other arguments may be given again, but no seed shall replace the rngs that it holds.
+        # A variation may replace an argument of a partial, but a seed must not replace its rngs.
         return [x for x in names[len(make_module.args) :] if x != "rngs" or x not in make_module.keywords], more
     is_class = isinstance(make_module, type)
     # A class that hands on **kwargs takes what its base takes.
@@ -130,7 +130,7 @@ def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def _arguments(parameters: Sequence[str], member: str, variation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `make_module` is called with: a seed makes the `rngs` of a module that takes them."""
+    """Return the arguments of `make_module`: a seed makes the `rngs` of a module that takes them."""
     given = dict(variation)
     if "rngs" in parameters and "rngs" not in given:
         seed = given.get("seed", 0)
@@ -165,7 +165,7 @@ class Built(NamedTuple):
 def build(
     make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
 ) -> Iterator[Built]:
-    """Build the module of each member when it is asked for, and take it apart.
+    """Yield the members; each module is built when the iterator reaches it.
 
     Args:
         make_module: Returns a module.
@@ -183,7 +183,7 @@ def build(
         check_module(module, _name(make_module))
         optimizer = optimizer_of(module)
         graphdef, state = nnx.split(module)
-        # Without arrays: those of all modules would be held next to the training state.
+        # Without arrays: otherwise those of all modules would stay in memory next to the training state.
         origin = nnx.merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)

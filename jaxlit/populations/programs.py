@@ -61,8 +61,8 @@ class Programs:
 
     Attributes:
         members: The members; their specs have the metrics of the training step.
-        mesh: See above.
-        numbers: (members, ...) each, in what the programs so far differ between members.
+        mesh: The mesh that the members are spread over.
+        numbers: The numbers in which the programs so far differ between members, (members, ...) each.
     """
 
     def __init__(self, mesh: Mesh, train_example: Any, val_example: Any = None) -> None:
@@ -117,7 +117,7 @@ class Programs:
 
     @property
     def spec(self) -> StateSpec:
-        """What the arrays of one member are."""
+        """The spec of the arrays of one member."""
         return self.members[0].training.spec
 
     @property
@@ -133,7 +133,7 @@ class Programs:
 
     @property
     def array_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """What the arrays of all members are: the first dim is that of the members."""
+        """The shapes, dtypes and shardings of the arrays of all members, whose first dim is members."""
         count = len(self.members)
         return [jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._split) for x in self.spec.arrays]
 
@@ -148,11 +148,11 @@ class Programs:
         return self.place(np.broadcast_to(x, (len(self.members), *x.shape)))
 
     def eval_sums(self) -> list[jax.Array]:
-        """Return the metrics of no validation batch, and the count of batches."""
+        """Return the sums of the metrics before the first validation batch, and the count of batches."""
         return list(map(self.repeat, _empty_sums(self.val_table)))
 
     def place_batch(self, batch: Any) -> Any:
-        """Put a batch onto all devices, which share it; one device takes host arrays."""
+        """Put a batch onto all devices; a single device takes host arrays."""
         return batch if self.mesh.size == 1 else jax.device_put(batch, self._shared)
 
     # Programs
@@ -170,26 +170,25 @@ class Programs:
 
         stacked = [self.place(np.stack(column)) for column in zip(*arrays, strict=True)]
         shapes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in stacked]
-        like = lambda: [member.like for member in self.members]  # noqa: E731
-        return self._program("init", init, (shapes,), like=like)(stacked)
+        return self._program("init", init, (shapes,))(stacked)
 
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
-        """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
+        """Return a function of (state, batch) to the next state and the tables of the step, of all members.
 
         Args:
             example: The shapes and dtypes of the batch.
         """
 
         def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
-            # The user's step first: the optimizer step is built from what its trace has shown.
+            # Trace the user's step first: the optimizer step is built from the result of the trace.
             self._inspect(member, _TRAINING, _trace_body, example)
             return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
         states = (list(map(abstract, self.spec.arrays)),)
-        return self._program("train_step", update, states, example, like=partial(self._alike, _TRAINING, example))
+        return self._program("train_step", update, states, example, stage=_TRAINING)
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
-        """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
+        """Return a function of (metrics so far, arrays of the state, batch) to the metrics, of all members.
 
         Args:
             example: See `train_step`.
@@ -202,8 +201,7 @@ class Programs:
 
         leaves = [abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
         states = list(map(abstract, _empty_sums(self.val_table))), leaves
-        like = partial(self._alike, _validation(self.members[0]), example)
-        return self._program("eval_step", add, states, example, like=like)
+        return self._program("eval_step", add, states, example, stage=_validation(self.members[0]))
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
         state = jax.tree.map(abstract, member.training.spec.tree)
@@ -228,7 +226,7 @@ class Programs:
         fn: Callable[..., Any],
         states: tuple[Any, ...],
         *shared: Any,
-        like: Callable[[], list[int]],
+        stage: tuple[str, int | None] | None = None,
     ) -> Callable[..., Any]:
         """Return a function for all members, whose results have a dim of members; it is compiled when first called.
 
@@ -237,7 +235,7 @@ class Programs:
             fn: A function of (member, *states, *shared).
             states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
             *shared: Shapes and dtypes of what all members share.
-            like: Returns for each member the index of the first one with the same program.
+            stage: The stage and the loader of the step that is run for a batch, `shared[0]`; None for no step.
 
         Raises:
             ArgumentError: The members' programs differ in more than numbers.
@@ -249,7 +247,8 @@ class Programs:
         members = self.members
         traced = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
         try:
-            lifted = lift(traced, like())
+            like = [member.like for member in members] if stage is None else self._alike(stage, *shared)
+            lifted = lift(traced, like)
         except DifferentError as error:
             other = members[error.index or 0]
             raise ArgumentError(
@@ -261,7 +260,7 @@ class Programs:
         split = 1 + len(states)
         run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))
         if self.mesh.size > 1:
-            # Each device runs its own members: nothing is communicated, whatever XLA would choose.
+            # Each device runs only its own members: without shard_map, XLA may add communication.
             specs = (*[P(_AXIS)] * split, *[P()] * len(shared))
             run = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P(_AXIS), check_vma=False)
         program = jax.jit(named(name, run), donate_argnums=1, out_shardings=self._split)

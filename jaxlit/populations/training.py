@@ -138,7 +138,7 @@ def log_pending(run: Run) -> None:
     layout = run.programs.step_table
     for i, table in enumerate(np.asarray(tables)):
         read = layout.decode(table)
-        if read.bad_step < 0 or step <= read.bad_step:  # what comes after it is of no step
+        if read.bad_step < 0 or step <= read.bad_step:  # a member takes no step after a bad one
             log_row(run, i, step, {**read.rates, **read.row})
 
 
@@ -187,7 +187,7 @@ def validate(run: Run, source: Source) -> None:
 
 
 def stop_members(run: Run, stop: EarlyStopping) -> None:
-    """End the members whose monitored metric says so."""
+    """End the members whose monitored metric meets a rule of `early_stopping`."""
     for member, status in zip(run.programs.members, run.progress.statuses, strict=True):
         if status.ended is not None:
             continue
@@ -195,7 +195,7 @@ def stop_members(run: Run, stop: EarlyStopping) -> None:
             if stop.strict:
                 raise no_such_metric("EarlyStopping", stop.monitor, status.metrics)
             continue
-        rule = copy.copy(stop)  # each member has a count and a best value of its own
+        rule = copy.copy(stop)  # a count and a best value for each member
         rule.wait_count = status.wait_count
         worst = math.inf if stop.mode == "min" else -math.inf
         rule.best_score = before = worst if status.best_score is None else status.best_score
