@@ -77,6 +77,20 @@ def test_a_member_of_another_kind_is_refused(argument: str, values: Any, pattern
     refuses(ArgumentError, lambda: many(Either, [{argument: x} for x in values]), *patterns)
 
 
+def test_another_operation_on_the_same_numbers_is_refused() -> None:
+    class Wave(Mean):
+        def __init__(self, seed: int, name: str) -> None:
+            super().__init__()
+            self.w[...] += seed
+            self.name = name
+
+        def error(self, batch: Any) -> jax.Array:
+            return getattr(jnp, self.name)(super().error(batch))
+
+    sweep = [{"seed": 0, "name": "sin"}, {"seed": 1, "name": "cos"}]
+    refuses(ArgumentError, lambda: many(Wave, sweep, numbered(1)), "computes cos, and not sin")
+
+
 def test_a_number_that_no_input_can_replace_is_refused() -> None:
     class Loops(Mean):
         def __init__(self, factor: float) -> None:
