@@ -10,7 +10,7 @@ import numpy as np
 from jaxlit.leaf_names import is_key
 from jaxlit.shown import shown
 
-_ADDRESS = re.compile(r"( at )?\b0x[0-9a-f]+|\bid=\d{6,}")
+_ADDRESS = re.compile(r"( at )?\b0x[0-9a-fA-F]+|\bid=\d{6,}")
 _BRACES = re.compile(r"\{([^{}]*)\}")
 
 

@@ -32,4 +32,4 @@ def _text(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}"
     if callable(x) and (name := getattr(x, "__qualname__", None) or getattr(x, "__name__", None)):
         return f"<function {name}>"
-    return " ".join(re.sub(r" at 0x[0-9a-f]+", "", repr(x)).split())
+    return " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)).split())

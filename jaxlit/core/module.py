@@ -193,7 +193,10 @@ class TrainModule(KeepsHparams, nnx.Module):
     def trainer(self) -> Any:
         """The `Trainer` that runs this module."""
         if (trainer := trainer_of(self)) is None:
-            raise AttributeError(f"{type(self).__name__} is not attached to a Trainer. Call trainer.fit(module, ...).")
+            raise AttributeError(
+                f"{type(self).__name__} is not attached to a Trainer. Call trainer.fit(module, ...). jl.fit_many "
+                "attaches none: a step reads self.global_step and self.current_epoch there."
+            )
         return trainer
 
     @property

@@ -14,55 +14,74 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.stage import STAGES
 from jaxlit.engine.training import Training
 from jaxlit.errors import ArgumentError
-from jaxlit.fingerprint import stable_text
+from jaxlit.fingerprint import array_text
+from jaxlit.leaf_names import is_key
+from jaxlit.populations.members import Member, abstract
+from jaxlit.programs.jaxpr import numbers_of
 from jaxlit.programs.lifting import is_same
 
 
 class Kind(NamedTuple):
-    """What the programs of a member are made of, as it was when this was traced."""
+    """The traces from which the programs of a member follow, and the state of their numbers at that time."""
 
     programs: Sequence[Any]
+    # Checksums: a trace refers to the NumPy arrays that it has read, and make_module may fill them again.
+    numbers: Sequence[str]
     logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
     schedule: Any
 
     def is_same(self, other: "Kind") -> bool:
-        """Return whether members of the two kinds have the same programs, so that those of one stand for both."""
-        alike = self.logged == other.logged and self.schedule is other.schedule
+        """Return whether members of the two kinds have the same programs."""
+        alike = self.logged == other.logged and self.schedule is other.schedule and self.numbers == other.numbers
         return alike and all(map(is_same, self.programs, other.programs))
 
 
+def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> Any:
+    """Trace a step of a member alone, and its gradient in training.
+
+    Args:
+        training: How the member is trained.
+        stage: The stage of the step.
+        loader: The loader's index; None for a step that does not take it.
+        batch: The shapes and dtypes of a batch.
+    """
+    variables, number = jax.tree.map(abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
+    # A new function each time: jax would return the earlier trace of the same one.
+    run = partial(training.pure.run, stage, training.spec.strategy.replica, loader)
+    if stage == "training":  # a number may be in a rule of jax.custom_vjp only, which the step alone does not run
+        run = jax.value_and_grad(run, has_aux=True)
+    return jax.make_jaxpr(run)(*variables, batch, number, number, number)
+
+
 def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
-    """Trace the steps and the optimizer of a member, each for itself: a third of the work of its programs.
+    """Trace each step and the optimizer of a member, which costs about half of tracing its programs.
 
     Args:
         training: How the member is trained.
         examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
     """
-    pure, state, number = training.pure, training.spec.tree, jax.ShapeDtypeStruct((), jnp.int32)
+    pure, params = training.pure, jax.tree.map(abstract, training.spec.tree.variables[0])
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
         opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.variables)
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    programs = [jax.make_jaxpr(first_step)(variables[0], variables[0], loss)]
+    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
     logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
-        # A function of its own each time: jax keeps the trace of one that it has seen.
-        run = partial(pure.run, stage, training.spec.strategy.replica, loader)
-        programs.append(jax.make_jaxpr(run)(*variables, batch, number, number, number))
+        programs.append(trace_of(training, stage, loader, batch))
         logged[STAGES[stage].step] = pure.table(stage, loader).metrics
-    return Kind(programs, logged, training.options.optimizer.lr_schedule)
+    numbers = [array_text(x if is_key(x) else np.asarray(x)) for program in programs for x in numbers_of(program)]
+    return Kind(programs, numbers, logged, training.options.optimizer.lr_schedule)
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
     """Refuse a member that logs other values than the first one, or in another way.
 
     Args:
-        first: How the first member is called in messages.
+        first: The name of the first member in messages.
         a: Its kind.
-        name: How the other member is called.
+        name: The name of the other member.
         b: Its kind.
 
     Raises:
@@ -78,30 +97,29 @@ def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
 
 
 def check_distinct(
-    names: Sequence[str],
-    variations: Sequence[Mapping[str, Any]],
+    members: Sequence[Member],
     arrays: Sequence[Sequence[np.ndarray]],
     numbers: Sequence[np.ndarray],
 ) -> None:
     """Refuse two members of different variations that would be the same training.
 
     Args:
-        names: How each member is called in messages.
-        variations: What each differs in.
-        arrays: Those of each member's module.
-        numbers: (members, ...) each, what the programs of members differ in.
+        members: The members.
+        arrays: The arrays of each member's module.
+        numbers: The numbers in which the programs differ, (members, ...) each.
 
     Raises:
         ArgumentError: Naming the members.
     """
     seen = dict[str, int]()
-    for i, name in enumerate(names):
+    for i, member in enumerate(members):
         digest = hashlib.sha256()
         for x in (*arrays[i], *(column[i] for column in numbers)):
             digest.update(np.ascontiguousarray(x).tobytes())
         first = seen.setdefault(digest.hexdigest(), i)
-        if stable_text(dict(variations[first])) != stable_text(dict(variations[i])):
+        if members[first].contents != member.contents:
             raise ArgumentError(
-                f"jl.fit_many: {names[first]} and {name} begin with the same weights and take the same steps: what "
-                "they differ in reaches neither. Read it in a step or in configure_optimizers, or leave it out."
+                f"jl.fit_many: {members[first].name} and {member.name} begin with the same weights, and "
+                "their steps are the same for the first batch: what they differ in reaches neither. Read it in a step "
+                "or in configure_optimizers, or leave it out."
             )

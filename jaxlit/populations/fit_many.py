@@ -103,7 +103,7 @@ def _fit(
             restore(run, checkpoint)
         else:
             run.leaves = programs.init(layout, arrays)
-            check_distinct([x.name for x in programs.members], variations, arrays, programs.numbers)
+            check_distinct(programs.members, arrays, programs.numbers)
         arrays.clear()  # the devices have them
         try:
             return train(run)
@@ -119,7 +119,7 @@ def _fit(
 def _built(
     make_module: Any, variations: Any, options: Options, examples: list[Any]
 ) -> tuple[Programs, Layout, list[list[np.ndarray]]]:
-    """Build and compare all members; returns their programs, the layout of a module's arrays, and each one's arrays."""
+    """Return the programs of all members, the layout of a module's arrays, and the arrays of each member."""
     check_variations(make_module, variations)
     programs = Programs(members_mesh(len(variations), options.most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
@@ -132,7 +132,7 @@ def _built(
 
 
 def _source(loaders: Any, argument: str, *, limit: int | None = None, may_continue: bool = False) -> Source:
-    """Return the source of the only loader of an argument, of which so many batches are taken."""
+    """Return the source of the only loader of an argument; an endless one needs a limit of batches."""
     each = each_loader(loaders, f"{OWNER}({argument}=...)")
     if len(each) != 1:
         raise ArgumentError(f"{OWNER}({argument}=...) takes one loader, got {len(each)}.")
@@ -144,7 +144,7 @@ def _source(loaders: Any, argument: str, *, limit: int | None = None, may_contin
 
 
 def _example(source: Source, validators: Mapping[str, BatchValidator]) -> Any:
-    """Return the shapes and dtypes of the first batch, which is drawn ahead of time."""
+    """Draw the first batch ahead of time, and return its shapes and dtypes."""
     first = source.peek()
     if not first and source.peeked:
         raise source.empty()

@@ -1,8 +1,10 @@
-"""The members of a population: a module each, built from its variation and taken apart."""
+"""The members of a population: a module is built from each variation and split into its arrays and functions."""
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +23,8 @@ from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.leaf_names import is_key
+from jaxlit.populations.contents import argument_text, content_text
 from jaxlit.populations.options import OWNER
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
@@ -32,25 +36,27 @@ class Member:
     """One training of a population.
 
     Attributes:
-        index: Its number.
-        variation: What it differs in.
+        index: The position of its variation.
+        variation: The arguments of its module.
+        contents: What they held before the module was built, as texts: see `content_text`.
         training: How its module is trained alone, on one device. It holds no array.
         like: The index of the first member with the same programs.
     """
 
     index: int
     variation: Mapping[str, Any]
+    contents: Mapping[str, str]
     training: Training
     like: int
 
     @property
     def name(self) -> str:
-        """How it is called in messages."""
+        """The name of the member in messages."""
         return name_of(self.index, self.variation)
 
     @property
     def pure(self) -> PureModule:
-        """Its module taken apart."""
+        """The steps of its module as pure functions."""
         return self.training.pure
 
     @property
@@ -64,15 +70,15 @@ class Member:
 
 
 class _OneMember(SingleDevice):
-    """What one member sees: a device, and no mesh. The mesh of the members is around the program of all."""
+    """The strategy of one member: one device and no mesh. The program of all members has the mesh."""
 
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
 
 def name_of(index: int, variation: Mapping[str, Any]) -> str:
-    """Return how a member is called in messages: `member 1 (seed=0, lr=0.1)`."""
-    return f"member {index} ({', '.join(f'{key}={shown(value, 40)}' for key, value in variation.items())})"
+    """Return the name of a member in messages: `member 1 (seed=0, lr=0.1)`."""
+    return f"member {index} ({', '.join(f'{key}={argument_text(value, 40)}' for key, value in variation.items())})"
 
 
 def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
@@ -102,11 +108,15 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
                 f"{OWNER}: {name_of(i, variation)} has {unknown[0]!r}, which {_name(make_module)} does not take."
                 f"{did_you_mean(unknown[0], known)} It takes {', '.join(known) or 'nothing'}."
             )
-    return [_arguments(parameters, variation) for variation in variations]
+    return [_arguments(parameters, name_of(i, variation), variation) for i, variation in enumerate(variations)]
 
 
 def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Return the names of what a function or class takes, and whether it takes others too."""
+    """Return the names of the arguments of a function or class, and whether it takes others too."""
+    if isinstance(make_module, partial):
+        names, more = _parameters(make_module.func)
+        # A variation may replace an argument of a partial, but a seed must not replace its rngs.
+        return [x for x in names[len(make_module.args) :] if x != "rngs" or x not in make_module.keywords], more
     is_class = isinstance(make_module, type)
     # A class that hands on **kwargs takes what its base takes.
     makers = [x.__init__ for x in make_module.__mro__ if "__init__" in vars(x)] if is_class else [make_module]
@@ -119,17 +129,22 @@ def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
     return names, more
 
 
-def _arguments(parameters: Sequence[str], variation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `make_module` is called with: a seed makes the `rngs` of a module that takes them."""
+def _arguments(parameters: Sequence[str], member: str, variation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `make_module`: a seed makes the `rngs` of a module that takes them."""
     given = dict(variation)
     if "rngs" in parameters and "rngs" not in given:
-        given["rngs"] = nnx.Rngs(given.get("seed", 0))
+        seed = given.get("seed", 0)
+        try:
+            given["rngs"] = nnx.Rngs(seed if is_key(seed) else operator.index(seed))  # flax takes no int of numpy
+        except TypeError:
+            raise ArgumentTypeError(f"{OWNER}: {member} takes an int as seed, got {shown(seed)}.") from None
         if "seed" not in parameters:
             given.pop("seed", None)
     return given
 
 
 def _name(make_module: Any) -> str:
+    make_module = getattr(make_module, "func", make_module)
     return getattr(make_module, "__qualname__", type(make_module).__name__)
 
 
@@ -150,7 +165,7 @@ class Built(NamedTuple):
 def build(
     make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
 ) -> Iterator[Built]:
-    """Build the module of each member when it is asked for, and take it apart.
+    """Yield the members; each module is built when the iterator reaches it.
 
     Args:
         make_module: Returns a module.
@@ -163,21 +178,25 @@ def build(
     strategy = _OneMember()
     strategy.setup(1)
     for i, given in enumerate(check_variations(make_module, variations)):
+        contents = {name: content_text(x) for name, x in variations[i].items()}
         module = make_module(**given)
         check_module(module, _name(make_module))
         optimizer = optimizer_of(module)
         graphdef, state = nnx.split(module)
-        # Without arrays: those of all modules would be held next to the training state.
-        origin = nnx.merge(graphdef, jax.tree.map(_abstract, state))
+        # Without arrays: otherwise those of all modules would stay in memory next to the training state.
+        origin = nnx.merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
         training = training_of(origin, pure, strategy, StepOptions(optimizer))
-        yield Built(Member(i, dict(variations[i]), training, i), layout, jax.device_get(layout.flatten(variables)))
+        # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
+        arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
+        yield Built(Member(i, dict(variations[i]), contents, training, i), layout, arrays)
 
 
-def _abstract(x: Any) -> Any:
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 

@@ -46,6 +46,12 @@ class Options:
         check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
         if not isinstance(self.early_stopping, EarlyStopping | None):
             raise _type_error("early_stopping", "a jl.callbacks.EarlyStopping", self.early_stopping)
+        for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
+            if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
+                raise ArgumentError(
+                    f"{OWNER}(early_stopping=...) calls no hooks and no check, which take a Trainer, and "
+                    f"{type(self.early_stopping).__name__} has its own {name}. Override judge instead."
+                )
         if self.log is not None and not callable(self.log):
             raise _type_error("log", "a function of (member, step, metrics)", self.log)
         for name in ("resume", "every_n_train_steps"):

@@ -15,8 +15,8 @@ from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.errors import ArgumentError
+from jaxlit.populations.contents import argument_text
 from jaxlit.populations.members import Member
-from jaxlit.shown import shown
 from jaxlit.table import table
 
 
@@ -67,7 +67,7 @@ class Population:
         step: The optimizer steps taken.
 
     Attributes:
-        variations: What each member differs in.
+        variations: The arguments of each member's module.
         metrics: The newest value of each metric, by member.
         ended: Why a member ended before the others, by member; None for those that trained to the end.
     """
@@ -145,7 +145,7 @@ class Population:
         metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
         lines = [["member", *arguments, "steps", *metrics, "ended"]]
         for i, status in enumerate(self._statuses):
-            given = [shown(self.variations[i][x], 20) if x in self.variations[i] else "" for x in arguments]
+            given = [argument_text(self.variations[i][x], 20) if x in self.variations[i] else "" for x in arguments]
             values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
             steps = self._step if status.steps is None else status.steps
             lines.append([str(i), *given, str(steps), *values, status.ended or ""])

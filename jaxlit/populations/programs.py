@@ -22,10 +22,10 @@ from jaxlit.core.state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.errors import ArgumentError
-from jaxlit.populations.alike import Kind, check_same_logs, kind_of
-from jaxlit.populations.members import Member, check_same_state
+from jaxlit.populations.alike import Kind, check_same_logs, kind_of, trace_of
+from jaxlit.populations.members import Member, abstract, check_same_state
 from jaxlit.populations.options import OWNER
-from jaxlit.programs.lifting import DifferentError, lift
+from jaxlit.programs.lifting import DifferentError, is_same, lift
 from jaxlit.strategies.program import named
 
 _logger = logging.getLogger("jaxlit")
@@ -61,8 +61,8 @@ class Programs:
 
     Attributes:
         members: The members; their specs have the metrics of the training step.
-        mesh: See above.
-        numbers: (members, ...) each, in what the programs so far differ between members.
+        mesh: The mesh that the members are spread over.
+        numbers: The numbers in which the programs so far differ between members, (members, ...) each.
     """
 
     def __init__(self, mesh: Mesh, train_example: Any, val_example: Any = None) -> None:
@@ -101,8 +101,10 @@ class Programs:
             member = self.members[i]
             if not kind.is_same(kind_of(member.training, self._examples(member))):
                 raise ArgumentError(
-                    f"{OWNER}: {member.name} reads something that make_module changed when it built a later member, "
-                    "such as a global or an object that they share. Make one for each member."
+                    f"{OWNER}: the steps of {member.name} are not the same when they are traced again. They read "
+                    "something that make_module changed when it built a later member, such as a global or an object "
+                    "that they share: make one for each member. Or they hold something that is new in each trace, such "
+                    "as a random number of numpy, or the module in a function on the host: let it hold numbers alone."
                 )
         train_example, val_example = self._first_batches
         self.train_step(train_example)
@@ -115,7 +117,7 @@ class Programs:
 
     @property
     def spec(self) -> StateSpec:
-        """What the arrays of one member are."""
+        """The spec of the arrays of one member."""
         return self.members[0].training.spec
 
     @property
@@ -131,7 +133,7 @@ class Programs:
 
     @property
     def array_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """What the arrays of all members are: the first dim is that of the members."""
+        """The shapes, dtypes and shardings of the arrays of all members, whose first dim is members."""
         count = len(self.members)
         return [jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._split) for x in self.spec.arrays]
 
@@ -146,11 +148,11 @@ class Programs:
         return self.place(np.broadcast_to(x, (len(self.members), *x.shape)))
 
     def eval_sums(self) -> list[jax.Array]:
-        """Return the metrics of no validation batch, and the count of batches."""
+        """Return the sums of the metrics before the first validation batch, and the count of batches."""
         return list(map(self.repeat, _empty_sums(self.val_table)))
 
     def place_batch(self, batch: Any) -> Any:
-        """Put a batch onto all devices, which share it; one device takes host arrays."""
+        """Put a batch onto all devices; a single device takes host arrays."""
         return batch if self.mesh.size == 1 else jax.device_put(batch, self._shared)
 
     # Programs
@@ -171,21 +173,22 @@ class Programs:
         return self._program("init", init, (shapes,))(stacked)
 
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
-        """Return a function of (state, batch) to the next state and what the host reads of the step, of all members.
+        """Return a function of (state, batch) to the next state and the tables of the step, of all members.
 
         Args:
             example: The shapes and dtypes of the batch.
         """
 
         def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
-            # The user's step first: the optimizer step is built from what its trace has shown.
+            # Trace the user's step first: the optimizer step is built from the result of the trace.
             self._inspect(member, _TRAINING, _trace_body, example)
             return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
-        return self._program("train_step", update, (list(map(_abstract, self.spec.arrays)),), example)
+        states = (list(map(abstract, self.spec.arrays)),)
+        return self._program("train_step", update, states, example, stage=_TRAINING)
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
-        """Return a function of (metrics so far, what an evaluation reads, batch) to the metrics, of all members.
+        """Return a function of (metrics so far, arrays of the state, batch) to the metrics, of all members.
 
         Args:
             example: See `train_step`.
@@ -196,14 +199,35 @@ class Programs:
             step = eval_step(member.pure, *_validation(member), spec.eval_layout, spec.wrap)
             return step(member.strategy.replica, leaves, sums, batch)[0]
 
-        leaves = [_abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-        return self._program("eval_step", add, (list(map(_abstract, _empty_sums(self.val_table))), leaves), example)
+        leaves = [abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
+        states = list(map(abstract, _empty_sums(self.val_table))), leaves
+        return self._program("eval_step", add, states, example, stage=_validation(self.members[0]))
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
-        state = jax.tree.map(_abstract, member.training.spec.tree)
+        state = jax.tree.map(abstract, member.training.spec.tree)
         trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
 
-    def _program(self, name: str, fn: Callable[..., Any], states: tuple[Any, ...], *shared: Any) -> Callable[..., Any]:
+    def _alike(self, stage: tuple[str, int | None], example: Any) -> list[int]:
+        """Return for each member the index of the first one that has the same step for such a batch."""
+        first = [member.like for member in self.members]
+        if example == self._examples(self.members[0])[stage]:
+            return first
+        like, traces = list[int](), dict[int, Any]()
+        for i, member in enumerate(self.members):
+            # Members that were alike may differ: a step can read other numbers for a batch of another shape.
+            trace = trace_of(member.training, *stage, example)
+            like.append(next((k for k, x in traces.items() if first[k] == first[i] and is_same(x, trace)), i))
+            traces.setdefault(like[i], trace)
+        return like
+
+    def _program(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        states: tuple[Any, ...],
+        *shared: Any,
+        stage: tuple[str, int | None] | None = None,
+    ) -> Callable[..., Any]:
         """Return a function for all members, whose results have a dim of members; it is compiled when first called.
 
         Args:
@@ -211,6 +235,7 @@ class Programs:
             fn: A function of (member, *states, *shared).
             states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
             *shared: Shapes and dtypes of what all members share.
+            stage: The stage and the loader of the step that is run for a batch, `shared[0]`; None for no step.
 
         Raises:
             ArgumentError: The members' programs differ in more than numbers.
@@ -220,9 +245,10 @@ class Programs:
         if key in self._compiled:
             return self._compiled[key]
         members = self.members
-        trace_of = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
+        traced = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
         try:
-            lifted = lift(trace_of, [member.like for member in members])
+            like = [member.like for member in members] if stage is None else self._alike(stage, *shared)
+            lifted = lift(traced, like)
         except DifferentError as error:
             other = members[error.index or 0]
             raise ArgumentError(
@@ -234,7 +260,7 @@ class Programs:
         split = 1 + len(states)
         run = jax.vmap(lifted, in_axes=(*[0] * split, *[None] * len(shared)))
         if self.mesh.size > 1:
-            # Each device runs its own members: nothing is communicated, whatever XLA would choose.
+            # Each device runs only its own members: without shard_map, XLA may add communication.
             specs = (*[P(_AXIS)] * split, *[P()] * len(shared))
             run = jax.shard_map(run, mesh=self.mesh, in_specs=specs, out_specs=P(_AXIS), check_vma=False)
         program = jax.jit(named(name, run), donate_argnums=1, out_shardings=self._split)
@@ -258,7 +284,3 @@ def _inspection(stage: tuple[str, int | None]) -> Callable[..., None]:
 
 def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
     pure.body("training", replica).trace(*args)
-
-
-def _abstract(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

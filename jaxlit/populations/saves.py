@@ -14,12 +14,11 @@ from jaxlit.checkpoints.files import Checkpoint, candidates, last_order, name_of
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import ArgumentError, CheckpointError
-from jaxlit.fingerprint import stable_text
 from jaxlit.populations.programs import Programs
 
 _logger = logging.getLogger("jaxlit")
 
-FOLDER = "population"  # not that of a Trainer's checkpoints, which have the arrays of one module
+FOLDER = "population"  # next to a Trainer's checkpoints, which have the arrays of one module
 _FORMAT = 1
 
 
@@ -47,7 +46,7 @@ class Saves:
         sweep(self.folder)
 
     def save(self, state: dict[str, Any], step: int, arrays: Sequence[jax.Array]) -> None:
-        """Begin to write a checkpoint, once the one before is complete; training continues meanwhile.
+        """Begin to write a checkpoint after the previous one is complete; training continues meanwhile.
 
         Raises:
             CheckpointError: It cannot be written.
@@ -57,7 +56,7 @@ class Saves:
         self._saving = draft.write(dict(enumerate(arrays)))
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written, and delete those before it."""
+        """Wait until the checkpoint is written, and delete older ones."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.wait()
@@ -66,13 +65,13 @@ class Saves:
                     remove(path)
 
     def close(self) -> None:
-        """Let go of the folder, once nothing is written there."""
+        """Release the folder after the current write."""
         if self._saving is not None:
             self._saving.join()
         self._lock.close()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies, None if there is none.
+        """Return the newest checkpoint that verifies, or None.
 
         Raises:
             CheckpointError: There are some, and none of them can be used.
@@ -101,7 +100,7 @@ def described(programs: Programs) -> dict[str, Any]:
     """Return what must be the same when a population is resumed, as JSON values: the members and their arrays."""
     count = len(programs.members)
     return {
-        "variations": [{key: stable_text(x) for key, x in m.variation.items()} for m in programs.members],
+        "variations": [dict(m.contents) for m in programs.members],
         "optimizer": programs.spec.optimizer_kind,
         "metrics": [m.name for m in programs.step_table.metrics.metrics],
         "arrays": [[name, [count, *shape], dtype] for name, shape, dtype in programs.spec.entries],
@@ -109,10 +108,10 @@ def described(programs: Programs) -> dict[str, Any]:
 
 
 def read_arrays(checkpoint: Checkpoint, programs: Programs) -> list[jax.Array]:
-    """Return the arrays of a checkpoint, each straight onto the devices of its members.
+    """Return the arrays of a checkpoint, each read directly onto the devices of its members.
 
     Raises:
-        CheckpointError: It is of other members or another module.
+        CheckpointError: It was written for other members or another module.
     """
     for key, now in described(programs).items():
         was = checkpoint.state[key]

@@ -138,7 +138,7 @@ def log_pending(run: Run) -> None:
     layout = run.programs.step_table
     for i, table in enumerate(np.asarray(tables)):
         read = layout.decode(table)
-        if read.bad_step < 0 or step <= read.bad_step:  # what comes after it is of no step
+        if read.bad_step < 0 or step <= read.bad_step:  # a member takes no step after a bad one
             log_row(run, i, step, {**read.rates, **read.row})
 
 
@@ -187,17 +187,21 @@ def validate(run: Run, source: Source) -> None:
 
 
 def stop_members(run: Run, stop: EarlyStopping) -> None:
-    """End the members whose monitored metric says so."""
-    for status in run.progress.statuses:
+    """End the members whose monitored metric meets a rule of `early_stopping`."""
+    for member, status in zip(run.programs.members, run.progress.statuses, strict=True):
         if status.ended is not None:
             continue
-        if stop.monitor not in status.metrics:
-            raise no_such_metric("EarlyStopping", stop.monitor, status.metrics)
-        rule = copy.copy(stop)  # each member has a count and a best value of its own
+        if (value := status.metrics.get(stop.monitor)) is None:
+            if stop.strict:
+                raise no_such_metric("EarlyStopping", stop.monitor, status.metrics)
+            continue
+        rule = copy.copy(stop)  # a count and a best value for each member
         rule.wait_count = status.wait_count
         worst = math.inf if stop.mode == "min" else -math.inf
-        rule.best_score = worst if status.best_score is None else status.best_score
-        _, message = rule.judge(status.metrics[stop.monitor])
+        rule.best_score = before = worst if status.best_score is None else status.best_score
+        _, message = rule.judge(value)
+        if stop.verbose and rule.best_score != before:
+            _logger.info("%s: %s improved to %.4g.", member.name, stop.monitor, value)
         status.wait_count, status.best_score = rule.wait_count, rule.best_score
         if message:
             status.end(message, run.progress.step)

@@ -49,6 +49,16 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
+def numbers_of(closed: Any) -> Iterator[Any]:
+    """Yield the constants and literals of a program, and of those that it runs."""
+    for program in (closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))):
+        jaxpr = getattr(program, "jaxpr", program)
+        yield from getattr(program, "consts", ())
+        for atom in (*(x for eqn in jaxpr.eqns for x in eqn.invars), *jaxpr.outvars):
+            if isinstance(atom, core.Literal):
+                yield atom.val
+
+
 def variables(atoms: Sequence[Any]) -> list[Any]:
     """Return the inputs or outputs that are variables, not literals."""
     return [x for x in atoms if not isinstance(x, core.Literal)]

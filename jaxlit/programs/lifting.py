@@ -1,7 +1,7 @@
-"""Several programs that differ in numbers as one program, of which the numbers are inputs."""
+"""Joining programs that differ only in numbers: the joint program takes the numbers as inputs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -12,12 +12,13 @@ from jax.extend import core
 
 from jaxlit.leaf_names import is_key
 from jaxlit.programs.jaxpr import JITS, bind, bodies, called, inner_jaxprs, scan_counts, value_of
+from jaxlit.shown import shown
 
-# Where a number is in a program: for each equation that runs a program the equation's index and the program's, then
-# an equation's index and the input's; or a constant or a result of the program, and which.
+# The place of a number in a program: the index of an equation and of the program that it runs, for each level of
+# nesting; then the index of an equation and of its input, or _CONSTANT or _RESULT and an index.
 Place = tuple[int, ...]
 _CONSTANT, _RESULT = -1, -2
-# Their other parameters are for a derivative, which nobody takes any more.
+# Their other parameters are rules for derivatives: a program that is compared has been differentiated, if ever.
 _RULES = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
@@ -62,12 +63,12 @@ class Lifted:
 def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lifted:
     """Return one program for several.
 
-    Each is compared with the first one, equation by equation: so none of its numbers is lost, wherever it was read
-    from when the program was traced. A number may be an array.
+    Each is compared with the first one, equation by equation. This finds every number that the trace has read, from
+    any object. A number may be an array.
 
     Args:
         trace_of: Returns program `i`, a `ClosedJaxpr`, and its results' shapes.
-        like: For each the index of the first program that is the same, its own if there is none before.
+        like: For each program the index of the first one that is the same, which may be the program itself.
 
     Raises:
         DifferentError: One differs from the first in more than numbers, or in numbers that cannot be inputs.
@@ -91,7 +92,7 @@ def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lif
 
 
 def differences(first: Any, other: Any) -> dict[Place, Any]:
-    """Return the numbers of a program, by their places, that are not those of the first one.
+    """Return the numbers of a program that differ from those of the first one, by their places.
 
     Raises:
         DifferentError: They differ in more than numbers.
@@ -116,7 +117,7 @@ class _Comparison:
         first: The first program.
         other: The other program.
         at: Their place.
-        numbers: Gets the numbers of the other program that differ, by their places.
+        numbers: The numbers of the other program that differ are added here, by their places.
     """
 
     def __init__(self, first: Any, other: Any, at: Place, numbers: dict[Place, Any]) -> None:
@@ -130,8 +131,8 @@ class _Comparison:
             DifferentError: They differ in more than numbers.
         """
         a, b = (getattr(x, "jaxpr", x) for x in (self.first, self.other))
-        self._define(a.invars, b.invars, "an input")
-        self._define(a.constvars, b.constvars, "a constant")
+        self._define(a.invars, b.invars, "inputs")
+        self._define(a.constvars, b.constvars, "constants")
         pairs = zip(getattr(self.first, "consts", ()), getattr(self.other, "consts", ()), strict=True)
         for k, (x, y) in enumerate(pairs):
             self._compare_numbers(x, y, (_CONSTANT, k), "a constant")
@@ -141,7 +142,7 @@ class _Comparison:
             for i, (use, other) in enumerate(zip(x.invars, y.invars, strict=True)):
                 self._use(use, other, (k, i), _shown(y))
             self._compare_params(x, y, k)
-            self._define(x.outvars, y.outvars, _shown(y))
+            self._define(x.outvars, y.outvars, f"results of {_shown(y)}")
         if len(a.eqns) != len(b.eqns):
             raise DifferentError(f"it has {len(b.eqns)} operations, and not {len(a.eqns)}")
         for i, (use, other) in enumerate(zip(a.outvars, b.outvars, strict=True)):
@@ -149,11 +150,11 @@ class _Comparison:
 
     def _define(self, a: Sequence[Any], b: Sequence[Any], what: str) -> None:
         if len(a) != len(b):
-            raise DifferentError(f"there is {what} more in one of them")
+            raise DifferentError(f"the number of its {what} is {len(b)}, and not {len(a)}")
         known = self._known
         for x, y in zip(a, b, strict=True):
             if x.aval != y.aval:
-                raise DifferentError(f"{what} is {y.aval}, and not {x.aval}")
+                raise DifferentError(f"one of its {what} is {y.aval}, and not {x.aval}")
             known[0][x] = known[1][y] = len(known[0])
 
     def _use(self, a: Any, b: Any, place: Place, what: str) -> None:
@@ -187,7 +188,11 @@ class _Comparison:
             raise DifferentError(f"a number inside of {_shown(x)} differs, and only scan and cond can take it")
         for name, value in {} if x.primitive.name in _RULES else x.params.items():
             if not (_runs_programs(value) or _equal(value, y.params[name])):
-                raise DifferentError(f"{_shown(y)} has {name}={y.params[name]!r:.80}, and not {value!r:.80}")
+                now, was = shown(y.params[name], 80), shown(value, 80)
+                other = (
+                    f"{name}={now}, and not {was}" if now != was else f"another {name}, or one that holds other values"
+                )
+                raise DifferentError(f"{_shown(y)} has {other}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +201,7 @@ class _Run:
 
     Attributes:
         given: The numbers, by their places.
-        entered: The places of programs that hold some of them.
+        entered: The places of the inner programs that contain some of them.
     """
 
     given: dict[Place, Any]
@@ -250,7 +255,7 @@ def _number_at(program: Any, place: Place) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two parameters of equations are equal; functions on the host by their code and what they hold."""
+    """Return whether two parameters of equations are equal; functions are compared by their code and closures."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -262,6 +267,8 @@ def _equal(a: Any, b: Any) -> bool:
             return all(map(_equal, (a.func, a.args, [*a.keywords.items()]), (b.func, b.args, [*b.keywords.items()])))
         if isinstance(a, FunctionType):
             return all(map(_equal, _parts(a), _parts(b)))
+        if is_dataclass(a) and a != b:  # jax wraps the function of a pure_callback
+            return all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
         return bool(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b)
     except Exception:  # an object of another library, or a function that holds itself
         return False

@@ -1,6 +1,7 @@
 """Members of a population train as they would alone, in one program."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,6 +66,37 @@ def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
     assert_member_is(population, 9, module, trainer, "loss", "val")
 
 
+class ByRows(Mean):
+    """A `Mean` that reads its number for batches of one row only."""
+
+    def __init__(self, seed: int, factor: float, other: float) -> None:
+        super().__init__()
+        self.w[...] += seed
+        self.factor, self.other = factor, other
+
+    def of(self, batch: Any) -> float:
+        return self.factor if len(batch["x"]) == 1 else self.other
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return super().training_step(batch) * self.of(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", jnp.mean(self.error(batch) ** 2) * self.of(batch))
+
+
+@pytest.mark.parametrize("other", [(1.0, 1.0, 1.0), (1.0, 0.5, 0.5)])
+def test_a_number_read_for_later_shapes_is_each_members(other: tuple[float, ...]) -> None:
+    """Members that are alike for the first batch, all or two of them, are not for the second."""
+    data = [{"x": np.full((rows, 1), number, np.float32)} for rows, number in ((2, 1.0), (1, 3.0))]
+    variations = [{"seed": i, "factor": 0.5**i, "other": x} for i, x in enumerate(other)]
+    population = jl.fit_many(ByRows, variations, data, data, max_epochs=1)
+    for i, variation in enumerate(variations):
+        module = ByRows(**variation)
+        trainer = alone(module, data, data)
+        np.testing.assert_allclose(population.module(i).w[...], module.w[...], rtol=1e-6)
+        assert population.metrics[i]["val"] == pytest.approx(trainer.callback_metrics["val"], rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["lr", "decay", "rate", "gain"])
 def test_every_number_of_a_member_is_its_own(name: str) -> None:
     values = (0.01, 0.02, 0.05) if name == "lr" else (0.1, 0.2, 0.4)
@@ -125,7 +157,23 @@ class InArray(Mean):
         return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
 
 
-@pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray])
+class InRule(Mean):
+    """Its rate is in the derivative of a function alone: the loss does not depend on it."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def error(self, batch: Any) -> jax.Array:
+        scaled = jax.custom_vjp(lambda w: w)
+        scaled.defvjp(lambda w: (w, None), lambda _, grad: (self.lr * grad,))
+        return batch["x"] - scaled(self.w[...])
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0)
+
+
+@pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray, InRule])
 def test_rates_are_found_wherever_they_are(make: Any) -> None:
     """Against a formula: the gradient of `Mean` is twice the distance from the batch's number."""
     rates = (0.05, 0.1, 0.25)
@@ -135,6 +183,23 @@ def test_rates_are_found_wherever_they_are(make: Any) -> None:
         for number in (1, 2, 3):
             w -= lr * 2 * (w - number)
         np.testing.assert_allclose(population.module(i).w[...], w, rtol=1e-6)
+
+
+def test_an_array_that_is_filled_again_is_each_members() -> None:
+    buffer = np.zeros(1, np.float32)
+
+    class Shifted(Mean):
+        def __init__(self, shift: float) -> None:
+            super().__init__()
+            buffer[:] = shift
+            self.shift = buffer
+
+        def error(self, batch: Any) -> jax.Array:
+            return super().error(batch) - self.shift
+
+    population = jl.fit_many(Shifted, [{"shift": 1.0}, {"shift": 3.0}], numbered(2), max_epochs=1)
+    weights = [float(population.module(i).w[...][0]) for i in (0, 1)]
+    assert weights == [1.25 - 0.75 * 1.0, 1.25 - 0.75 * 3.0]
 
 
 def test_devices_split_the_members_and_change_no_number() -> None:
@@ -209,6 +274,21 @@ def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
         alone(module, random(1))
         for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [np.int64(3), jnp.int32(3), jax.random.key(3)])
+def test_a_seed_is_an_int_of_any_library_or_a_key(seed: Any) -> None:
+    population = jl.fit_many(Swept, [{"seed": seed}], random(1), max_epochs=1)
+    module = Swept(rngs=nnx.Rngs(3))
+    alone(module, random(1))
+    for mine, theirs in zip(weights(population.module(0)), weights(module), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_partial_takes_what_its_function_takes() -> None:
+    variations = [{"seed": 1}, {"seed": 1, "lr": 0.05}]
+    population = jl.fit_many(partial(Swept, lr=0.02), variations, random(1), max_epochs=1, log_every_n_steps=1)
+    assert [row["lr"] for row in population.rows() if row["step"] == 0][:2] == pytest.approx([0.02, 0.05])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -76,6 +77,20 @@ def test_a_member_of_another_kind_is_refused(argument: str, values: Any, pattern
     refuses(ArgumentError, lambda: many(Either, [{argument: x} for x in values]), *patterns)
 
 
+def test_another_operation_on_the_same_numbers_is_refused() -> None:
+    class Wave(Mean):
+        def __init__(self, seed: int, name: str) -> None:
+            super().__init__()
+            self.w[...] += seed
+            self.name = name
+
+        def error(self, batch: Any) -> jax.Array:
+            return getattr(jnp, self.name)(super().error(batch))
+
+    sweep = [{"seed": 0, "name": "sin"}, {"seed": 1, "name": "cos"}]
+    refuses(ArgumentError, lambda: many(Wave, sweep, numbered(1)), "computes cos, and not sin")
+
+
 def test_a_number_that_no_input_can_replace_is_refused() -> None:
     class Loops(Mean):
         def __init__(self, factor: float) -> None:
@@ -111,13 +126,60 @@ SEEN: list[float] = []
 
 def test_a_number_in_a_function_on_the_host_is_refused() -> None:
     sweep = [{"held": 0.1}, {"held": 0.2}]
-    refuses(ArgumentError, lambda: many(Prints, sweep, numbered(2)), "debug_callback has callback")
+    refuses(ArgumentError, lambda: many(Prints, sweep, numbered(2)), "debug_callback has another callback")
     many(Prints, [{"seed": 0}, {"seed": 1}], numbered(1))
     jax.effects_barrier()
     SEEN.clear()
     many(Prints, [{"given": 0.25}, {"given": 0.5}], numbered(1))
     jax.effects_barrier()
     assert sorted(SEEN) == [0.25, 0.5]
+
+
+class Asks(Mean):
+    """Takes a factor from a function on the host, which holds the number or the module."""
+
+    def __init__(self, factor: float, seed: int = 0, holds_module: bool = False) -> None:
+        super().__init__()
+        self.w[...] += seed
+        self.factor, self.holds_module = factor, holds_module
+
+    def training_step(self, batch: Any) -> jax.Array:
+        factor = self.factor
+        on_host = (lambda: np.float32(self.factor)) if self.holds_module else lambda: np.float32(factor)
+        return super().training_step(batch) * jax.pure_callback(
+            on_host, jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
+        )
+
+
+def test_a_function_on_the_host_is_compared_by_what_it_holds() -> None:
+    population = many(Asks, [{"seed": i, "factor": 0.5} for i in (0, 1)], numbered(1))
+    np.testing.assert_allclose(population.module(0).w[...], [0.25])  # a quarter of the way to 1
+    sweep = [{"factor": 0.5}, {"factor": 0.25}]
+    refuses(ArgumentError, lambda: many(Asks, sweep, numbered(1)), "pure_callback has another callback")
+    held = [{"factor": 0.5, "holds_module": True}]
+    refuses(ArgumentError, lambda: many(Asks, held, numbered(1)), "the module in a function on the host")
+
+
+class OwnCheck(jl.callbacks.EarlyStopping):
+    def check(self, trainer: Any, value: float) -> None: ...
+
+
+class OwnHook(jl.callbacks.EarlyStopping):
+    def on_validation_end(self, trainer: Any, module: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "name"), [(OwnCheck, "check"), (OwnHook, "on_validation_end")])
+def test_an_early_stopping_that_asks_a_trainer_is_refused(kind: Any, name: str) -> None:
+    refuses(ArgumentError, lambda: many(early_stopping=kind("loss")), f"{kind.__name__} has its own {name}", "judge")
+
+
+def test_a_module_that_asks_for_its_trainer_is_told_that_there_is_none() -> None:
+    class Asking(Mean):
+        def training_step(self, batch: Any) -> jax.Array:
+            return super().training_step(batch) * self.trainer.max_epochs
+
+    with pytest.raises(AttributeError, match="jl.fit_many attaches none"):
+        many(Asking, [{}], numbered(1))
 
 
 class Scaled(Mean):
@@ -150,8 +212,32 @@ def test_what_members_share_and_make_module_changes_is_refused(stage: str, share
         return made
 
     sweep = [{"seed": 0, "scale": 1.0}, {"seed": 1, "scale": 2.0}, {"seed": 2, "scale": 1.0}]
-    pattern = "member 1 .seed=1, scale=2.0. reads something that make_module changed"
+    pattern = "steps of member 1 .seed=1, scale=2.0. are not the same.* something that make_module changed"
     refuses(ArgumentError, lambda: many(make, sweep, numbered(2), numbered(2)), pattern)
+
+
+@pytest.mark.parametrize("where", ["training_step", "configure_optimizers"])
+@pytest.mark.parametrize("dims", [0, 1])
+def test_an_array_of_numpy_that_is_filled_again_is_refused(where: str, dims: int) -> None:
+    """The programs of all members hold the same array."""
+    buffer = np.ones((1,) * dims, np.float32)
+
+    class Filled(Mean):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            buffer[...] = scale
+
+        def training_step(self, batch: Any) -> jax.Array:
+            loss = super().training_step(batch)
+            return jnp.sum(loss * buffer) if where == "training_step" else loss
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            if where == "training_step":
+                return optax.sgd(0.25)
+            return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -buffer * g, grads))
+
+    sweep = [{"scale": 0.5}, {"scale": 0.25}]
+    refuses(ArgumentError, lambda: many(Filled, sweep, numbered(2)), "something that make_module changed")
 
 
 def test_objects_that_members_do_not_share_are_their_own() -> None:
@@ -190,6 +276,8 @@ class NoStep(jl.TrainModule):
         (ArgumentError, ["at least one dict"], {"variations": []}),
         (ArgumentError, ["member 1 .rat=0.2. has 'rat'", "Did you mean 'rate'"], {"variations": [{}, {"rat": 0.2}]}),
         (ArgumentError, ["'seed', which Mean does not take"], {"make": Mean}),
+        (ArgumentError, ["'seed', which Swept does not take"], {"make": partial(Swept, rngs=nnx.Rngs(0))}),
+        (ArgumentTypeError, ["member 0 .seed=0.5. takes an int as seed"], {"variations": [{"seed": 0.5}]}),
         (ModuleError, ["must return a jl.TrainModule"], {"make": lambda seed: nnx.Rngs(seed)}),
         (ModuleError, ["calls no hooks", "on_train_epoch_end", "log="], {"make": Hooked, "variations": [{}]}),
         (ModuleError, ["no training_step"], {"make": NoStep, "variations": [{}]}),

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from kit.batches import random
 from kit.processes import launch
 from kit.refusals import refuses
@@ -122,6 +124,25 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
     refuses(ArgumentError, lambda: population(resume="auto"), "needs default_root_dir")
     refuses(ArgumentError, lambda: population(every_n_train_steps=3), "needs default_root_dir")
     refuses(ArgumentError, lambda: population(resume="yes", default_root_dir=tmp_path), "takes None or 'auto'")
+
+
+class Chosen(Swept):
+    def __init__(self, tx: Any, *, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs=rngs)
+        self.tx = tx
+
+    def configure_optimizers(self) -> Any:
+        return self.tx
+
+
+def test_other_contents_of_the_same_text_are_not_resumed(tmp_path: Path) -> None:
+    def train(rate: float) -> None:
+        variations = [{"tx": optax.sgd(rate)}, {"tx": optax.sgd(0.2)}]
+        jl.fit_many(Chosen, variations, random(1), max_epochs=1, default_root_dir=tmp_path, resume="auto")
+
+    train(0.1)
+    train(0.1)
+    refuses(CheckpointError, lambda: train(0.3), "its variations one is .'tx'", "checksum")
 
 
 def train_until_killed() -> None:
