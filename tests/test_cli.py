@@ -258,6 +258,6 @@ def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path) -> None:
     slope, x = 0.0, np.linspace(-1, 1, 60)
     for _ in range(3):
         slope -= 0.05 * np.mean(2 * (slope - 3) * x * x)
-    told = re.search(r"val/error (\S+)", run_script(tmp_path / "train.py", code, *validate))
-    assert told is not None
-    assert float(told[1]) == pytest.approx(np.abs((slope - 3) * x).mean(), rel=1e-3)
+    logged = re.search(r"val/error (\S+)", run_script(tmp_path / "train.py", code, *validate))
+    assert logged is not None
+    assert float(logged[1]) == pytest.approx(np.abs((slope - 3) * x).mean(), rel=1e-3)

@@ -13,7 +13,7 @@ import jax
 
 from jaxlit.checkpoints import manifest
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, loaders_of
-from jaxlit.distributed.exchange import forget, received, send, sent, told_by_first
+from jaxlit.distributed.exchange import forget, received, send, sent, shared_by_first
 from jaxlit.errors import ProcessError
 
 
@@ -68,7 +68,7 @@ def collect(folder: Path, token: str) -> dict[str, Any]:
 
 def outcome(token: str, problem: str) -> str:
     """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
-    return told_by_first(f"written/{token}", problem)
+    return shared_by_first(f"written/{token}", problem)
 
 
 def forget_outcomes() -> None:

@@ -85,7 +85,7 @@ def received(topic: str) -> list[str]:
     return texts
 
 
-def told_by_first(topic: str, text: str) -> str:
+def shared_by_first(topic: str, text: str) -> str:
     """Return in every process the text of process 0, which waits for none."""
     if jax.process_index() == 0:
         _client().key_value_set(f"jaxlit/{topic}/0", text, allow_overwrite=True)

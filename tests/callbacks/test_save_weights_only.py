@@ -83,7 +83,7 @@ def test_a_run_that_is_to_be_resumed_saves_more_than_weights() -> None:
     both = [ModelCheckpoint(save_weights_only=True, dirpath="weights", every_n_train_steps=1), ModelCheckpoint()]
     trained(*both, resume="auto")
     assert_same(params_of(Net.load_from_checkpoint("weights")), params_of(Net.load_from_checkpoint("run")))
-    # The run's own folder is behind: the resume takes it all the same, as nothing continues from the other.
+    # The run's own folder has fewer batches: the resume takes it all the same, as nothing continues from the other.
     trainer = trained(*both, resume="auto", max_epochs=2)
     assert trainer.global_step == 6
 

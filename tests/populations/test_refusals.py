@@ -173,7 +173,7 @@ def test_an_early_stopping_that_asks_a_trainer_is_refused(kind: Any, name: str) 
     refuses(ArgumentError, lambda: many(early_stopping=kind("loss")), f"{kind.__name__} has its own {name}", "judge")
 
 
-def test_a_module_that_asks_for_its_trainer_is_told_that_there_is_none() -> None:
+def test_a_module_that_asks_for_its_trainer_hears_that_there_is_none() -> None:
     class Asking(Mean):
         def training_step(self, batch: Any) -> jax.Array:
             return super().training_step(batch) * self.trainer.max_epochs

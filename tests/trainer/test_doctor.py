@@ -34,14 +34,14 @@ def report(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, str]]:
 
 
 def test_the_report_has_versions_devices_and_the_mesh(report) -> None:
-    told = report()
-    assert tuple(told) == NAMES
+    printed = report()
+    assert tuple(printed) == NAMES
     for name in ("jax", "optax", "grain", "wandb", "orbax-checkpoint"):
-        assert f" {name} {importlib.metadata.version(name)}" in told["versions"]
-    assert f"python {platform.python_version()}" in told["versions"]
-    assert told["devices"] == f"8 x {jax.devices()[0].device_kind} (cpu), no memory limit reported"
-    assert told["auto"] == "DDP on the mesh data=8"
-    assert told["processes"].startswith("1,")
+        assert f" {name} {importlib.metadata.version(name)}" in printed["versions"]
+    assert f"python {platform.python_version()}" in printed["versions"]
+    assert printed["devices"] == f"8 x {jax.devices()[0].device_kind} (cpu), no memory limit reported"
+    assert printed["auto"] == "DDP on the mesh data=8"
+    assert printed["processes"].startswith("1,")
 
 
 def test_a_missing_package_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +97,9 @@ def test_the_environment_is_shown_without_secrets(
 def test_a_secret_is_hidden_wherever_it_appears(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MY_SECRET", KEY)  # not shown itself
     (tmp_path / KEY).mkdir()
-    told = report("--default-root-dir", str(tmp_path / KEY))
-    assert told["run folder"].startswith(f"{tmp_path}{os.sep}<redacted>: ")
-    assert "MY_SECRET" not in told["environment"]
+    printed = report("--default-root-dir", str(tmp_path / KEY))
+    assert printed["run folder"].startswith(f"{tmp_path}{os.sep}<redacted>: ")
+    assert "MY_SECRET" not in printed["environment"]
 
 
 def test_wandb_is_logged_in_by_a_file(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -128,5 +128,5 @@ def test_the_compile_cache_is_counted(report, monkeypatch: pytest.MonkeyPatch, t
 
 def test_the_free_space_is_that_of_the_disk(report, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free / 2**30
-    told = float(report()["run folder"].split(": ")[1].split(" GiB free")[0])
-    assert told == pytest.approx(free, rel=0.1)
+    printed = float(report()["run folder"].split(": ")[1].split(" GiB free")[0])
+    assert printed == pytest.approx(free, rel=0.1)
