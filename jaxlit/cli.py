@@ -19,7 +19,7 @@ from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
 from jaxlit.porting import advice
-from jaxlit.reporting.secrets import redacted
+from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
 from jaxlit.trainer.trainer import Trainer
 
@@ -136,12 +136,17 @@ class _SaveConfig(Callback):
         yaml = importlib.import_module("yaml")  # comes with jsonargparse
         # The verb's own arguments are left out: the others take the file as well.
         sections = {name: x for name, x in yaml.safe_load(self._config).items() if name in _CLASSES}
-        text, path = yaml.safe_dump(redacted(sections), sort_keys=False), trainer.run_dir / "config.yaml"
+        text, path = yaml.safe_dump(_shown(redacted(sections)), sort_keys=False), trainer.run_dir / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text() != text:
             path.rename(_free(path))
         (part := path.with_suffix(".tmp")).write_text(text)
         part.replace(path)
+
+
+def _shown(x: Any) -> Any:
+    """Return values without what is redacted in them: a command that reads the file must not take it for the value."""
+    return {name: _shown(y) for name, y in x.items() if y != PLACEHOLDER} if isinstance(x, dict) else x
 
 
 def _free(path: Path) -> Path:

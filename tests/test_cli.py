@@ -155,7 +155,10 @@ def test_predict_is_for_callbacks() -> None:
 def test_no_secret_is_written_to_the_config() -> None:
     run("fit", "--trainer.default_root_dir=a", "--trainer.max_epochs=1", "--model.api_key=planted")
     assert "planted" not in Path("a/config.yaml").read_text()
-    assert yaml.safe_load(Path("a/config.yaml").read_text())["model"]["api_key"] == "<redacted>"
+    # Left out, so that a command which reads the file takes the default and not a text in its place.
+    saved = yaml.safe_load(Path("a/config.yaml").read_text())["model"]
+    assert "api_key" not in saved
+    assert saved
 
 
 def test_a_trial_writes_no_config() -> None:

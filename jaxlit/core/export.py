@@ -21,6 +21,11 @@ from jaxlit.shown import shown
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _MOST_BYTES = 2**31 - 2**24  # of the weights: flatbuffers writes 2 GiB at most
 
+_ANY_ROWS = (
+    "The export is for any number of rows, which every array of the example has in its first dim. If the step needs "
+    "the number, or an array has other rows, pass export(dynamic_batch=False)."
+)
+
 
 @out_of_meshes
 def export(
@@ -76,10 +81,12 @@ def export(
     try:
         exported = jax.export.export(jax.jit(predict), platforms=platforms)(specs)
     except jax.errors.InconclusiveDimensionOperation as error:
-        raise ModuleError(
-            f"{name} computes with the number of rows, which is any number in the export: "
-            f"{str(error).splitlines()[0].rstrip('.')}. Pass export(dynamic_batch=False) for that of the example."
-        ) from error
+        first = str(error).splitlines()[0].rstrip(".")
+        raise ModuleError(f"{name} computes with the number of rows: {first}. {_ANY_ROWS}") from error
+    except Exception as error:
+        if dynamic_batch and not isinstance(error, JaxlitError):
+            error.add_note(_ANY_ROWS)
+        raise
     return bytes(exported.serialize())
 
 
@@ -90,7 +97,8 @@ def _constants(variables: Any, name: str) -> Any:
             f"export: the weights of {name} have {size:,} bytes, and a file holds 2 GiB at most. Save them by "
             "jl.save_weights, and build the module where it is served."
         )
-    return jax.tree.map(lambda x: x if is_key(x) else fetch(x), variables)
+    # Arrays of jax, as steps have them: numpy's sum in 16 bits where jax does not, and know no `.at`.
+    return jax.tree.map(lambda x: x if is_key(x) else jnp.asarray(fetch(x)), variables)
 
 
 def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> None:

@@ -31,8 +31,9 @@ _SHORTEST_SECRET = 6  # characters; a shorter one would be found in other words
 _VARIABLES = re.compile(
     r"(JAX|XLA|LIBTPU|TPU|NVIDIA|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_|LD_PRELOAD$|XDG_CACHE_HOME$"
 )
-_IN_VALUE = re.compile(r"(?P<name>[\w-]+)=(?P<value>[^\s,;&=]+)")  # --flag=value, and a query of an address
-_USER = re.compile(r"(?<=://)[^/@\s]+@")
+_NAME = re.compile(r"(--[\w-]+(?=\s)|[\w-]+(?=[=:]))[=:]?\s*")  # of a flag, a query of an address or a header
+_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s&]+""")
+_USER = re.compile(r"(?<=://)\S*@")
 
 
 def diagnosis(root: Path) -> str:
@@ -58,7 +59,8 @@ def diagnosis(root: Path) -> str:
     rows += [["environment" if i == 0 else "", x] for i, x in enumerate(map(_variable, names) if names else ["-"])]
     text = "\n".join(table(rows, texts=2))
     for name, value in os.environ.items():  # wherever else a secret may appear, for example in a path
-        if len(value) >= _SHORTEST_SECRET and is_secret(name):
+        is_folder = os.path.isabs(value) and os.path.isdir(value)  # as PWD is
+        if len(value) >= _SHORTEST_SECRET and is_secret(name) and not is_folder:
             text = text.replace(value, PLACEHOLDER)
     return text
 
@@ -117,7 +119,7 @@ def _disk(root: Path) -> str:
 def _wandb() -> str:
     mode = os.environ.get("WANDB_MODE", "online")
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    logged_in = "WANDB_API_KEY" in os.environ
+    logged_in = bool(os.environ.get("WANDB_API_KEY"))
     for path in (os.environ.get("NETRC", "~/.netrc"), "~/_netrc"):
         with suppress(OSError, netrc.NetrcParseError):
             logged_in = logged_in or netrc.netrc(os.path.expanduser(path)).authenticators(host) is not None
@@ -134,14 +136,15 @@ def _compile_cache() -> str:
 
 
 def _variable(name: str) -> str:
+    if name.startswith("WANDB_"):  # some hold addresses and headers, and the mode has a row
+        return f"{name} (set)"
     return f"{name}={hide(_hidden(os.environ[name]), [], name, name)}"
 
 
 def _hidden(text: str) -> str:
     """Return a text without the secrets that have a name in it, and without the user of an address."""
-
-    def without(match: re.Match[str]) -> str:
-        name = match["name"]
-        return f"{name}={hide(match['value'], [], name, name)}"
-
-    return _IN_VALUE.sub(without, _USER.sub(f"{PLACEHOLDER}@", text))
+    text = _USER.sub(f"{PLACEHOLDER}@", text)
+    for match in reversed([*_NAME.finditer(text)]):
+        if is_secret(match[1]):
+            text = text[: match.end()] + _VALUE.sub(PLACEHOLDER, text[match.end() :], count=1)
+    return text

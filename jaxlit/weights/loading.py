@@ -34,7 +34,7 @@ class LoadedWeights:
 
     Attributes:
         taken: The (leaf, array in the source, array in the module) of each leaf that got weights.
-        left: The same of all that do not fit: either side may be "nothing".
+        left: The same for arrays that do not fit; a missing side is "nothing".
     """
 
     taken: list[tuple[str, str, str]]
@@ -52,11 +52,19 @@ def weights_of(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable, Any]]:
     """Yield the (name in files, Variable, array) of the module's weights.
 
     These are all of its Variables but random generators, metrics, caches of decoding and what layers have sown.
+
+    Raises:
+        CheckpointError: Two leaves have one name.
     """
-    no_weights = nnx.filterlib.to_predicate(_NO_WEIGHTS)
+    no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if isinstance(variable, nnx.Variable) and not no_weights(path, variable):
-            yield dotted(path), variable, variable.get_value()
+            if (name := dotted(path)) in names:
+                raise CheckpointError(
+                    f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
+                )
+            names.add(name)
+            yield name, variable, variable.get_value()
 
 
 def load_weights(
@@ -68,9 +76,9 @@ def load_weights(
 ) -> LoadedWeights:
     r"""Give a module pretrained weights, each straight into the sharding of the leaf.
 
-    Weights are cast to the dtype of their leaf. A file is read shard by shard: no array is unsharded on a device, and
-    none unless a rule reshapes it on the host. In several processes all must call this. For a module that the Trainer
-    builds, pass it to `fit`: `init_from=lambda module: jl.load_weights(module, path, rename)`.
+    Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. A file is read shard by shard: no array
+    is unsharded on a device, and none on the host unless a rule reshapes it. In several processes all must call this.
+    For a module that the Trainer builds, pass it to `fit`: `init_from=lambda m: jl.load_weights(m, path, rename)`.
 
     Args:
         module: Any NNX module.

@@ -42,12 +42,25 @@ def read(path: Path) -> dict[str, np.ndarray]:
         header = json.loads(data[8 : 8 + length].tobytes())
         header.pop("__metadata__", None)
         data, arrays = data[8 + length :], {}
+        spans = list[tuple[int, int]]()
         for name, entry in header.items():
-            problem = f"{name} has the dtype {entry['dtype']!r:.20}, which numpy and jax do not have"
-            dtype, (start, stop) = DTYPES[entry["dtype"]], entry["data_offsets"]
+            problem = f"the entry of {name} in its header is damaged"
+            kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+            problem = f"{name} has the dtype {kind!r:.20}, which numpy and jax do not have"
+            dtype = DTYPES[kind]
             problem = f"the bytes of {name} are not those of its shape, or missing: download it again"
-            arrays[name] = data[start:stop].view(dtype).reshape(entry["shape"])
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+            if min([start, *shape]) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
+                raise ValueError
+            arrays[name] = data[start:stop].view(dtype).reshape(shape)
+            spans.append((start, stop))
+        problem, end = "its arrays do not follow each other to the end of the file", 0
+        for start, stop in sorted(spans):
+            if start != end:
+                raise ValueError
+            end = stop
+        if end != len(data):
+            raise ValueError
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         problem = str(error) if isinstance(error, OSError) else problem
         raise CheckpointError(f"{path} cannot be read as a file of safetensors: {problem}.") from error
     return arrays

@@ -54,7 +54,7 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
         if jax.process_index() == 0:
             write(path, specs, arrays, {"format": "np", "module": type(module).__name__, "jaxlit": __version__})
     except OSError as error:
-        problem = CheckpointError(f"{path} could not be written: {error}. What was there before is as it was.")
+        problem = CheckpointError(f"{path} could not be written: {error}. An older file is unchanged.")
     for _ in arrays:  # every process takes part in gathering each of them, also after an error of process 0
         pass
     team().same_error("saving weights", problem)
@@ -69,12 +69,9 @@ def _gathered(x: Any) -> np.ndarray:
 
 
 def _check(leaves: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in leaves]
     for name, x in leaves:
         dtype = x.dtype if hasattr(x, "dtype") else type(x)
         if is_key(x) or np.dtype(dtype) not in NAMES:
             raise CheckpointError(
                 f"save_weights: {name} is {dtype}, and a file of safetensors holds one of {', '.join(NAMES.values())}."
             )
-        if names.count(name) > 1:
-            raise CheckpointError(f"save_weights: two leaves are called {name} in a file. Rename one of them.")

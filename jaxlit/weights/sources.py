@@ -93,6 +93,8 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                         # The zip's own header has 30 bytes, of which the last four are the sizes of two more fields.
                         at = info.header_offset + 30
                         start = at + int(data[at - 4 : at].view("<u2").sum()) + file.tell()
+                        if math.prod(shape) * dtype.itemsize != info.file_size - file.tell():
+                            raise ValueError(f"{info.filename} has not the bytes of its shape")
                         array = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype)
                         array = array.reshape(shape, order="F" if is_fortran else "C")
                     else:

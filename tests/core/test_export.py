@@ -147,3 +147,34 @@ def test_without_flatbuffers_it_names_the_package(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "flatbuffers", None)
     with pytest.raises(ArgumentError, match="export needs flatbuffers.*`pip install flatbuffers`"):
         jl.export(Mean(), {"x": X})
+
+
+class Raw(jl.TrainModule):
+    """Uses its arrays by themselves: numpy would sum in 16 bits, and knows no traced index and no `.at`."""
+
+    def __init__(self) -> None:
+        self.half = nnx.Param(jnp.ones(4096, jnp.bfloat16))
+        self.table = nnx.Param(jnp.arange(12.0).reshape(4, 3))
+
+    def predict_step(self, batch: Any) -> Any:
+        rows = self.table[...].at[0].set(9.0)[batch["index"]]
+        return {"sum": self.half[...].sum() * batch["scale"], "rows": rows}
+
+
+def test_arrays_are_those_of_jax_in_an_export() -> None:
+    batch = {"index": np.array([0, 3], np.int32), "scale": np.ones(2, np.float32)}
+    out = jax.export.deserialize(bytearray(jl.export(Raw(), batch))).call(batch)
+    np.testing.assert_array_equal(out["sum"], [4096.0, 4096.0])
+    np.testing.assert_array_equal(out["rows"], [[9, 9, 9], [9, 10, 11]])
+
+
+class Halves(Mean):
+    def predict_step(self, batch: Any) -> Any:
+        return jnp.split(batch["x"], 2)
+
+
+def test_a_step_that_needs_the_number_of_rows_gets_advice() -> None:
+    with pytest.raises(Exception) as error:
+        jl.export(Halves(), {"x": np.ones((4, 3), np.float32)})
+    assert "dynamic_batch=False" in "".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert jl.export(Halves(), {"x": np.ones((4, 3), np.float32)}, dynamic_batch=False)

@@ -90,6 +90,7 @@ def test_what_is_asked_for_again_is_done_at_equal_places(monkeypatch: pytest.Mon
         listener = threading.Thread(target=listen, daemon=True)
         listener.start()
         decisions.begin()
+        team().agree("all have begun", None)
         for place in range(1, 60):
             steps.take(index)
             if decisions.decide([] if index else ["again"]):

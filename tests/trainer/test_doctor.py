@@ -79,10 +79,14 @@ def test_a_part_that_fails_shows_its_error(report, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("WANDB_API_KEY", KEY, "<redacted>"),
         ("JAX_ACCESS_TOKEN", KEY, "<redacted>"),
         ("XLA_FLAGS", f"--xla_a=1 --xla_api_key={KEY}", "--xla_a=1 --xla_api_key=<redacted>"),
-        ("WANDB_BASE_URL", f"https://me:{KEY}@host/?token={KEY}&b=2", "https://<redacted>@host/?token=<redacted>&b=2"),
+        ("JAX_URL", f"https://me:{KEY}/1@x@host/?token={KEY}&b=2", "https://<redacted>@host/?token=<redacted>&b=2"),
+        (
+            "XLA_FLAGS",
+            f'a=1;api_key={KEY},{KEY} token: {KEY} --auth-token "{KEY} x"',
+            "a=1;api_key=<redacted> token: <redacted> --auth-token <redacted>",
+        ),
         ("NVIDIA_TF32_OVERRIDE", "0", "0"),
         ("OMP_NUM_THREADS", "4", "4"),
     ],
@@ -92,6 +96,17 @@ def test_the_environment_is_shown_without_secrets(
 ) -> None:
     monkeypatch.setenv(name, value)
     assert f" {name}={shown}\n" in f"{report()['environment']}\n"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_X_EXTRA_HTTP_HEADERS"])
+def test_of_wandb_names_are_shown(name: str, report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, f'https://me:a@b{KEY}@host "Authorization": "Bearer {KEY}"')
+    assert f" {name} (set)\n" in f"{report()['environment']}\n"
+
+
+def test_the_current_folder_is_no_secret(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PWD", str(tmp_path))  # as each shell does
+    assert report("--default-root-dir", str(tmp_path))["run folder"].startswith(f"{tmp_path}: ")
 
 
 def test_a_secret_is_hidden_wherever_it_appears(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ REFUSED = {
     "a class": (One, "x.safetensors", ArgumentTypeError, "takes a flax.nnx module"),
     "a name": (One(jnp.ones(2)), "x.npz", ArgumentTypeError, r"writes \*\.safetensors, got"),
     "no array": (One("text"), "x.safetensors", CheckpointError, r"layers\.0\.w is"),
-    "two": (TWO, "x.safetensors", CheckpointError, r"two leaves are called a\.b"),
+    "two": (TWO, "x.safetensors", CheckpointError, r"Two leaves of Dict are called a\.b"),
     "a folder": (One(jnp.ones(2)), "folder.safetensors", CheckpointError, "could not be written"),
 }
 
