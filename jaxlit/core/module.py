@@ -64,7 +64,7 @@ class TrainModule(KeepsHparams, nnx.Module):
     def __getattribute__(self, name: str) -> Any:
         # While fit runs the newest arrays are with the engine: the first touch after a step brings them here.
         if watchers and (watcher := watchers.get(id(self))) is not None:
-            watcher.touch()
+            watcher.touch(name)
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:

@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import MODES
@@ -37,18 +40,36 @@ class ModuleSync:
         self._came_with = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
 
-    def touch(self) -> None:
-        """Bring the module's arrays up to date."""
-        self.touched = True  # also when nothing is new: a hook that reads may write
+    def touch(self, name: str = "__dict__") -> None:
+        """Bring the module's arrays up to date.
+
+        Args:
+            name: The attribute that is read.
+
+        Raises:
+            StateError: It holds arrays, and is read inside a trace.
+        """
+        before, self.touched = self.touched, True  # also when nothing is new: a hook that reads may write
         if not self.stale:
             return
         self.stale = False  # first, so that setting an array does not come back here
-        self._given = self.engine.state.module_arrays()
+        arrays = self.engine.state.module_arrays()
         try:
-            self._leave(self._given)
-        except BaseException:  # nnx refuses to write inside a trace
-            self.stale = True
-            raise
+            self._leave(arrays)
+        except BaseException as error:
+            self.stale, self.touched = True, before
+            if not isinstance(error, TraceContextError):
+                raise
+            # nnx refuses to write inside a trace, which is that of a schedule that reads the module, for example.
+            value = object.__getattribute__(self.module, "__dict__").get(name)
+            if name == "__dict__" or isinstance(value, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)):
+                what = "" if name == "__dict__" else f".{name}"
+                raise StateError(
+                    f"{type(self.module).__name__}{what} was read while jax traced a function, where its newest arrays "
+                    "are not known. Read it before, and pass what the function needs as an argument."
+                ) from error
+        else:
+            self._given = arrays
 
     def _leave(self, arrays: list[Any]) -> None:
         for (_, variable), array in zip(self._variables, arrays, strict=True):

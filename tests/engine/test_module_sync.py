@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
@@ -73,6 +74,34 @@ def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
     fit(model, numbered(4), None, look, strategy=strategy)
     expected = [mean([[k + 1] for k in range(i + 1)]) for i in range(4)]
     assert own == [w for w, _ in seen] == [w for _, w in seen] == pytest.approx(expected, rel=1e-6)
+
+
+class Rated(Mean):
+    """Its schedule reads its attributes when a step is traced."""
+
+    rate = 0.125
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 2.0
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(lambda step: self.rate * self.own + 0.0 * step / self.trainer.estimated_stepping_batches)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_schedule_may_read_the_module_while_a_step_is_traced(strategy) -> None:
+    model, looks = Rated(), on(on_train_batch_end=read)
+    fit(model, numbered(2), None, looks, strategy=strategy)
+    assert weight(model) == pytest.approx(mean([[1], [2]]))
+
+
+def test_arrays_of_the_module_are_not_read_inside_a_trace() -> None:
+    def trace(trainer: jl.Trainer, model: Any) -> None:
+        jax.jit(lambda: model.w[...] * 2)()
+
+    with pytest.raises(StateError, match=r"Mean\.w was read while jax traced a function"):
+        fit(Mean(), numbered(2), None, on(on_train_batch_end=trace))
 
 
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
