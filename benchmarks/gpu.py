@@ -1,12 +1,15 @@
 """What a step costs on an accelerator, in Markdown; on a CPU it runs as well, and its numbers mean little.
 
-    python benchmarks/gpu.py [--tiny] [--rounds 15] [--sections dispatch fused transfers leaves gpt checkpoint start]
+    python benchmarks/gpu.py [--tiny] [--rounds 15] [--sections dispatch fused transfers ...]
 
 - dispatch: microseconds inside the call that dispatches a step, and of the step, by hand and by nan_policy.
 - fused: microseconds of a step at 1, 8 and 32 steps per execution, from `ArrayLoader`.
 - transfers: a large batch as numpy into the jit, by `device_put` one step ahead, and from pinned host memory.
 - leaves: the same for so many parameters.
 - gpt: `fit` in bf16-mixed over a hand-written step of the same model, MFU, and with several devices the collectives.
+- plan: what `Trainer.plan` says of that fit on one device, and what the run takes; what "auto" and
+  `scale_batch_size` choose.
+- population: a step of so many members of `fit_many` over that of one.
 - checkpoint: the longest gap between two steps around the first asynchronous save and a later one, and the median gap.
 - start: seconds until the first step is done, in new processes, with an empty and with a warm compile cache.
 """
@@ -35,7 +38,7 @@ from benchmarks.contenders import BARE, flat_step
 from benchmarks.perceptron import Perceptron, make_batches
 from jaxlit.programs.hardware import peak_flops
 
-SECTIONS = ("dispatch", "fused", "transfers", "leaves", "gpt", "checkpoint", "start")
+SECTIONS = ("dispatch", "fused", "transfers", "leaves", "gpt", "plan", "population", "checkpoint", "start")
 
 
 class Gaps(jl.Callback):
@@ -215,10 +218,16 @@ def leaves(tiny: bool, rounds: int) -> None:
     table("Leaves", *rows)
 
 
-def gpt(tiny: bool, rounds: int) -> None:
+def gpt_of(tiny: bool) -> tuple[tuple[int, ...], np.ndarray]:
+    """Return the arguments of a GPT with 124 million parameters, and a batch."""
     layers, width, vocabulary, length, batch = (2, 64, 256, 32, 8) if tiny else (12, 768, 50257, 1024, 8)
     text = np.random.default_rng(0).integers(0, vocabulary, (batch, length + 1)).astype(np.int32)
-    steps, model = 4 if tiny else 20, GPT(layers, width, vocabulary, length, rngs=nnx.Rngs(0))
+    return (layers, width, vocabulary, length), text
+
+
+def gpt(tiny: bool, rounds: int) -> None:
+    sizes, text = gpt_of(tiny)
+    steps, batch, model = 4 if tiny else 20, len(text), GPT(*sizes, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(model)
     tx, params = optax.adamw(1e-4), jax.tree.map(jnp.copy, params)
 
@@ -251,6 +260,44 @@ def gpt(tiny: bool, rounds: int) -> None:
     table("GPT in bf16-mixed", head, (strategy, theirs * 1e3, ours * 1e3, ours / theirs, mfu))
     sent = [(x.kind, x.calls, x.bytes) for x in program.collectives or ()]
     table("Its collectives", ("kind", "calls", "bytes"), *sent)
+
+
+def plan(tiny: bool, rounds: int) -> None:
+    sizes, text = gpt_of(tiny)
+    model, steps = jl.lazy(GPT, *sizes), 4 if tiny else 20
+    quiet, device = {**BARE, "precision": "bf16-mixed"}, jax.devices()[0]
+    given = {} if peak_flops(device.device_kind, "bfloat16") else {"hardware": "NVIDIA H100"}
+    said = jl.Trainer(**quiet, strategy="single").plan(model, [text], **given)
+    print(f"\n{said}\n")
+    epochs = Epochs()
+    fit(model, [text] * steps, epochs, max_epochs=rounds + 1, precision="bf16-mixed")
+    took = statistics.median(epochs.seconds[1:]) / steps * 1e3
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    (row,) = said.rows()
+    table(
+        "A plan and its run",
+        ("", "plan", "run"),
+        ("bytes", row["total"], peak),
+        ("ms", row["step_seconds"][0] * 1e3, took),
+    )
+    trainer = fit(model, [text], precision="bf16-mixed", strategy="auto" if peak else "single")
+    print(f"\nauto: {trainer.strategy!r}")
+    limit = {} if peak else {"memory_bytes": 2**31}
+    print(jl.scale_batch_size(jl.Trainer(**quiet, strategy="single", max_epochs=1), model, [text], **limit))
+
+
+def population(tiny: bool, rounds: int) -> None:
+    rows: list[tuple[Any, ...]] = [("width", "members", "step, us", "over one")]
+    for width in (16,) if tiny else (64, 512):
+        one, data = 0.0, make_batches(width, 64, 40)
+        for members in (1, 8, 64):
+            variations, at = [{"width": width, "depth": 3, "seed": i} for i in range(members)], list[float]()
+            note = lambda member, *_, at=at: at.append(time.perf_counter()) if not member else None  # noqa: E731
+            jl.fit_many(Perceptron, variations, data, max_epochs=rounds + 1, log=note, log_every_n_steps=40)
+            step = statistics.median(np.diff(at)) / 40 * 1e6
+            one = one or step
+            rows.append((width, members, step, step / one))
+    table("A population", *rows)
 
 
 def checkpoint(tiny: bool, rounds: int) -> None:

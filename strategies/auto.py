@@ -20,8 +20,8 @@ class Auto(FSDP):
     in vain. Until a fit, a module that `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
 
     Args:
-        memory_bytes: What a device may use; None for what jax reports, which on CPUs is nothing: without a limit
-            `strategy="auto"` is `single` or `ddp`, and this class refuses.
+        memory_bytes: What a step may take of a device; None for 95 % of what jax reports, less what other arrays take.
+            CPUs report nothing: without a limit `strategy="auto"` is `single` or `ddp`, and this class refuses.
 
     Raises:
         ArgumentError: The devices report no limit, and none is given.
@@ -38,16 +38,18 @@ class Auto(FSDP):
         self.memory_bytes = check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner="Auto")
 
     def setup(self, devices: int | None = None) -> None:
-        """Build the mesh, and find the limit.
+        """Build the mesh.
 
         Raises:
-            ArgumentError: There is none.
+            ArgumentError: There is no limit.
         """
         super().setup(devices)
-        limit = self.memory_bytes if self.memory_bytes is not None else memory_limit()
         rule = "has to be given where devices report no memory, as CPUs do not"
-        check.require(limit is not None, "memory_bytes", limit, rule, owner="Auto")
-        self.limit: int = limit  # type: ignore[assignment]
+        check.require(self.limit() is not None, "memory_bytes", None, rule, owner="Auto")
+
+    def limit(self, own: int = 0) -> int | None:
+        """Return the bytes that a step may take of a device; see `memory_limit`."""
+        return memory_limit(own) if self.memory_bytes is None else self.memory_bytes
 
     def candidates(self) -> Mapping[str, Strategy]:
         """Return the strategies among which it chooses, the first choice first, by their names."""
@@ -62,7 +64,15 @@ def candidates(devices: int) -> dict[str, Strategy]:
     return {"ddp": DDP(), "zero1": FSDP(stage=1), "fsdp": FSDP()} | last
 
 
-def memory_limit() -> int | None:
-    """Return the bytes that a device of this process may use, the least of all; None if one does not report them."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
-    return min(limits) or None
+def memory_limit(own: int = 0) -> int | None:
+    """Return the bytes that a training step may take of any device of this process; None if one does not report them.
+
+    XLA plans with 95 % of the memory, as allocations leave gaps. What other arrays take now is not free.
+
+    Args:
+        own: Bytes of the arrays on a device that the step takes over.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    if not all(x.get("bytes_limit") for x in stats):
+        return None
+    return min(int(0.95 * x["bytes_limit"]) - max(x.get("bytes_in_use", 0) - own, 0) for x in stats)

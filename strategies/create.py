@@ -1,6 +1,7 @@
 """Creates arrays in their shardings."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -76,10 +77,27 @@ def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, 
     given = [None if is_key(x) else x for x in leaves]
     build = named("create_state", build)
     program = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())
-    same_program("create_state", lambda: program.trace(given, kept))
-    made = program(given, kept)
+    with _kernel_of_random_bits(shardings[0].mesh):
+        same_program("create_state", lambda: program.trace(given, kept))
+        made = program(given, kept)
     # Without jit nothing follows out_shardings.
     return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
+    """Draw random bits on a single GPU by jax's own kernel, which gives the same ones.
+
+    XLA unrolls them otherwise, and takes minutes to compile the weights of a few dozen layers. On several devices it
+    could not split the kernel.
+    """
+    name, config = "jax_threefry_gpu_kernel_lowering", jax.config
+    before = getattr(config, name)
+    try:
+        config.update(name, before or (mesh.size == 1 and mesh.devices.flat[0].platform == "gpu"))
+        yield
+    finally:
+        config.update(name, before)
 
 
 def _untyped(x: jax.Array) -> jax.Array:

@@ -1,13 +1,18 @@
 """Which strategy "auto" is, by what a training step takes of a device."""
 
 import copy
+import math
 from typing import Any
+
+import jax
+from flax import nnx
 
 from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach, trainer_of
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, OutOfMemoryError
 from jaxlit.loop.run import Setup
+from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.table import size
@@ -25,8 +30,9 @@ def choose(auto: Auto, run: Setup) -> Strategy:
         auto: The strategy, set up.
         run: The fit, whose loaders are open.
     """
+    own = bytes_per_device(x for x in jax.tree.leaves(nnx.state(run.module)) if isinstance(x, jax.Array))
     # Devices of one kind may report other limits.
-    limit = min(team().agree("the memory of a device", auto.limit))
+    limit = min(team().agree("the memory of a device", auto.limit(own) or 0))
     module, example = shapes_of(run.module), _example(run)
     attach(module, trainer_of(run.module))
     options = step_options(run, example)
@@ -39,12 +45,15 @@ def choose(auto: Auto, run: Setup) -> Strategy:
             step = AbstractStep(module, strategy, options, Precision(run.settings.precision))
         except ArgumentError:  # `remat` of a step without a scan
             continue
-        needs, how = _least(step, None if name == last else like), "at least "
+        needs: float = _least(step, None if name == last else like)
+        text = f"needs at least {size(needs)} of {size(limit)} per device"
         if needs <= limit and example is not None and name != last:
-            like = step.compiled(example)
-            needs, how = like.total, ""
+            try:
+                like = step.compiled(example)
+                needs, text = like.total, f"needs {size(like.total)} of {size(limit)} per device"
+            except OutOfMemoryError:
+                needs, text = math.inf, f"needs more than {size(limit)} per device to be compiled"
         chosen, names = strategy, name
-        text = f"needs {how}{size(needs)} of {size(limit)} per device"
         if needs <= limit:
             reason = reason or text
             break

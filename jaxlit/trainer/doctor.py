@@ -29,7 +29,7 @@ _WRITTEN_BYTES = 8 * 2**20
 _SHORTEST_SECRET = 6  # characters; a shorter one would be found in other words
 # What changes numbers, speed, or where things are written; a name is enough to find its meaning.
 _VARIABLES = re.compile(
-    r"(JAX|XLA|LIBTPU|TPU|NVIDIA|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_|LD_PRELOAD$|XDG_CACHE_HOME$"
+    r"(JAX|XLA|LIBTPU|TPU|NVIDIA(?!_REQUIRE)|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_|LD_PRELOAD$|XDG_CACHE_HOME$"
 )
 _NAME = re.compile(r"(--[\w-]+(?=\s)|[\w-]+(?=[=:]))[=:]?\s*")  # of a flag, a query of an address or a header
 _VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s&]+""")

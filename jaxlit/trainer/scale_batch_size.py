@@ -1,5 +1,6 @@
 """The largest batch that fits into the memory of the devices, by compiling and not by running out of it."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from jaxlit import checks as check
 from jaxlit.core.module import TrainModule
 from jaxlit.core.replica import abstract_batch, num_rows, with_rows
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, OutOfMemoryError
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.strategies.auto import memory_limit
 from jaxlit.table import size
@@ -19,7 +20,8 @@ from jaxlit.trainer.planning import first_batch, named_strategies, plan_trial
 from jaxlit.trainer.step_cost import cost_of_step, shapes_of
 from jaxlit.trainer.trial import copied, trial_of
 
-_MOST_DOUBLINGS = 25  # as in Lightning
+_MOST = 2**25  # batches of a row on each device, as in Lightning
+_MOST_TIMES = 16  # as large as the largest that fits may the next one be
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,14 @@ class BatchSize:
         accumulate_grad_batches: How many such batches make the batch that was asked for.
         strategy: The strategy's name.
         memory: Bytes that a step with this batch takes of a device, as compiled.
-        tried: The same for each number of rows that was compiled.
+        tried: The same for each number of rows that was compiled, infinite where that ran out of memory.
     """
 
     batch_size: int
     accumulate_grad_batches: int
     strategy: str
-    memory: int
-    tried: dict[int, int]
+    memory: float
+    tried: dict[int, float]
 
 
 @out_of_meshes
@@ -52,15 +54,15 @@ def scale_batch_size(
 ) -> BatchSize:
     """Find the largest batch whose training step fits into the devices' memory.
 
-    Steps are compiled from shapes alone, for twice as many rows each time and then by bisection; one step is taken at
-    the end, on a copy of the module and the rows of the loader's first batch, repeated. `trainer` and the module do not
+    Steps are compiled from shapes alone; what two of them take gives the next number of rows. One step is taken at the
+    end, on a copy of the module and the rows of the loader's first batch, repeated. `trainer` and the module do not
     change. Use the result as `jl.ArrayLoader(..., batch_size=found.batch_size)`.
 
     Args:
         trainer: The Trainer that will train the module.
         model: The module.
         train_dataloaders: A loader, or a `jl.DataModule`, of batches of any size.
-        memory_bytes: What a device may use; None for what it reports, which CPUs do not.
+        memory_bytes: What a step may take of a device; None for 95 % of what jax reports, less all arrays.
         effective_batch_size: Rows of an optimizer step. The batch is then the largest part of it that fits, and
             `accumulate_grad_batches` the number of parts. None for one batch a step.
 
@@ -129,12 +131,15 @@ class _Tries:
 
     def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
         self.cost, self.unit, self.limit = cost, unit, limit
-        self.tried: dict[int, int] = {}
+        self.tried: dict[int, float] = {}
 
-    def needs(self, rows: int) -> int:
-        """Return the bytes of a step."""
+    def needs(self, rows: int) -> float:
+        """Return the bytes of a step; infinite if there is too little memory to compile it."""
         if rows not in self.tried:
-            self.tried[rows] = self.cost(rows)
+            try:
+                self.tried[rows] = self.cost(rows)
+            except OutOfMemoryError:
+                self.tried[rows] = math.inf
         return self.tried[rows]
 
     def fits(self, rows: int) -> bool:
@@ -153,24 +158,29 @@ class _Tries:
                 f"jl.scale_batch_size: {unit} rows, the fewest, need {size(self.needs(unit))} of {size(self.limit)}. "
                 "Use more devices or 'fsdp'."
             )
-        fits, fails = 1, None
-        for _ in range(_MOST_DOUBLINGS):
-            if not self.fits(2 * fits * unit):
-                fails = 2 * fits
+        fits, fails, moves = 1, None, 0  # in a row of one end
+        while fails is None or fails - fits > 1:
+            if fails is None and fits >= _MOST:
                 break
-            fits *= 2
-        while fails is not None and fails - fits > 1:
-            # Memory grows with the rows along pieces of straight lines: the line through both ends is a good guess.
-            low, high = self.needs(fits * unit), self.needs(fails * unit)
-            guess = fits + int((fails - fits) * (self.limit - low) / max(high - low, 1))
-            middle = min(max(guess, fits + 1), fails - 1)
-            if not self.fits(middle * unit):
-                fails = middle
-            elif not self.fits((middle + 1) * unit):
-                return middle * unit
+            top = _MOST_TIMES * fits if fails is None else fails - 1
+            middle = (fits + fails) // 2 if fails is not None and abs(moves) > 1 else self._guess(fits, fails)
+            middle = min(max(middle, fits + 1), top)
+            if self.fits(middle * unit):
+                fits, moves = middle, max(moves, 0) + 1
             else:
-                fits = middle + 1
+                fails, moves = middle, min(moves, 0) - 1
         return fits * unit
+
+    def _guess(self, fits: int, fails: int | None) -> int:
+        """Return the most units that fit, by the line through two sizes: memory grows along pieces of such lines."""
+        known = {rows // self.unit: needs for rows, needs in self.tried.items() if needs < math.inf}
+        other = fails if fails in known else max((x for x in known if x < fits), default=None)
+        if other is None:
+            return 2 * fits
+        rate = (known[fits] - known[other]) / (fits - other)
+        if rate <= 0:
+            return _MOST if fails is None else (fits + fails) // 2
+        return fits + int((self.limit - known[fits]) / rate)
 
 
 def _part_of(rows: int, most: int, unit: int) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from jaxlit.core.state import TrainState
 from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.lazy import lazy, shape_lazy
+from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.engine.training import training_of
 from jaxlit.errors import JaxlitError, ModuleError
 from jaxlit.loop.run import Setup
@@ -170,10 +171,18 @@ class AbstractStep:
 
         Args:
             batch: The shapes and dtypes of a batch, global rows.
+
+        Raises:
+            OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
         """
         training, placed = self._training.trace(batch), self.strategy.shard_batch(batch)
         program = CompiledProgram("train_step", self.strategy.compile(training.train))
-        cost = program.given(training.spec.arrays, placed).cost
+        try:
+            cost = program.given(training.spec.arrays, placed).cost
+        except Exception as error:
+            if is_exhausted(error):
+                raise out_of_memory(error, "while the step was compiled", state=training.spec.tree) from error
+            raise
         self._training = training  # with the metrics that the step logs
         made = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
         return replace(self.state, batch=_bytes(placed), **made)

@@ -1,7 +1,8 @@
 """strategy="auto" takes the first strategy that a plan says fits, with at most one compile more."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax._src import compilation_cache
 from kit.trainers import BARE
 
 import jaxlit as jl
+from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies import Auto
 
@@ -145,3 +147,35 @@ def test_a_limit_is_needed() -> None:
     with pytest.raises(ArgumentError, match=r"Auto\(memory_bytes=\.\.\.\) has to be given"):
         planner(Auto()).fit(jl.lazy(Tower), DATA)
     assert repr(planner().strategy) == SAME["ddp"]  # by name, where devices report no memory
+
+
+def reporting(monkeypatch: pytest.MonkeyPatch, limit: int, in_use: Callable[[], int]) -> None:
+    """Let devices report their memory, as GPUs do."""
+    stats = lambda: {"bytes_limit": limit, "bytes_in_use": in_use()}  # noqa: E731
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=stats)])
+
+
+def test_what_other_arrays_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    totals = {row.strategy: row.total for row in planner().plan(jl.lazy(Tower), DATA).plans}
+    parameters = planner().plan(jl.lazy(Tower), DATA, strategies=["fsdp"]).plans[0].cost.parameters
+    for others, wanted in ((0, "DDP()"), (1000, "FSDP(stage=1)")):
+        limit = int(np.ceil((totals["ddp"] + 10) / 0.95))
+        reporting(monkeypatch, limit, lambda others=others: parameters + others)
+        trainer = planner(Auto())
+        trainer.fit(jl.lazy(Tower), DATA)
+        assert repr(trainer.strategy) == wanted
+
+
+def test_a_candidate_that_cannot_be_compiled_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, failed = CompiledProgram.given, list[bool]()
+
+    def fails_once(self: CompiledProgram, *args: Any) -> CompiledProgram:
+        if not failed:
+            failed.append(True)
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13.43GiB.")
+        return given(self, *args)
+
+    monkeypatch.setattr(CompiledProgram, "given", fails_once)
+    trainer = fitted(10**9)
+    assert repr(trainer.strategy) == "FSDP(stage=1)"
+    assert trainer.strategy.reason == "auto: zero1, ddp needs more than 954 MiB per device to be compiled"

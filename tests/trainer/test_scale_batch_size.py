@@ -11,6 +11,7 @@ from flax import nnx
 from kit.trainers import BARE
 
 import jaxlit as jl
+from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import ArgumentError
 
 
@@ -53,7 +54,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(strategy: str) -> None:
     assert found.batch_size % unit == 0
     assert Counts.steps == [found.batch_size]  # one real step
     assert (found.strategy, found.accumulate_grad_batches) == (strategy, 1)
-    assert len(found.tried) < 24
+    assert len(found.tried) < 12
 
 
 def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
@@ -98,3 +99,30 @@ def test_what_cannot_fit_is_refused() -> None:
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, memory_bytes=1000)
     with pytest.raises(ArgumentError, match="has to be given where devices report none"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
+
+
+def compiles_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the compiler run out of memory for larger batches, as that of GPUs does, which tries kernels there."""
+    given = CompiledProgram.given
+
+    def fails(self: CompiledProgram, *args: Any) -> CompiledProgram:
+        if args[1]["x"].shape[0] > rows:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13.43GiB.")
+        return given(self, *args)
+
+    monkeypatch.setattr(CompiledProgram, "given", fails)
+
+
+@pytest.mark.parametrize("most", [1, 2, 77, 300])
+def test_a_batch_that_cannot_be_compiled_does_not_fit(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles_up_to(most, monkeypatch)
+    found = jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)
+    assert found.batch_size == most
+    assert found.tried[most] == found.memory < found.tried[most + 1] == float("inf")
+
+
+def test_a_plan_says_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles_up_to(8, monkeypatch)
+    assert planner("single").plan(jl.lazy(Counts), DATA, batch_size=8).plans[0].cost is not None
+    with pytest.raises(jl.errors.OutOfMemoryError, match=r"while the step was compiled: RESOURCE_EXHAUSTED"):
+        planner("single").plan(jl.lazy(Counts), DATA, batch_size=16)
