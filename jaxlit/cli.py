@@ -21,6 +21,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did
 from jaxlit.porting import advice
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
+from jaxlit.trainer.plan import text_of
 from jaxlit.trainer.trainer import Trainer
 
 __all__ = ["main"]
@@ -63,13 +64,17 @@ def main(
         The Trainer, after the run.
 
     Raises:
-        ArgumentError: jsonargparse is not installed, or an argument is no such class.
-        SystemExit: With code 2 for a command line that is wrong.
+        ArgumentError: `model` or `data` is not such a class.
+        SystemExit: With code 2 if the command line is wrong or jsonargparse is not installed.
     """
     for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
         fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
         check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
-    parser, parsers = _parsers(model, data, trainer_defaults or {})
+    try:
+        parser, parsers = _parsers(model, data, trainer_defaults or {})
+    except ArgumentError as error:  # jsonargparse is not installed
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     given = parser.parse_args(args)
     verb, given = given.verb, given[given.verb]
     try:
@@ -96,17 +101,18 @@ def main(
 def _parsers(model: type, data: type | None, trainer_defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the parser of a command line, and those of its verbs."""
     new_parser, parsers = _parser_class(), dict[str, Any]()
-    parser = new_parser(description=sys.modules[model.__module__].__doc__)
+    parser = new_parser(description=sys.modules[model.__module__].__doc__, allow_abbrev=False)
     commands = parser.add_subcommands(dest="verb")
     for verb, text in _VERBS.items():
-        parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.")
+        parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         each.add_argument("--config", action="config", help="A YAML file of these arguments.")
         for name, cls in zip(_CLASSES, (model, data, Trainer), strict=True):
             if cls is not None:
                 each.add_class_arguments(cls, name, skip={"rngs"}, instantiate=False)
         each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
         each.set_defaults({f"trainer.{name}": value for name, value in trainer_defaults.items()})
-        new_parser.known |= set(each.get_defaults().keys())
+        for option, _ in each.get_defaults().items():
+            new_parser.known.setdefault(option, []).append(verb)
         commands.add_subcommand(verb, each, help=text)
     return parser, parsers
 
@@ -115,7 +121,7 @@ def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None
     if verb == "plan":
         plan = trainer.plan(model, datamodule, **asked)
         if trainer.is_global_zero:
-            say(str(plan))
+            say(text_of(plan, in_shell=True))
     elif verb == "predict":
         trainer.predict(model, datamodule=datamodule, return_predictions=False, **asked)
     else:
@@ -161,15 +167,18 @@ def _parser_class() -> Any:
     names = {name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)}  # all imported
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
-        known: ClassVar[set[str]] = set()  # options
+        known: ClassVar[dict[str, list[str]]] = {}  # the verbs that have each option
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
             if not self.exit_on_error:  # one of a class, whose error becomes a part of another message
                 return super().error(message, ex)
             hint = ""
             if option := re.match(r"unrecognized arguments: --([\w.]+)|.* does not accept option '([\w.]+)'", message):
-                name = option[1] or option[2]
-                hint = advice("Trainer()").get(name.removeprefix("trainer.")) or did_you_mean(name, self.known)
+                name, dashes = option[1] or option[2], "--" if option[1] else ""
+                hint = advice("Trainer()").get(name.removeprefix("trainer."), "")
+                if not hint and name in self.known and f"trainer.{name}" not in self.known:
+                    hint = f"{dashes}{name} is an argument of {' and '.join(self.known[name])} alone: leave it out."
+                hint = hint or did_you_mean(f"{dashes}{name}", [f"{dashes}{x}" for x in self.known if x != name])
             elif short := re.search(r"Expected a dot import path string: (\w+)", message):
                 hint = did_you_mean(short[1], names)
             elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):
