@@ -413,6 +413,17 @@ def test_rows_that_do_not_divide_are_noted(name: str, work: str) -> None:
     assert [row["note"] for row in plan.rows()] == [None, odd.note]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [("simulate:8", Two), pytest.param(Pipeline(stages=2, microbatches=4), Marked, marks=pytest.mark.full)],
+    ids=["simulate", "pipeline"],
+)
+def test_nothing_is_noted_where_devices_share_no_batch(strategy: Any, module: Any) -> None:
+    row = planned(planner(), strategy, jl.lazy(module), devices=8, batch_size=13)
+    assert row.note == ""
+    assert row.batch_size == 13
+
+
 def test_plans_read_one_batch_and_make_no_array() -> None:
     class Once:
         drawn = 0
