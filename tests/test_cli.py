@@ -276,14 +276,14 @@ def test_a_plan_names_options_of_the_command_line(capsys: pytest.CaptureFixture[
 
 
 def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path) -> None:
-    code = block_with(PAGE, "class Line") + block_with(PAGE, "class Numbers")
+    code = block_with(PAGE, "import Line, line_data") + block_with(PAGE, "class Numbers")
     (block,) = re.findall(r"```text\n(python train\.py fit .*?)```", (DOCS / PAGE).read_text(), re.S)
     fit, validate, _ = (line.split()[2:] for line in block.replace("\\\n", " ").splitlines())
     assert "done 3 epochs" in run_script(tmp_path / "train.py", code, *fit)
-    assert yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())["data"] == {"batch_size": 60}
-    slope, x = 0.0, np.linspace(-1, 1, 60)
+    assert yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())["data"] == {"batch_size": 64}
+    slope, x = 0.0, np.linspace(-1, 1, 64)
     for _ in range(3):
         slope -= 0.05 * np.mean(2 * (slope - 3) * x * x)
-    logged = re.search(r"val/error (\S+)", run_script(tmp_path / "train.py", code, *validate))
+    logged = re.search(r"val/loss (\S+)", run_script(tmp_path / "train.py", code, *validate))
     assert logged is not None
-    assert float(logged[1]) == pytest.approx(np.abs((slope - 3) * x).mean(), rel=1e-3)
+    assert float(logged[1]) == pytest.approx(np.mean(((slope - 3) * x) ** 2), rel=1e-3)

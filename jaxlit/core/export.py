@@ -47,8 +47,7 @@ def export(
     Raises:
         ArgumentError: A platform is unknown, or flatbuffers is not installed.
         ArgumentTypeError: The example contains something other than numeric arrays in plain containers.
-        ModuleError: The module has no `predict_step`, the step returns something other than numeric arrays in plain
-            containers, or the weights exceed 2 GiB.
+        ModuleError: The module has no `predict_step`, it returns anything else, or the weights exceed 2 GiB.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxlit as jl

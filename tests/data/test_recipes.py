@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit.pages import block_with, needing, recipe, recipes, run_script
+from kit.pages import block_with, blocks, needing, recipe, recipes, run_script
 
 PAGE = "data.md"
 PACKAGES = ("torch", "datasets", "tensorflow", "webdataset")
@@ -82,7 +82,7 @@ def write_shards(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("package", needing(*PACKAGES))
 def test_a_recipe_gives_each_row_once_an_epoch(package: str, tmp_path: Path) -> None:
-    parts = [block_with(PAGE, "class Line"), block_with(PAGE, "class Epochs"), f"shards = {write_shards(tmp_path)}"]
+    parts = [blocks(PAGE)[0], block_with(PAGE, "class Epochs"), f"shards = {write_shards(tmp_path)}"]
     given = [f"TAKEN = {TAKEN.get(package, [])}", f"REFUSED = {REFUSED.get(package, [])}"]
     run_script(tmp_path / "train.py", "\n".join([*parts, recipe(PAGE, package), *given, CHECK]))
 
