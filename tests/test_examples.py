@@ -355,12 +355,15 @@ def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
     assert copies.bytes["parameters"] == parameters
 
 
-@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+LOADERS = ["numpy", "datasets", *needing("torch")]  # torch, of 2 GB, is in no extra
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_feed_a_fit(loader: str, run: Any) -> None:
     assert accuracy(run("other_loaders.py", "--loader", loader)) >= 0.95
 
 
-@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_draw_each_row_once_in_an_order_of_the_epoch(loader: str) -> None:
     rows = {"x": np.arange(100, dtype=np.float32), "y": np.arange(100, dtype=np.int32)}
     batches = runpy.run_path(str(EXAMPLES / "other_loaders.py"))["Batches"](rows, loader)
