@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(given.pop("target"), as_json=given.pop("json"), plot=given.pop("plot"), **given)
     except JaxlitError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        option = lambda match: f"--{match[1].replace('_', '-')}"  # noqa: E731
+        text = re.sub(r"Trainer\.plan\((\w+)=\.\.\.\)", option, str(error))
+        print(f"{type(error).__name__}: {text}", file=sys.stderr)
         return 1
     return 0
 
