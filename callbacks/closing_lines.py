@@ -74,7 +74,8 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
     place = trainer.run_dir if in_run else paths[0]
-    return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
+    # Not as a call: the Trainer takes its limit again, and what else it was given.
+    return f"pass resume={str(short_path(place))!r}{f' and a larger {limit}' if limit else ''} to the Trainer"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,6 +1,6 @@
 """Plan the training of a decoder of 70 billion parameters: what each of 64 or 512 devices would hold.
 
-    python examples/plan_70b.py --layers 2 --devices 8    # without arguments: the table of docs/plan.md, three minutes
+    python examples/plan_70b.py --layers 2 --devices 8    # without arguments: the table of docs/plan.md, some minutes
 
 No weights are made: 3 GB of memory are enough. The shape is that of Llama 3 70B, on texts of 8192 tokens, one a device.
 """

@@ -47,7 +47,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--max-restarts", type=int, default=3)
     parser.add_argument("--fewer", action="store_true", help="start again with one process fewer")
-    parser.add_argument("script", nargs=argparse.REMAINDER)
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     count, restarts, processes = args.processes, args.max_restarts, []
 
@@ -60,7 +61,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, pass_on)
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal sends Ctrl-C to the processes as well
     while True:
-        began, processes = time.monotonic(), start(args.script, count)
+        began, processes = time.monotonic(), start([args.script, *args.arguments], count)
         codes = wait(processes)
         print(f"supervise: {count} processes ended with {codes} after {time.monotonic() - began:.1f} s", flush=True)
         failed = [code for code in codes if code]

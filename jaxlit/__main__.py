@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.trainer.doctor import diagnosis
+from jaxlit.trainer.plan import text_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,8 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--devices", type=_counts, help="how many, for example 8,64,512 (default: those that are here)")
     plan.add_argument("--strategies", type=lambda text: text.split(","), help="names, for example ddp,fsdp")
     plan.add_argument("--hardware", help='what is to train it, for example "NVIDIA H100"')
-    plan.add_argument("--batch-size", type=int, help="rows of a batch, of all devices together")
-    plan.add_argument("--rows-per-device", type=int, help="the same for each device")
+    rows = plan.add_mutually_exclusive_group()
+    rows.add_argument("--batch-size", type=int, help="rows of a batch, of all devices together")
+    rows.add_argument("--rows-per-device", type=int, help="the same for each device")
     plan.add_argument("--timeout", type=float, default=600.0, help="seconds for one compile (default: 600)")
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.add_argument("--plot", type=Path, help="draw the bytes of a device into this file")
@@ -35,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _plan(given.pop("target"), as_json=given.pop("json"), plot=given.pop("plot"), **given)
     except JaxlitError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        option = lambda match: f"--{match[1].replace('_', '-')}"  # noqa: E731
+        text = re.sub(r"Trainer\.plan\((\w+)=\.\.\.\)", option, str(error))
+        print(f"{type(error).__name__}: {text}", file=sys.stderr)
         return 1
     return 0
 
@@ -43,16 +48,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(target: str, *, as_json: bool, plot: Path | None, **asked: Any) -> None:
     trainer, model, data = _called(target)
     plan = trainer.plan(model, data, **asked)
-    print(json.dumps(plan.rows(), indent=2) if as_json else plan)
+    print(json.dumps(plan.rows(), indent=2) if as_json else text_of(plan, in_shell=True))
     if plot is not None:
         plan.plot().savefig(plot)
 
 
 def _called(target: str) -> Any:
     """Return what a function of a file returns, given as "train.py:function"."""
-    path, _, name = target.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ArgumentError(f"python -m jaxlit plan takes train.py:function, and there is no file {path!r}.")
+    path, _, name = target.rpartition(":") if ":" in target else (target, "", "")
+    if not path or not name:
+        raise ArgumentError(
+            f"python -m jaxlit plan takes a file and a function in it, such as {path or 'train.py'}:{name or 'make'}, "
+            f"got {target!r}."
+        )
+    if not Path(path).is_file():
+        raise ArgumentError(f"python -m jaxlit plan: there is no file {path!r} in {Path.cwd()}.")
     # As when the file is run: what is next to it can be imported, also by the process that simulates devices.
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)

@@ -1,4 +1,4 @@
-"""A training script's command line, made from the signatures of its classes: `jl.cli.main(Model, Data)`."""
+"""The command line of a training script, built from the signatures of its classes: `jl.cli.main(Model, Data)`."""
 
 import importlib
 import inspect
@@ -21,6 +21,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did
 from jaxlit.porting import advice
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
+from jaxlit.trainer.plan import text_of
 from jaxlit.trainer.trainer import Trainer
 
 __all__ = ["main"]
@@ -33,7 +34,7 @@ _VERBS = {
     "plan": "show the memory and the time of a training step",
 }
 _CLASSES = ("model", "data", "trainer")
-# Of the Trainer's methods: what the classes give, and what only a program could use.
+# Arguments of the Trainer's methods that the classes provide, or that only a program can use.
 _NOT_ASKED = {"train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "return_predictions"}
 
 
@@ -50,31 +51,36 @@ def main(
 ) -> Trainer:
     """Run a command line such as `python train.py fit --config run.yaml --trainer.strategy fsdp --model.width 512`.
 
-    The arguments of the constructors are options, with their types, defaults and documentation. The model is built by
-    `jl.lazy`, straight into its shards. A fit writes `config.yaml` to the run's folder.
+    The arguments of the constructors become options, with their types, defaults and documentation. The model is built
+    by `jl.lazy`, directly into its shards. `fit` writes `config.yaml` to the folder of the run.
 
     Args:
-        model: The module's class; its `rngs` come from `--trainer.seed`.
-        data: The DataModule's class; None if the module has loader hooks.
-        trainer_defaults: Other defaults of the Trainer's arguments, with objects as in a file: by their class_path.
-        args: The command line; None for that of the process.
+        model: The class of the module; its `rngs` are seeded by `--trainer.seed`.
+        data: The class of the DataModule; None if the module has loader hooks.
+        trainer_defaults: Defaults of Trainer arguments that replace those of the Trainer. Objects are given as in a
+            file, by `class_path` and `init_args`.
+        args: The arguments of the command line; None for those of this process.
 
     Returns:
         The Trainer, after the run.
 
     Raises:
-        ArgumentError: jsonargparse is not installed, or an argument is no such class.
-        SystemExit: With code 2 for a command line that is wrong.
+        ArgumentError: `model` or `data` is not such a class.
+        SystemExit: With code 2 if the command line is wrong or jsonargparse is not installed.
     """
     for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
         fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
         check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
-    parser, parsers = _parsers(model, data, trainer_defaults or {})
+    try:
+        parser, parsers = _parsers(model, data, trainer_defaults or {})
+    except ArgumentError as error:  # jsonargparse is not installed
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     given = parser.parse_args(args)
     verb, given = given.verb, given[given.verb]
     try:
         made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
-    except ValueError as error:  # of a callback's constructor, for example
+    except ValueError as error:  # raised by the constructor of a callback, for example
         return parsers[verb].error(str(error))
     of = {x: dict(made.pop(x).items(branches=True, nested=False)) if x in made else {} for x in _CLASSES}
     added = of["trainer"].pop("callbacks") or []
@@ -86,7 +92,7 @@ def main(
         trainer = Trainer(**of["trainer"], callbacks=[*added, saver])
         _run(trainer, verb, lazy(model, **of["model"]), None if data is None else data(**of["data"]), made)
     except (ArgumentError, ArgumentTypeError, CheckpointError) as error:
-        # Once a module exists, or the processes of a job must hear of it, an error is one of the run.
+        # An error after the module exists is an error of the run; other processes of a job must also receive it.
         if trainer is not None and (trainer.module is not None or jax.process_count() > 1):
             raise
         return parsers[verb].error("\n".join([str(error), *getattr(error, "__notes__", [])]))
@@ -94,19 +100,20 @@ def main(
 
 
 def _parsers(model: type, data: type | None, trainer_defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the parser of a command line, and those of its verbs."""
+    """Return the parser of the command line, and the parser of each command."""
     new_parser, parsers = _parser_class(), dict[str, Any]()
-    parser = new_parser(description=sys.modules[model.__module__].__doc__)
+    parser = new_parser(description=sys.modules[model.__module__].__doc__, allow_abbrev=False)
     commands = parser.add_subcommands(dest="verb")
     for verb, text in _VERBS.items():
-        parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.")
+        parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         each.add_argument("--config", action="config", help="A YAML file of these arguments.")
         for name, cls in zip(_CLASSES, (model, data, Trainer), strict=True):
             if cls is not None:
                 each.add_class_arguments(cls, name, skip={"rngs"}, instantiate=False)
         each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
         each.set_defaults({f"trainer.{name}": value for name, value in trainer_defaults.items()})
-        new_parser.known |= set(each.get_defaults().keys())
+        for option, _ in each.get_defaults().items():
+            new_parser.known.setdefault(option, []).append(verb)
         commands.add_subcommand(verb, each, help=text)
     return parser, parsers
 
@@ -115,7 +122,7 @@ def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None
     if verb == "plan":
         plan = trainer.plan(model, datamodule, **asked)
         if trainer.is_global_zero:
-            say(str(plan))
+            say(text_of(plan, in_shell=True))
     elif verb == "predict":
         trainer.predict(model, datamodule=datamodule, return_predictions=False, **asked)
     else:
@@ -123,7 +130,7 @@ def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None
 
 
 class _SaveConfig(Callback):
-    """Writes the classes' arguments of a fit to its folder; what an earlier start has written gets a number."""
+    """Writes the arguments of the classes to the folder of a fit; a file of an earlier start is renamed."""
 
     in_fast_dev_run = False
 
@@ -134,7 +141,7 @@ class _SaveConfig(Callback):
         if not trainer.is_global_zero:
             return
         yaml = importlib.import_module("yaml")  # comes with jsonargparse
-        # The verb's own arguments are left out: the others take the file as well.
+        # Without the arguments of `fit` itself, so that the other commands accept the file.
         sections = {name: x for name, x in yaml.safe_load(self._config).items() if name in _CLASSES}
         text, path = yaml.safe_dump(_shown(redacted(sections)), sort_keys=False), trainer.run_dir / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +152,7 @@ class _SaveConfig(Callback):
 
 
 def _shown(x: Any) -> Any:
-    """Return values without what is redacted in them: a command that reads the file must not take it for the value."""
+    """Return values without redacted entries: a command that reads the file would take the placeholder as a value."""
     return {name: _shown(y) for name, y in x.items() if y != PLACEHOLDER} if isinstance(x, dict) else x
 
 
@@ -155,21 +162,26 @@ def _free(path: Path) -> Path:
 
 
 def _parser_class() -> Any:
-    """Return a class of parsers, which know the names of callbacks and strategies, and propose a similar name."""
+    """Return a parser class whose errors suggest similar names of options, callbacks and strategies."""
     install = '"jsonargparse[signatures]"'
     package = check.import_package("jsonargparse", owner="jl.cli.main", install=install, kind=ArgumentError)
-    names = {name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)}  # all imported
+    names = {
+        name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)
+    }  # imports all of them
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
-        known: ClassVar[set[str]] = set()  # options
+        known: ClassVar[dict[str, list[str]]] = {}  # the commands that have each option
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
-            if not self.exit_on_error:  # one of a class, whose error becomes a part of another message
+            if not self.exit_on_error:  # the parser of a class, whose error becomes part of another message
                 return super().error(message, ex)
             hint = ""
             if option := re.match(r"unrecognized arguments: --([\w.]+)|.* does not accept option '([\w.]+)'", message):
-                name = option[1] or option[2]
-                hint = advice("Trainer()").get(name.removeprefix("trainer.")) or did_you_mean(name, self.known)
+                name, dashes = option[1] or option[2], "--" if option[1] else ""
+                hint = advice("Trainer()").get(name.removeprefix("trainer."), "")
+                if not hint and name in self.known and f"trainer.{name}" not in self.known:
+                    hint = f"{dashes}{name} is an argument of {' and '.join(self.known[name])} alone: leave it out."
+                hint = hint or did_you_mean(f"{dashes}{name}", [f"{dashes}{x}" for x in self.known if x != name])
             elif short := re.search(r"Expected a dot import path string: (\w+)", message):
                 hint = did_you_mean(short[1], names)
             elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):

@@ -198,8 +198,10 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--trainer.stratgy=x"], ["--trainer.stratgy=x", "Did you mean 'trainer.strategy'?"]),
-        (["--model.widht=4"], ["--model.widht=4", "Did you mean 'model.width'?"]),
+        (["--trainer.stratgy=x"], ["--trainer.stratgy=x", "Did you mean '--trainer.strategy'?"]),
+        (["--model.widht=4"], ["--model.widht=4", "Did you mean '--model.width'?"]),
+        (["--trainer.max_epoch=1"], ["--trainer.max_epoch=1", "Did you mean '--trainer.max_epochs'?"]),
+        (["--conf=wrong.yaml"], ["Did you mean '--config'?"]),
         (["--trainer.accelerator=gpu"], ["--trainer.accelerator=gpu", "jax uses the devices that it detects"]),
         (["--trainer.callbacks+=EarlyStoping"], ["Did you mean 'EarlyStopping'?"]),
         (["--trainer.callbacks+=Timer", "--trainer.callbacks.duratoin=1"], ["'duratoin'", "Did you mean 'duration'?"]),
@@ -246,21 +248,42 @@ def test_what_is_no_class_of_the_kind_is_refused(model: Any, data: Any) -> None:
         jl.cli.main(model, data, args=["fit"])
 
 
-def test_without_jsonargparse_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_jsonargparse_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    with pytest.raises(jl.errors.ArgumentError, match=re.escape('Run `pip install "jsonargparse[signatures]"`.')):
-        run("fit")
+    (line,) = refused(capsys, "fit").splitlines()
+    assert line.startswith("error: jl.cli.main needs jsonargparse")
+    assert line.endswith('Run `pip install "jsonargparse[signatures]"`.')
+
+
+def test_an_argument_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("fit", "--print_config")
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    text = refused(capsys, "validate", "--config=printed.yaml")
+    assert "init_from is an argument of fit alone: leave it out." in text
+    assert "Did you mean" not in text
+    assert "--timeout is an argument of plan alone: leave it out." in refused(capsys, "fit", "--timeout=8")
+    assert "Did you mean '--trainer.devices'?" in refused(capsys, "fit", "--devices=8")
+
+
+def test_a_plan_names_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    run("plan", "--trainer.max_epochs=1", "--strategies=[single]", "--devices=1")
+    printed = capsys.readouterr().out
+    assert "Pass --hardware" in printed
+    assert "hardware=" not in printed
 
 
 def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path) -> None:
-    code = block_with(PAGE, "class Line") + block_with(PAGE, "class Numbers")
+    code = block_with(PAGE, "import Line, line_data") + block_with(PAGE, "class Numbers")
     (block,) = re.findall(r"```text\n(python train\.py fit .*?)```", (DOCS / PAGE).read_text(), re.S)
     fit, validate, _ = (line.split()[2:] for line in block.replace("\\\n", " ").splitlines())
     assert "done 3 epochs" in run_script(tmp_path / "train.py", code, *fit)
-    assert yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())["data"] == {"batch_size": 60}
-    slope, x = 0.0, np.linspace(-1, 1, 60)
+    assert yaml.safe_load((tmp_path / "runs/a/config.yaml").read_text())["data"] == {"batch_size": 64}
+    slope, x = 0.0, np.linspace(-1, 1, 64)
     for _ in range(3):
         slope -= 0.05 * np.mean(2 * (slope - 3) * x * x)
-    logged = re.search(r"val/error (\S+)", run_script(tmp_path / "train.py", code, *validate))
+    logged = re.search(r"val/loss (\S+)", run_script(tmp_path / "train.py", code, *validate))
     assert logged is not None
-    assert float(logged[1]) == pytest.approx(np.abs((slope - 3) * x).mean(), rel=1e-3)
+    assert float(logged[1]) == pytest.approx(np.mean(((slope - 3) * x) ** 2), rel=1e-3)

@@ -38,6 +38,19 @@ def test_the_index_has_one_line_for_each_example() -> None:
     assert all(name == link for name, link in rows) and sorted(name for name, _ in rows) == ALL
 
 
+def quoted(name: str) -> str:
+    """Return the pattern of the line that the index shows of an example: its words, with any numbers."""
+    (line,) = re.findall(rf"^\| \[{re.escape(name)}\].*`([^`]+)` \|$", (EXAMPLES / "README.md").read_text(), re.M)
+    parts = re.split(r"(\.\.\.|\d[\d.,e+-]*|\s+)", line)
+    kinds = {"...": ".*", " ": r"\s+"}
+    return "".join(kinds.get(part) or (r"\S+" if part[:1].isdigit() else re.escape(part)) for part in parts)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_index_shows_a_line_that_each_example_prints(name: str) -> None:
+    assert len(quoted(name)) > 15
+
+
 def test_an_example_is_read_on_one_screen() -> None:
     lines = {name: len((EXAMPLES / name).read_text().splitlines()) for name in ALL if name.endswith(".py")}
     assert {name: count for name, count in lines.items() if count > 80} == {}
@@ -62,8 +75,15 @@ def called(load: Callable[..., Any]) -> Callable[..., tuple[dict[str, Any], Any]
 
 @pytest.fixture
 def run(load: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs an example, and returns what it printed."""
-    return lambda *given: (load(*given), capfd.readouterr().out)[1]
+    """Return a function that runs an example, and returns what it printed: among it what the index shows."""
+
+    def run_it(*given: str) -> str:
+        load(*given)
+        out = capfd.readouterr().out
+        assert re.search(quoted(given[0]), out)
+        return out
+
+    return run_it
 
 
 def accuracy(out: str) -> float:
@@ -256,7 +276,9 @@ def test_gpt2_is_fine_tuned_in_shards(load: Any, capsys: pytest.CaptureFixture[s
     trainer = load("gpt2_weights.py")["trainer"]
     kernel = trainer.module.h[0].mlp.c_fc.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (64, 32)
-    losses = [float(x) for x in re.findall(r"loss (\S+)$", capsys.readouterr().out, re.M)]
+    out = capsys.readouterr().out
+    assert re.search(quoted("gpt2_weights.py"), out)
+    losses = [float(x) for x in re.findall(r"loss (\S+)$", out, re.M)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.2
 
 
@@ -314,6 +336,7 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     done = executed(notebook, tmp_path)
     *_, trained, curves, wrong = (cell.outputs for cell in done.cells if cell.cell_type == "code")
     screen, told = ("".join(x.get("text", "") for x in outputs) for outputs in (trained, wrong))
+    assert re.search(quoted("notebook.ipynb"), told)
     best = max(float(x) for x in re.findall(r"val/accuracy (\S+)", screen))
     count, rows, reached = re.findall(r"^(\d+) of (\d+) are read wrongly: accuracy (\S+)$", told, re.M)[0]
     assert rows == "397" and best >= 0.95 and float(reached) == pytest.approx(best, abs=1e-4)
@@ -332,6 +355,7 @@ def test_the_notebook_of_eight_devices_shows_shares_and_equal_losses(tmp_path: P
     text = ["".join(x.get("text", "") for x in outputs) for outputs in (planned, trained, placed, explained)]
     for strategy, parameters in (("ddp", "300 KiB"), ("zero1", "300 KiB"), ("fsdp", "41.0 KiB")):
         assert re.search(rf"^{strategy} +8 +128 +{parameters} ", text[0], re.M)
+    assert re.search(quoted("eight_devices.ipynb"), text[1])
     assert float(text[1].split(": ")[1]) < 1e-5
     assert "ddp: a device holds (64, 1024) of (64, 1024)\n" in text[2]
     assert "fsdp: a device holds (64, 128) of (64, 1024)\n" in text[2]
@@ -355,12 +379,15 @@ def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
     assert copies.bytes["parameters"] == parameters
 
 
-@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+LOADERS = ["numpy", "datasets", *needing("torch")]  # torch, of 2 GB, is in no extra
+
+
+@pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_feed_a_fit(loader: str, run: Any) -> None:
     assert accuracy(run("other_loaders.py", "--loader", loader)) >= 0.95
 
 
-@pytest.mark.parametrize("loader", ["numpy", *needing("torch", "datasets")])
+@pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_draw_each_row_once_in_an_order_of_the_epoch(loader: str) -> None:
     rows = {"x": np.arange(100, dtype=np.float32), "y": np.arange(100, dtype=np.int32)}
     batches = runpy.run_path(str(EXAMPLES / "other_loaders.py"))["Batches"](rows, loader)
@@ -412,7 +439,9 @@ def test_a_student_without_labels_comes_near_its_teacher(run: Any) -> None:
 @pytest.mark.full
 def test_strategies_have_equal_losses_and_hold_other_shares(called: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, plan = called("compare_strategies.py", "--steps", "5")
-    lines = re.findall(r"^(\w+) +loss (\S+) -> (\S+), at most (\S+) from single$", capsys.readouterr().out, re.M)
+    out = capsys.readouterr().out
+    assert re.search(quoted("compare_strategies.py"), out)
+    lines = re.findall(r"^(\w+) +loss (\S+) -> (\S+), at most (\S+) from single$", out, re.M)
     assert [name for name, *_ in lines] == ["single", "ddp", "zero1", "fsdp", "hsdp", "shard_map", "pmap"]
     assert float(lines[0][2]) < float(lines[0][1])
     np.testing.assert_allclose([float(last) for *_, last, _ in lines], float(lines[0][2]), rtol=1e-5)
@@ -436,7 +465,9 @@ def test_a_callback_shows_the_digits_that_are_misread(load: Any, capsys: pytest.
     example = load("custom_callback.py", "--epochs", "2")
     trainer, mistakes = example["trainer"], example["mistakes"]
     wrong = np.flatnonzero(np.asarray(trainer.module.net(mistakes.x)).argmax(-1) != mistakes.y)
-    counts = [int(x) for x in re.findall(r"^(\d+) of 384 misread", capsys.readouterr().out, re.M)]
+    out = capsys.readouterr().out
+    assert re.search(quoted("custom_callback.py"), out)
+    counts = [int(x) for x in re.findall(r"^(\d+) of 384 misread", out, re.M)]
     assert len(counts) == 2 and counts[1] == len(wrong) and mistakes.fewest == min(counts)
     pixels = np.asarray(Image.open(trainer.run_dir / "media" / "val" / "mistakes" / "43.png"), np.float64)
     assert pixels.shape == (64, 8 * 64)

@@ -62,9 +62,31 @@ def test_a_shell_plans_devices_that_are_not_there(script: Path) -> None:
     assert "scans over none" in done.stdout  # fsdp with remat
 
 
+@pytest.mark.parametrize("option", ["--devices", "--batch-size", "--rows-per-device", "--timeout"])
+def test_an_error_names_the_option(option: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{script}:make", option, "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"ArgumentError: {option} takes a")
+    assert "=" not in line
+
+
+def test_a_hint_names_the_option(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{script}:make", "--strategies", "single", "--devices", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "Pass --hardware" in printed
+    assert "hardware=" not in printed
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
-    [("absent.py:make", "no file"), ("{}:absent", "no function 'absent'"), ("{}:wrong", "(trainer, model, data)")],
+    [
+        ("absent.py:make", "there is no file 'absent.py' in"),
+        ("p.py", "a file and a function in it, such as p.py:make, got 'p.py'"),
+        ("p.py:", "such as p.py:make, got 'p.py:'"),
+        (":make", "such as train.py:make, got ':make'"),
+        ("{}:absent", "no function 'absent'"),
+        ("{}:wrong", "(trainer, model, data)"),
+    ],
 )
 def test_a_wrong_target_is_an_error_of_one_line(
     target: str, words: str, script: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Which arrays of a checkpoint fit a model, and those of a module."""
+"""Match the arrays of a checkpoint with those of a model, and load them into a module."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,21 +16,19 @@ from jaxlit.table import table
 _logger = logging.getLogger("jaxlit")
 
 Spec = tuple[str, tuple[int, ...], str]  # name, shape, dtype
-
-
-_MOST_ROWS = 12
+_MOST_ROWS = 20
 
 
 def match(
-    saved: list[Spec], wanted: list[Spec], *, skip: Callable[[str], bool], cast: bool
+    saved: list[Spec], wanted: list[Spec], *, skip: Callable[[str], bool] = lambda name: False, cast: bool
 ) -> tuple[dict[int, int], list[tuple[str, str, str]]]:
-    """Return which saved array is which wanted one, by index, and a table of (name, saved, wanted) of the others.
+    """Return the index of the wanted array for each saved array, and (name, saved, wanted) of those that differ.
 
     Args:
         saved: The arrays of a checkpoint.
-        wanted: Those of an engine or a module.
-        skip: Tells which names not to look at.
-        cast: Take floating numbers of another precision too, as precision="bf16-true" makes them.
+        wanted: The arrays of an engine or a module.
+        skip: Returns whether to ignore a name.
+        cast: Accept floating-point arrays of another precision, as precision="bf16-true" makes them.
     """
     at = {name: i for i, (name, _, _) in enumerate(saved)}
     pairs, rows = {}, []
@@ -54,9 +52,9 @@ def report(
     Args:
         checkpoint: The checkpoint.
         rows: The arrays that differ.
-        owner: The model's name.
-        strict: Whether to refuse it.
-        resumes: Whether a training continues from it.
+        owner: The name of the model.
+        strict: Whether to refuse the checkpoint.
+        resumes: Whether a training continues from the checkpoint.
 
     Raises:
         CheckpointError: Something differs, and `strict` is set.
@@ -64,34 +62,45 @@ def report(
     if not rows:
         return
     if not strict:
-        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, _lines(rows))
+        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, comparison(rows))
         return
     optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
     hint = "Build the model and the optimizer as they were. "
     hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
     hint += "Pass reset_optimizer=True to begin with a new optimizer. " * optimizer
     raise CheckpointError(
-        f"{checkpoint.path} does not fit {owner}:\n{_lines(rows)}\n{hint}Pass strict=False to take what fits."
+        f"{checkpoint.path} does not fit {owner}:\n{comparison(rows)}\n{hint}Pass strict=False to take what fits."
     )
 
 
-def _lines(rows: list[tuple[str, str, str]]) -> str:
-    lines = table([("", "in the checkpoint", "in the model"), *rows[:_MOST_ROWS]], texts=3)
-    lines += [f"and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else []
+def comparison(
+    rows: list[tuple[str, str, str]],
+    head: tuple[str, str] = ("in the checkpoint", "in the model"),
+    most: int = _MOST_ROWS,
+) -> str:
+    """Return a table of (name, saved, wanted).
+
+    Args:
+        rows: The rows.
+        head: What the columns after the name contain.
+        most: How many rows to show.
+    """
+    lines = table([("", *head), *rows[:most]], texts=3)
+    lines += [f"and {len(rows) - most} more"] if len(rows) > most else []
     return "\n".join(f"  {line}" for line in lines)
 
 
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
-    """Give a module's Variables the arrays of a checkpoint, each straight into its sharding.
+    """Load the arrays of a checkpoint into the Variables of a module, each directly into its sharding.
 
     Args:
         module: The module.
         checkpoint: The checkpoint.
-        strict: Refuse one that does not fit; otherwise what fits is taken, and the rest named.
-        draws: Take the states of random generators too.
+        strict: Refuse a checkpoint that does not fit. If False, load what fits, and warn about the rest.
+        draws: Load the states of random generators too.
 
     Raises:
-        CheckpointError: It does not fit, or nothing in it does.
+        CheckpointError: The checkpoint does not fit, or no array in it does.
     """
     variables, wanted, generators = [], [], set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -108,15 +117,15 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     name = type(module).__name__
     if rows and not pairs and not strict:
         raise CheckpointError(
-            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{_lines(rows)}\nFor a part of {name}, load "
-            "the module that was saved, and give its weights to the part: "
+            f"Nothing in {checkpoint.path} fits {name} by name and shape:\n{comparison(rows)}\nFor a part of {name}, "
+            "load the module that was saved, and give its weights to the part: "
             "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
         )
     report(checkpoint, rows, name, strict)
     target = {}
     for i, k in pairs.items():
         data = variables[k][1]
-        # An array that is committed to no device stays so: a mesh of several processes takes no other.
+        # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
         target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
     for i, array in checkpoint.arrays(target).items():
         variable, data, impl = variables[pairs[i]]

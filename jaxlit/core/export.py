@@ -1,4 +1,4 @@
-"""A module's predictions as a file that runs without jaxlit."""
+"""Export the predictions of a module as a program that runs without jaxlit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,11 +19,11 @@ from jaxlit.mesh_context import out_of_meshes
 from jaxlit.shown import shown
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-_MOST_BYTES = 2**31 - 2**24  # of the weights: flatbuffers writes 2 GiB at most
+_MOST_BYTES = 2**31 - 2**24  # of weights: flatbuffers is limited to 2 GiB
 
 _ANY_ROWS = (
-    "The export is for any number of rows, which every array of the example has in its first dim. If the step needs "
-    "the number, or an array has other rows, pass export(dynamic_batch=False)."
+    "The export is for any number of rows, the first dim of every array in the example. If the step needs the number "
+    "of rows, or the first dims differ, pass export(dynamic_batch=False)."
 )
 
 
@@ -31,23 +31,23 @@ _ANY_ROWS = (
 def export(
     module: TrainModule, example: Any, *, platforms: Sequence[str] | None = None, dynamic_batch: bool = True
 ) -> bytes:
-    """Return `predict_step` with its weights as bytes that run with jax alone.
+    """Return `predict_step` and its weights as serialized bytes that need only jax to run.
 
-    It is compiled in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has neither
-    jaxlit nor flax. Sharded weights are gathered; in several processes all must call this. Writing and reading it needs
+    The step is exported in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has
+    neither jaxlit nor flax. Sharded weights are gathered; all processes must call this. Both sides need
     `pip install flatbuffers`.
 
     Args:
         module: The module.
-        example: A batch as `predict_step` takes it, of arrays in dicts, lists and tuples.
-        platforms: Where it can run: "cpu", "cuda", "rocm" and "tpu"; None for the platform of this process.
-        dynamic_batch: Take batches of any number of rows; otherwise of that of the example, for a step that computes
-            with the number.
+        example: A batch for `predict_step`: arrays in dicts, lists and tuples.
+        platforms: The platforms to run on: "cpu", "cuda", "rocm" and "tpu"; None for the platform of this process.
+        dynamic_batch: Accept batches of any number of rows. If False, the number of rows is that of the example, for
+            a step that computes with it.
 
     Raises:
-        ArgumentError: No such platform, or flatbuffers is not installed.
-        ArgumentTypeError: The example has something else than arrays of numbers in plain containers.
-        ModuleError: The module has no `predict_step`, it returns something else, or the weights need over 2 GiB.
+        ArgumentError: A platform is unknown, or flatbuffers is not installed.
+        ArgumentTypeError: The example contains something other than numeric arrays in plain containers.
+        ModuleError: The module has no `predict_step`, it returns anything else, or the weights exceed 2 GiB.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxlit as jl
@@ -59,7 +59,7 @@ def export(
         (7, 3)
     """
     if not isinstance(module, TrainModule):
-        raise ArgumentTypeError(f"export takes a jl.TrainModule, whose predict_step it writes, got {shown(module)}.")
+        raise ArgumentTypeError(f"export takes a jl.TrainModule with a predict_step, got {shown(module)}.")
     call_step(module, "predict")
     check.boolean("dynamic_batch", dynamic_batch, owner="export")
     for name in platforms or ():
@@ -91,24 +91,24 @@ def export(
 
 
 def _constants(variables: Any, name: str) -> Any:
-    """Return the module's arrays; those that other processes hold parts of are gathered."""
+    """Return the arrays of a module; those that are sharded over several processes are gathered."""
     if (size := sum(x.nbytes for x in jax.tree.leaves(variables))) > _MOST_BYTES:
         raise ModuleError(
-            f"export: the weights of {name} have {size:,} bytes, and a file holds 2 GiB at most. Save them by "
+            f"export: the weights of {name} have {size:,} bytes, and the limit is 2 GiB. Save them with "
             "jl.save_weights, and build the module where it is served."
         )
-    # Arrays of jax, as steps have them: numpy's sum in 16 bits where jax does not, and know no `.at`.
+    # jax arrays, as in every step: numpy arrays accumulate 16-bit sums in 16 bits, and have no `.at`.
     return jax.tree.map(lambda x: x if is_key(x) else jnp.asarray(fetch(x)), variables)
 
 
 def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> None:
-    """Refuse what a process without jaxlit could not make or read."""
+    """Refuse inputs and outputs that a process without jaxlit could not build or read."""
     is_leaf = lambda x: x is not None and type(x) not in (dict, list, tuple)  # noqa: E731
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         if not hasattr(x, "dtype"):
-            problem = f"a {type(x).__name__}, and takes arrays in plain dicts, lists and tuples"
+            problem = f"a {type(x).__name__}, and must be arrays in plain dicts, lists and tuples"
         elif is_key(x) or not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            problem = f"of {x.dtype}, and takes numbers"
+            problem = f"of {x.dtype}, and must be numeric"
         else:
             continue
-        raise kind(f"{owner}: the {what}{'.' * bool(path)}{leaf_name(path)} is {problem} only.")
+        raise kind(f"{owner}: the {what}{'.' * bool(path)}{leaf_name(path)} is {problem}.")

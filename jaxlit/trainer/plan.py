@@ -70,6 +70,17 @@ class PlanRow:
         return "<=" if self.cost.device == "cpu" else ""
 
     @property
+    def note(self) -> str:
+        """What a run does with rows that do not divide among the devices; "" if they divide."""
+        if self.cost is None or not (parts := self.cost.undivided):
+            return ""
+        work = "holds and computes" if self.cost.per_replica else "holds"
+        return (
+            f"{self.batch_size:,} rows do not divide into {parts} equal parts. Nothing is padded or dropped: every "
+            f"device {work} all {self.batch_size:,}."
+        )
+
+    @property
     def left(self) -> int | None:
         """Bytes of a device's memory that are left, negative if it does not fit; None if its size is not known."""
         if self.cost is None or self.hardware is None or self.hardware.memory is None:
@@ -128,7 +139,7 @@ class PlanRow:
         }
         row |= {"fits": self.fits, "left": self.left, "flops": flops, "collectives": sent}
         row |= {f"{name}_seconds": self.seconds.get(name) for name in ("compute", "memory", "network")}
-        return row | {"step_seconds": self.step_seconds, "error": self.error or None}
+        return row | {"step_seconds": self.step_seconds, "note": self.note or None, "error": self.error or None}
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,7 @@ class Plan:
         return next((row for row in self.plans if row.fits), None)
 
     def __str__(self) -> str:
-        known = [row for row in self.plans if row.cost is not None]
-        blocks = [_table(known), *([_collectives(known)] if known else []), _notes(self.plans)]
-        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+        return text_of(self)
 
     __repr__ = __str__
 
@@ -180,6 +189,22 @@ class Plan:
         axes.set_xticks(places, [f"{row.strategy}\n{row.devices}" for row in known])
         axes.legend()
         return figure
+
+
+def text_of(plan: Plan, *, in_shell: bool = False) -> str:
+    """Return a plan as tables and notes.
+
+    Args:
+        plan: The plan.
+        in_shell: Whether a note names options of a command line, instead of arguments.
+    """
+    known = [row for row in plan.plans if row.cost is not None]
+    notes = _notes(plan.plans)
+    if all(row.hardware is None for row in plan.plans):
+        name = "--hardware 'NVIDIA H100' or another name" if in_shell else "hardware='NVIDIA H100' or a jl.Hardware"
+        notes.append(f"Pass {name} to see what fits and how long a step takes.")
+    blocks = [_table(known), *([_collectives(known)] if known else []), notes]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _table(rows: Sequence[PlanRow]) -> list[str]:
@@ -209,7 +234,8 @@ def _collectives(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def _notes(rows: Sequence[PlanRow]) -> list[str]:
-    notes = [f"{row.strategy} on {row.devices} devices: {row.error}" for row in rows if row.error]
+    told = [(row, text) for row in rows if (text := row.error or row.note)]
+    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in told]
     bounds = {row.bound for row in rows if row.cost is not None}
     if "<=" in bounds:
         notes.append(
@@ -221,6 +247,4 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
             ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
             "within a part."
         )
-    if all(row.hardware is None for row in rows):
-        notes.append("Pass hardware='NVIDIA H100', another name or a jl.Hardware, for what fits and how long it takes.")
     return notes

@@ -62,7 +62,7 @@ def cost_elsewhere(
                 process.communicate(cloudpickle.dumps(sys.path) + job, timeout=timeout)
             except subprocess.TimeoutExpired:
                 raise ArgumentError(
-                    f"Trainer.plan: a compile for {devices} devices took more than timeout={timeout:g} s. Give it more."
+                    f"Trainer.plan: {devices} devices: the compile took longer than {timeout:g} s. Raise timeout."
                 ) from None
             finally:
                 process.kill()

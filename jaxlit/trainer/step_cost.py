@@ -15,6 +15,7 @@ from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import num_rows
 from jaxlit.core.side_tables import attach
 from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
@@ -51,6 +52,8 @@ class StepCost:
         memory: What the compiled program takes, as the compiler reports it; None before it is compiled.
         flops: Of its matrix products and convolutions; None where they are not known.
         collectives: What the devices send each other.
+        undivided: The number of equal parts that the batch's rows do not divide into; 0 if they divide.
+        per_replica: Whether each replica computes its own rows, and all of them if they do not divide.
     """
 
     parameters: int
@@ -64,6 +67,8 @@ class StepCost:
     memory: Memory | None = None
     flops: Flops | None = None
     collectives: tuple[Collective, ...] | None = None
+    undivided: int = 0
+    per_replica: bool = False
 
     @property
     def held(self) -> int:
@@ -185,6 +190,10 @@ class AbstractStep:
             raise
         self._training = training  # with the metrics that the step logs
         made = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
+        strategy = self.strategy
+        parts = 1 if strategy.mesh.size == 1 or strategy.replica.passes > 1 else strategy.num_replicas
+        undivided = parts if num_rows(batch) % parts else 0
+        made |= {"undivided": undivided, "per_replica": strategy.per_replica}
         return replace(self.state, batch=_bytes(placed), **made)
 
 

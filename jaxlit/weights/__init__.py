@@ -1,1 +1,1 @@
-"""Pretrained weights: files of other libraries read into a module, and a module written to one."""
+"""Pretrained weights: load files of other libraries into a module, and save the weights of a module."""

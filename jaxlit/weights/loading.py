@@ -1,4 +1,4 @@
-"""Weights into a module: by name and shape, each straight into its sharding."""
+"""Load weights into a module by name and shape, each directly into its sharding."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -12,49 +12,46 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.weights import match
+from jaxlit.checkpoints.weights import comparison, match
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
 from jaxlit.leaf_names import is_key
 from jaxlit.reporting.terminal import say
 from jaxlit.shown import shown
-from jaxlit.table import count, table
+from jaxlit.table import count
 from jaxlit.weights.rules import Assigned, WeightRule, assign
 from jaxlit.weights.sources import dotted, read_arrays
 
 _logger = logging.getLogger("jaxlit")
 
-_MOST_ROWS = 20
+_HEAD = ("in the source", "in the module")
 _NO_WEIGHTS = nnx.Any(nnx.RngState, nnx.metrics.MetricState, nnx.Intermediate, nnx.Cache)
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What `load_weights` has done; printed, it is a table.
+    """The result of `load_weights`; printed, it is a table.
 
     Attributes:
-        taken: The (leaf, array in the source, array in the module) of each leaf that got weights.
-        left: The same for arrays that do not fit; a missing side is "nothing".
+        taken: The (leaf, array in the source, array in the module) of each leaf that was loaded.
+        left: The same for arrays that do not match; a missing side is "nothing".
     """
 
     taken: list[tuple[str, str, str]]
     left: list[tuple[str, str, str]]
 
     def __str__(self) -> str:
-        head = ("", "in the source", "in the module")
         groups = [("taken", self.taken), ("not taken", self.left)]
-        return "\n".join(
-            line for title, rows in groups if rows for line in (f"{title}:", *_lines([head, *rows], len(rows)))
-        )
+        return "\n".join(f"{title}:\n{comparison(rows, _HEAD, len(rows))}" for title, rows in groups if rows)
 
 
 def weights_of(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable, Any]]:
-    """Yield the (name in files, Variable, array) of the module's weights.
+    """Yield the (name in files, Variable, array) of each weight of a module.
 
-    These are all of its Variables but random generators, metrics, caches of decoding and what layers have sown.
+    Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
 
     Raises:
-        CheckpointError: Two leaves have one name.
+        CheckpointError: Two leaves have the same name.
     """
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set[str]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -74,28 +71,29 @@ def load_weights(
     *,
     strict: bool = True,
 ) -> LoadedWeights:
-    r"""Give a module pretrained weights, each straight into the sharding of the leaf.
+    r"""Load pretrained weights into a module, each directly into the sharding of its leaf.
 
-    Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. A file is read shard by shard: no array
-    is unsharded on a device, and none on the host unless a rule reshapes it. In several processes all must call this.
-    For a module that the Trainer builds, pass it to `fit`: `init_from=lambda m: jl.load_weights(m, path, rename)`.
+    Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. Files are read shard by shard: a
+    sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must call this.
+    For a module that the Trainer builds, pass a function to `fit`:
+    `init_from=lambda module: jl.load_weights(module, path, rename)`.
 
     Args:
         module: Any NNX module.
-        source: A file of safetensors, the `*.safetensors.index.json` of several, a folder of Hugging Face with one of
-            them, an `.npz`, or a mapping of names to arrays, such as the `state_dict` of a torch module.
-        rename: Rules by regular expression. The first that matches all of a name in the source says where the array
-            goes: the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a `jl.WeightRule`, or None
-            for nowhere. A name that none matches is that of a leaf.
-        strict: Refuse weights that are not exactly those of the module, before anything is changed. Otherwise those
-            that fit by name and shape are taken, and the others named.
+        source: A safetensors file, the `*.safetensors.index.json` of several, a Hugging Face folder with either of
+            them, an `.npz` file, or a mapping of names to arrays, such as the `state_dict` of a torch module.
+        rename: A mapping of regular expressions to rules. The first expression that matches the entire name of an
+            array applies. Its rule is the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a
+            `jl.WeightRule`, or None to skip the array. A name that no expression matches is the name of a leaf.
+        strict: Refuse weights that do not match the leaves of the module exactly, before anything changes. If False,
+            load those that match by name and shape, and warn about the others.
 
     Returns:
-        What was taken and what was not.
+        Which arrays were loaded and which were not.
 
     Raises:
-        ArgumentError: A rule does not apply to an array that it matches.
-        CheckpointError: A file cannot be read, or the weights do not fit: a table has the leaves and shapes.
+        ArgumentError: A rule cannot be applied to an array that it matches.
+        CheckpointError: A file cannot be read, or the weights do not match; a table lists the leaves and shapes.
     """
     leaves, assigned, report = dict[str, Any](), Assigned({}, {}, []), LoadedWeights([], [])
     problem: JaxlitError | None = None
@@ -123,11 +121,11 @@ def load_weights(
 def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
     saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
     wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, (_, x) in leaves.items()]
-    pairs, rows = match(saved, wanted, skip=lambda name: False, cast=True)
+    pairs, rows = match(saved, wanted, cast=True)
 
     def text(name: str, shape: list[int]) -> str:
         first, *more = assigned.origins[name]
-        made = "" if first.endswith(f"{shape}") else f" -> {shape}"  # by its rule
+        made = "" if first.endswith(f"{shape}") else f" -> {shape}"  # a rule has changed the shape
         return f"{first}{f' and {len(more)} more' if more else ''}{made}"
 
     texts = {name: text(name, list(shape)) for name, shape, _ in saved}
@@ -136,34 +134,33 @@ def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
 
 
 def _check(report: LoadedWeights, assigned: Assigned, module: Any, source: Any, strict: bool) -> None:
-    """Refuse weights that do not fit, or warn of what is not taken."""
+    """Refuse weights that do not match, or warn about those that are not taken."""
     if not report.left:
         return
-    name = type(module).__name__
-    rows = "\n".join(_lines([("", "in the source", "in the module"), *report.left], _MOST_ROWS))
+    name, rows = type(module).__name__, comparison(report.left, _HEAD)
     if not strict and report.taken:
         _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
         return
     idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
-    hint = "; strict=False takes what fits" if report.taken else ""
+    hint = " Pass strict=False to load only what fits." if report.taken else ""
     raise CheckpointError(
-        f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}Say in rename= where they go (None: "
-        f"nowhere){hint}."
+        f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}Map their names in rename= to names of "
+        f"leaves, or to None to skip them.{hint}"
     )
 
 
 def place(source: Any, like: Any) -> jax.Array:
-    """Return an array of the source with the dtype and sharding of another."""
+    """Return an array of a source with the dtype and sharding of the array `like`."""
     like = jnp.asarray(like)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
-        # A copy of this shard alone: jax may go on using the memory that it is given.
+        # A copy of this shard only: jax may keep using the memory that it is given.
         return np.array(source[index], like.dtype, order="C", copy=True)
 
-    # An array that is committed to no device stays so: a mesh of several processes takes no other.
+    # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
     if not like.committed:
         return jnp.asarray(read((slice(None),) * like.ndim))
-    shards: dict[str, np.ndarray] = {}  # replicas of a shard are read once
+    shards: dict[str, np.ndarray] = {}  # devices with the same shard share one read
 
     def shard(index: Any) -> np.ndarray:
         if (key := str(index)) not in shards:
@@ -171,11 +168,6 @@ def place(source: Any, like: Any) -> jax.Array:
         return shards[key]
 
     return jax.make_array_from_callback(like.shape, like.sharding, shard)
-
-
-def _lines(rows: list[tuple[str, str, str]], most: int) -> list[str]:
-    lines = table(rows[: most + 1], texts=3)
-    return [f"  {line}" for line in (*lines, *([f"and {len(rows) - 1 - most} more"] if len(rows) - 1 > most else []))]
 
 
 def _where(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""Rules from the names and layouts of another library to those of a module."""
+"""Rules that map the names and layouts of another library to those of a module."""
 
 import math
 import re
@@ -14,20 +14,23 @@ from jaxlit.shown import shown
 
 @dataclass(frozen=True)
 class WeightRule:
-    r"""How an array of another library becomes leaves of a module, see `load_weights`.
+    r"""Describe how an array of another library becomes one or more leaves of a module; see `load_weights`.
 
-    The parts apply in this order: transpose, split, reshape, stack. Without any, a rule is its `to`.
+    The array is transposed, split, reshaped and stacked, in this order. A rule with `to` only can be written as a str.
 
     Args:
-        to: The leaf, for example `r"blocks.\1.attention.out.kernel"`, where `\1` is the pattern's first group. Several
-            leaves share the array.
+        to: The name of the leaf, for example `r"blocks.\1.attention.out.kernel"`, where `\1` is the first group of the
+            expression. Among several leaves, the array is split.
         transpose: True to reverse the dims, as a torch `Linear` needs, or the axes of `numpy.transpose`: `(2, 3, 1, 0)`
             for the kernel of a torch `Conv2d`.
-        axis: The dim along which several leaves share it.
-        sizes: The size of each leaf's share; None for equal ones.
-        reshape: Give it the leaf's shape, for example to (width, heads, size) from (width, heads * size).
-        stack: The group of the pattern, by number or name, that is the array's index in the leaf's first dim: for
-            layers that `nnx.scan` runs.
+        axis: The dim along which the array is split among several leaves.
+        sizes: The size of each leaf's part along `axis`; None for equal parts.
+        reshape: Reshape to the shape of the leaf, for example from (width, heads * size) to (width, heads, size).
+        stack: The group of the expression, by number or name, that is the index of the array in the leaf's first dim,
+            for layers that `nnx.scan` runs.
+
+    Raises:
+        ArgumentError: `axis` or `sizes` is given and `to` is a single leaf.
 
     Example:
         >>> import jaxlit as jl
@@ -48,13 +51,21 @@ class WeightRule:
     reshape: bool = False
     stack: int | str | None = None
 
+    def __post_init__(self) -> None:
+        name = "axis" if self.axis else "sizes"
+        if (self.axis or self.sizes is not None) and (isinstance(self.to, str) or len(self.to) == 1):
+            raise ArgumentError(
+                f"WeightRule({name}={getattr(self, name)!r}) splits an array among several leaves, got to={self.to!r}. "
+                f"Leave {name} out, or list all leaves."
+            )
+
     def parts(
         self, match: re.Match[str], x: np.ndarray, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[tuple[str, int | None, np.ndarray]]:
-        """Return the (leaf, index in its first dim or None, part) of each leaf of an array.
+        """Return the (leaf, index in its first dim or None, part of the array) for each leaf.
 
         Args:
-            match: That of the pattern with the array's name.
+            match: The match of the expression with the name of the array.
             x: The array.
             shapes: The shape of each leaf of the module.
         """
@@ -65,7 +76,7 @@ class WeightRule:
             if self.transpose is not False:
                 x = np.transpose(x, None if self.transpose is True else tuple(self.transpose))
             if self.sizes is not None and (len(self.sizes) != len(names) or sum(self.sizes) != x.shape[self.axis]):
-                raise ValueError("sizes= has not one size for each leaf, or not all of the dim")
+                raise ValueError("sizes= must have one size per leaf, and their sum must be the size of the dim")
             parts = [x]
             if len(names) > 1:
                 parts = np.split(x, len(names) if self.sizes is None else np.cumsum(self.sizes)[:-1], self.axis)
@@ -73,17 +84,17 @@ class WeightRule:
                 wanted = [
                     shapes.get(name, part.shape)[index is not None :] for name, part in zip(names, parts, strict=True)
                 ]
-                # One of another size is refused later, with all others.
+                # A part of another size keeps its shape, and is reported later with all that do not fit.
                 parts = [x.reshape(y) if x.size == math.prod(y) else x for x, y in zip(parts, wanted, strict=True)]
         except (ValueError, LookupError, TypeError, re.error) as error:
             raise ArgumentError(
-                f"rename: {self} does not apply to {match[0]} of shape {list(x.shape)}: {error}. Change the rule."
+                f"rename=: {self} cannot be applied to {match[0]} of shape {list(x.shape)}: {error}. Change the rule."
             ) from error
         return [(name, index, part) for name, part in zip(names, parts, strict=True)]
 
 
 class Stacked:
-    """An array that is stacked of others only where it is read.
+    """A stack of arrays, of which only the parts that are read are stacked.
 
     Args:
         parts: The arrays, by index.
@@ -99,12 +110,12 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Assigned:
-    """What the leaves of a module get.
+    """The arrays that rules assign to the leaves of a module.
 
     Attributes:
-        arrays: By leaf; also of leaves that the module does not have.
-        origins: By leaf, the arrays of the source that it gets, in words.
-        idle: The patterns that no name has matched.
+        arrays: The array for each leaf; includes leaves that the module does not have.
+        origins: The name, dtype and shape of the source arrays for each leaf.
+        idle: The expressions that matched no name.
     """
 
     arrays: dict[str, np.ndarray | Stacked]
@@ -125,8 +136,8 @@ def assign(
         shapes: The shape of each leaf of the module.
 
     Raises:
-        ArgumentError: A rule is no pattern, or does not apply to an array that it matches.
-        CheckpointError: Two arrays are for one leaf, or one of a stack is missing.
+        ArgumentError: An expression is invalid, or a rule cannot be applied to an array that it matches.
+        CheckpointError: Two arrays are assigned to the same leaf, or an array of a stack is missing.
     """
     rules, idle = _compiled(rename), dict.fromkeys(rename)
     given: dict[str, dict[int | None, np.ndarray]] = {}
@@ -140,7 +151,9 @@ def assign(
             taken, names = given.setdefault(leaf, {}), origins.setdefault(leaf, [])
             names.append(f"{name}: {x.dtype}{list(x.shape)}")
             if index in taken or (taken and (None in taken or index is None)):
-                raise CheckpointError(f"{' and '.join(names[-2:])} are both for {leaf}. Give each a rule in rename=.")
+                raise CheckpointError(
+                    f"{' and '.join(names[-2:])} are both assigned to {leaf}. Map each to its own leaf in rename=."
+                )
             taken[index] = part
     return Assigned({leaf: _joined(leaf, parts) for leaf, parts in given.items()}, origins, list(idle))
 
@@ -150,12 +163,15 @@ def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | N
     for pattern, rule in rename.items():
         if not (isinstance(pattern, str) and (rule is None or isinstance(rule, (str, WeightRule)))):
             raise ArgumentTypeError(
-                f"rename= maps a pattern to a leaf's name, a jl.WeightRule or None, got {pattern!r}: {shown(rule)}."
+                f"rename= maps regular expressions to names of leaves, jl.WeightRule or None, got {pattern!r}: "
+                f"{shown(rule)}."
             )
         try:
             rules[re.compile(pattern)] = WeightRule(rule) if isinstance(rule, str) else rule
         except re.error as error:
-            raise ArgumentError(f"rename= has {pattern!r}, which is no regular expression: {error}.") from error
+            raise ArgumentError(
+                f"rename= has {pattern!r}, which is not a valid regular expression: {error}."
+            ) from error
     return rules
 
 
@@ -163,8 +179,10 @@ def _joined(leaf: str, parts: Mapping[int | None, np.ndarray]) -> np.ndarray | S
     if None in parts:
         return parts[None]
     if missing := {*range(max(map(int, parts)) + 1)} - parts.keys():  # type: ignore[arg-type]
-        raise CheckpointError(f"{leaf} is stacked of {len(parts)} arrays, and {sorted(missing)} are missing.")
+        raise CheckpointError(
+            f"{leaf} is a stack of {len(parts)} arrays, and the indices {sorted(missing)} are missing."
+        )
     stack = [parts[i] for i in range(len(parts))]
     if len({x.shape for x in stack}) > 1:
-        raise CheckpointError(f"{leaf} is stacked of arrays of several shapes: {[list(x.shape) for x in stack]}.")
+        raise CheckpointError(f"{leaf} is a stack of arrays of different shapes: {[list(x.shape) for x in stack]}.")
     return Stacked(stack)

@@ -1,4 +1,7 @@
-"""Files of safetensors: eight bytes for the length of a JSON header, the header, and the bytes of all arrays."""
+"""Read and write safetensors files.
+
+A file has eight bytes for the length of a JSON header, the header, and the bytes of all arrays.
+"""
 
 import json
 import math
@@ -8,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # which jax brings: it gives numpy bfloat16 and the kinds of float8
+import ml_dtypes  # a dependency of jax; bfloat16 and float8 for numpy
 import numpy as np
 
 from jaxlit.errors import CheckpointError
@@ -24,14 +27,14 @@ DTYPES = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_MOST_HEADER = 100_000_000  # bytes, as in the library
+_MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 
 def read(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name, mapped: only those parts are read from the disk that are used.
+    """Return the arrays of a file by name, memory-mapped: only the parts that are used are read from disk.
 
     Raises:
-        CheckpointError: It is no such file, or a part of it is missing.
+        CheckpointError: The file is not a safetensors file, or a part of it is missing.
     """
     problem = "its header is damaged"
     try:
@@ -46,14 +49,14 @@ def read(path: Path) -> dict[str, np.ndarray]:
         for name, entry in header.items():
             problem = f"the entry of {name} in its header is damaged"
             kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            problem = f"{name} has the dtype {kind!r:.20}, which numpy and jax do not have"
+            problem = f"{name} has the dtype {kind!r:.20}, which jax does not support"
             dtype = DTYPES[kind]
-            problem = f"the bytes of {name} are not those of its shape, or missing: download it again"
+            problem = f"the bytes of {name} do not match its shape, or are missing. Download the file again"
             if min([start, *shape]) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError
             arrays[name] = data[start:stop].view(dtype).reshape(shape)
             spans.append((start, stop))
-        problem, end = "its arrays do not follow each other to the end of the file", 0
+        problem, end = "its arrays are not contiguous up to the end of the file", 0
         for start, stop in sorted(spans):
             if start != end:
                 raise ValueError
@@ -62,7 +65,7 @@ def read(path: Path) -> dict[str, np.ndarray]:
             raise ValueError
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         problem = str(error) if isinstance(error, OSError) else problem
-        raise CheckpointError(f"{path} cannot be read as a file of safetensors: {problem}.") from error
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: {problem}.") from error
     return arrays
 
 
@@ -72,13 +75,13 @@ def write(
     arrays: Iterable[np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a file of safetensors array by array; an older one stays until it is complete.
+    """Write a safetensors file array by array; an existing file stays until the new one is complete.
 
     Args:
         path: The file.
         specs: The (name, shape, dtype) of each array.
         arrays: The arrays, in the same order.
-        metadata: Texts for the header.
+        metadata: Entries of the header.
 
     Raises:
         OSError: The file cannot be written.

@@ -1,4 +1,4 @@
-"""A module's weights into a file of safetensors."""
+"""Save the weights of a module to a safetensors file."""
 
 import os
 from pathlib import Path
@@ -20,20 +20,19 @@ from jaxlit.weights.safetensors_file import NAMES, write
 
 
 def save_weights(module: nnx.Module, path: str | Path) -> None:
-    """Write the weights of a module to a file of safetensors, by the paths of its leaves joined by dots.
+    """Write the weights of a module to a safetensors file; a name is the path of a leaf, joined by dots.
 
-    `jl.load_weights(module, path)` reads them again bit by bit, and so does the library of safetensors. These are all
-    Variables but random generators, metrics, caches of decoding and what layers have sown. Sharded arrays are gathered
-    one by one, and process 0 writes; in several processes all must call this. An older file stays until the new one
-    is complete.
+    `jl.load_weights(module, path)` and the safetensors library read the same bits. Every Variable is written except
+    random generators, metrics, decoding caches and intermediates that layers sow. Sharded arrays are gathered one at a
+    time and written by process 0; all processes must call this. An existing file stays until the new one is complete.
 
     Args:
-        module: Any NNX module; `trainer.module` for the one of the last run.
+        module: Any NNX module; `trainer.module` is the one of the last run.
         path: The file, `*.safetensors`.
 
     Raises:
-        ArgumentTypeError: It is no module, or another kind of file.
-        CheckpointError: The file cannot hold an array, which is named, or cannot be written.
+        ArgumentTypeError: `module` is not an NNX module, or `path` has another suffix.
+        CheckpointError: The file format does not support the dtype of a leaf, or the file cannot be written.
     """
     leaves, problem = list[tuple[str, Any]](), None
     path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
@@ -47,21 +46,21 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
     except JaxlitError as error:
         problem = error
     team().same_error("saving weights", problem)
-    # The largest items first, so that each begins at a multiple of its size.
+    # The largest items first, so that each array begins at a multiple of its item size.
     leaves.sort(key=lambda leaf: (-leaf[1].dtype.itemsize, leaf[0]))
     specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (_gathered(x) for _, x in leaves)
     try:
         if jax.process_index() == 0:
             write(path, specs, arrays, {"format": "np", "module": type(module).__name__, "jaxlit": __version__})
     except OSError as error:
-        problem = CheckpointError(f"{path} could not be written: {error}. An older file is unchanged.")
-    for _ in arrays:  # every process takes part in gathering each of them, also after an error of process 0
+        problem = CheckpointError(f"{path} could not be written: {error}. An existing file is unchanged.")
+    for _ in arrays:  # every process takes part in gathering each array, also after an error in process 0
         pass
     team().same_error("saving weights", problem)
 
 
 def _gathered(x: Any) -> np.ndarray:
-    """Return an entire array; the module's own would keep this copy as long as it lives."""
+    """Return an entire array on the host; jax would keep the copy of the module's own array as long as it lives."""
     if isinstance(x, jax.Array):
         parts = [shard.data for shard in x.addressable_shards]
         x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
@@ -73,5 +72,5 @@ def _check(leaves: list[tuple[str, Any]]) -> None:
         dtype = x.dtype if hasattr(x, "dtype") else type(x)
         if is_key(x) or np.dtype(dtype) not in NAMES:
             raise CheckpointError(
-                f"save_weights: {name} is {dtype}, and a file of safetensors holds one of {', '.join(NAMES.values())}."
+                f"save_weights: {name} is {dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
             )

@@ -1,4 +1,4 @@
-"""Where weights come from: files and mappings, all as numpy arrays by name."""
+"""Read weights from files and mappings, as numpy arrays by name."""
 
 import json
 import math
@@ -25,24 +25,24 @@ _SUFFIXES = (".safetensors", _INDEX, ".npz")
 
 
 def is_weights_file(path: Any) -> bool:
-    """Return whether a path is one of a file of weights, by its name."""
+    """Return whether a path has the suffix of a file of weights."""
     return isinstance(path, (str, Path)) and str(path).endswith(_SUFFIXES)
 
 
 def dotted(path: Any) -> str:
-    """Return the name of a leaf in files of weights: its path, joined by dots."""
+    """Return the name of a leaf in files: its path, joined by dots."""
     return ".".join(map(str, keys_of(path)))
 
 
 def read_arrays(source: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a source by name; those of a file are mapped, and read where they are used.
+    """Return the arrays of a source by name; those of a file are memory-mapped, and read when they are used.
 
     Args:
         source: See `load_weights`.
 
     Raises:
-        ArgumentTypeError: It is neither a path nor a mapping.
-        CheckpointError: The file cannot be read.
+        ArgumentTypeError: The source is neither a path nor a mapping.
+        CheckpointError: The file does not exist, or cannot be read.
     """
     if isinstance(source, Mapping):
         tree = nnx.as_pure(source) if isinstance(source, nnx.State) else dict(source)
@@ -53,7 +53,10 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
     path = Path(check.on_disk("source", source, owner="load_weights"))
-    if path.is_dir():  # as Hugging Face's hub downloads it
+    if not path.exists():
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise CheckpointError(f"load_weights: there is no file {path}{where}.")
+    if path.is_dir():  # as the Hugging Face hub downloads it
         known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
         path = next((file for file in known if file.exists()), path)
     if path.name.endswith(_INDEX):
@@ -64,8 +67,8 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         return _read_npz(path)
     raise CheckpointError(
         f"load_weights reads *.safetensors, *{_INDEX}, *.npz, and a folder with model.safetensors or its index, got "
-        f"{str(source)!r}. A checkpoint of jaxlit is read by Model.load_from_checkpoint(path) or fit(init_from=path); "
-        "of a file of torch pass torch.load(path, weights_only=True)."
+        f"{str(source)!r}. For a checkpoint of jaxlit, call Model.load_from_checkpoint(path) or fit(init_from=path). "
+        "For a file of torch, pass torch.load(path, weights_only=True)."
     )
 
 
@@ -75,11 +78,11 @@ def _read_sharded(path: Path) -> dict[str, np.ndarray]:
         parts = {file: safetensors_file.read(path.parent / Path(file).name) for file in {*files.values()}}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the index of files of safetensors: {error!r}.") from error
+        raise CheckpointError(f"{path} cannot be read as an index of safetensors files: {error!r}.") from error
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of an archive; one that is not compressed is mapped, of others all is read."""
+    """Return the arrays of an archive; those that are not compressed are memory-mapped."""
     arrays, known = {}, np.lib.format
     try:
         data = np.memmap(path, np.uint8, mode="r")
@@ -90,25 +93,25 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                         is_first = known.read_magic(file) == (1, 0)
                         header = known.read_array_header_1_0 if is_first else known.read_array_header_2_0
                         shape, is_fortran, dtype = header(file)
-                        # The zip's own header has 30 bytes, of which the last four are the sizes of two more fields.
+                        # A zip entry has a header of 30 bytes, whose last four are the sizes of two more fields.
                         at = info.header_offset + 30
                         start = at + int(data[at - 4 : at].view("<u2").sum()) + file.tell()
                         if math.prod(shape) * dtype.itemsize != info.file_size - file.tell():
-                            raise ValueError(f"{info.filename} has not the bytes of its shape")
+                            raise ValueError(f"{info.filename} does not have the size of its shape")
                         array = data[start : start + math.prod(shape) * dtype.itemsize].view(dtype)
                         array = array.reshape(shape, order="F" if is_fortran else "C")
                     else:
                         array = known.read_array(file, allow_pickle=False)
-                # numpy stores bfloat16 as two bytes of any kind, which jax.numpy.load reads like this as well.
+                # numpy stores bfloat16 as two raw bytes, V2; jax.numpy.load reads these as bfloat16 too.
                 array = array.view(ml_dtypes.bfloat16) if array.dtype == "V2" else array
                 arrays[info.filename.removesuffix(".npy")] = array
     except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} cannot be read as an archive of numpy: {error}.") from error
+        raise CheckpointError(f"{path} cannot be read as a numpy archive: {error}.") from error
     return arrays
 
 
 def _numpy(name: str, x: Any) -> np.ndarray:
-    if hasattr(x, "detach"):  # a tensor of torch, whose bfloat16 numpy does not know: its bits are taken
+    if hasattr(x, "detach"):  # a torch tensor; numpy has no bfloat16, so its bits are read as int16
         x = x.detach()
         if str(x.dtype) == "torch.bfloat16":
             return x.view(sys.modules["torch"].int16).numpy().view(ml_dtypes.bfloat16)

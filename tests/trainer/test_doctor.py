@@ -76,6 +76,15 @@ def test_a_part_that_fails_shows_its_error(report, monkeypatch: pytest.MonkeyPat
     assert report()["run folder"] == "OSError: [Errno 5] Input/output error"
 
 
+def test_an_error_is_shown_without_secrets(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: object) -> None:
+        raise ValueError(f"https://me:{KEY}@host refused api_key={KEY}\nand more")
+
+    monkeypatch.setattr("jaxlit.trainer.doctor.disk_usage", fail)
+    shown = "ValueError: https://<redacted>@host refused api_key=<redacted>"
+    assert report()["run folder"] == shown
+
+
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
@@ -118,6 +127,16 @@ def test_a_secret_is_hidden_wherever_it_appears(report, monkeypatch: pytest.Monk
     printed = report("--default-root-dir", str(tmp_path / KEY))
     assert printed["run folder"].startswith(f"{tmp_path}{os.sep}<redacted>: ")
     assert "MY_SECRET" not in printed["environment"]
+
+
+@pytest.mark.parametrize(("value", "hidden"), [("flaxy", False), ("flaxen", True)])
+def test_a_secret_of_six_characters_or_more_is_hidden(
+    value: str, hidden: bool, report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MY_SECRET", value)
+    (tmp_path / f"of_{value}").mkdir()
+    name = "of_<redacted>" if hidden else f"of_{value}"
+    assert report("--default-root-dir", str(tmp_path / f"of_{value}"))["run folder"].startswith(f"{tmp_path}/{name}: ")
 
 
 def test_wandb_is_logged_in_by_a_file(report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

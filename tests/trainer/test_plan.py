@@ -22,6 +22,7 @@ from kit.trainers import BARE, SEVERAL, splitting, thinned
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies import FSDP, Pipeline, SequenceParallel, TensorParallel
+from jaxlit.trainer.plan import Plan
 
 ROWS, WIDTH = 16, 32
 
@@ -300,7 +301,7 @@ def test_devices_are_those_of_the_trainer_unless_asked() -> None:
 
 
 def test_a_compile_has_a_time_limit() -> None:
-    with pytest.raises(ArgumentError, match=r"more than timeout=0.01 s"):
+    with pytest.raises(ArgumentError, match=r"took longer than 0.01 s"):
         planner().plan(jl.lazy(Two), batches(), devices=16, strategies=["ddp"], timeout=0.01)
 
 
@@ -384,6 +385,43 @@ def test_rows_are_counted_for_each_device_or_all() -> None:
     assert (first.batch_size, each.batch_size, whole.batch_size) == (ROWS, 32, 32)
     assert each.bytes == whole.bytes
     assert whole.bytes["batch"] == 2 * first.bytes["batch"]
+
+
+@pytest.mark.parametrize(
+    ("name", "work"),
+    thinned(
+        [("ddp", "holds"), ("shard_map", "holds and computes"), ("pmap", "holds and computes")],
+        ("ddp", "holds"),
+        ("shard_map", "holds and computes"),
+    ),
+)
+def test_rows_that_do_not_divide_are_noted(name: str, work: str) -> None:
+    even, odd = (planned(planner(), name, devices=8, batch_size=rows) for rows in (16, 12))
+    assert even.note == ""
+    assert odd.note == (
+        f"12 rows do not divide into 8 equal parts. Nothing is padded or dropped: every device {work} all 12."
+    )
+    assert (even.bytes["batch"], odd.bytes["batch"]) == (2 * WIDTH * 4, 12 * WIDTH * 4)
+    each = odd.cost.flops.count / 12 / (even.cost.flops.count / 16)  # operations for a row, on all devices together
+    assert each == pytest.approx(8 if "computes" in work else 1)
+    trainer = planner(strategy=name)
+    trainer.fit(jl.lazy(Two), batches(12))
+    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    assert (odd.cost.memory, odd.cost.flops) == (ran.memory, ran.flops)
+    plan = Plan((even, odd))
+    assert f"{name} on 8 devices: {odd.note}" in str(plan)
+    assert [row["note"] for row in plan.rows()] == [None, odd.note]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "module"),
+    [("simulate:8", Two), pytest.param(Pipeline(stages=2, microbatches=4), Marked, marks=pytest.mark.full)],
+    ids=["simulate", "pipeline"],
+)
+def test_nothing_is_noted_where_devices_share_no_batch(strategy: Any, module: Any) -> None:
+    row = planned(planner(), strategy, jl.lazy(module), devices=8, batch_size=13)
+    assert row.note == ""
+    assert row.batch_size == 13
 
 
 def test_plans_read_one_batch_and_make_no_array() -> None:

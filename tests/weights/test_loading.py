@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     assert rows[0] == ["inner.kernel", "inner.weight:", "float64[16,", "4]", "->", "[4,", "16]", "float32[3,", "16]"]
     assert rows[1] == ["outer.bias", "nothing", "float32[1]"]
     assert rows[2] == ["extra", "extra:", "float64[2]", "nothing"]
-    assert re.search(r"These rules match no name: 'h\\\\\.\.\*'\. .*strict=False takes what fits", str(e.value))
+    assert re.search(r"These rules match no name: 'h\\\\\.\.\*'\. .*strict=False to load only what fits", str(e.value))
     for name, x in before.items():
         np.testing.assert_array_equal(values_of(module)[name], x)
 
@@ -163,8 +163,14 @@ def test_what_fits_is_taken_if_asked_for(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_nothing_that_fits_is_refused_in_any_case() -> None:
-    with pytest.raises(CheckpointError, match=r"do not fit Net(?s:.*)nowhere\)\.$"):
+    with pytest.raises(CheckpointError, match=r"do not fit Net(?s:.*)to None to skip them\.$"):
         jl.load_weights(Net(rngs=nnx.Rngs(1)), {"a": np.zeros(2)}, strict=False)
+
+
+@pytest.mark.parametrize("strict", ["no", 0, None])
+def test_strict_is_true_or_false(strict: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"load_weights\(strict=...\) takes True or False, got"):
+        jl.load_weights(Net(rngs=nnx.Rngs(1)), foreign(), RENAME, strict=strict)
 
 
 def test_it_takes_modules_only() -> None:

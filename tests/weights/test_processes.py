@@ -65,5 +65,5 @@ def test_two_processes_load_shards_and_one_saves(tmp_path: Path) -> None:
         np.testing.assert_allclose(served.call(batch), trained(batch["x"]), rtol=1e-5, atol=1e-6)
     for x in ended:
         assert x.said["seen"] == [[11, False]]
-        assert "absent.safetensors cannot be read" in x.said["error"]
+        assert "there is no file absent.safetensors" in x.said["error"]
         assert "folder.safetensors could not be written" in x.said["disk"]

@@ -67,23 +67,39 @@ def test_stacked_arrays_are_read_in_parts() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a number": ({"x": 3}, ArgumentTypeError, "got 'x': 3"),
-    "no pattern": ({"(": "y"}, ArgumentError, "no regular expression"),
-    "no such group": ({"x": r"\1"}, ArgumentError, "does not apply to x"),
-    "unequal": ({"x": jl.WeightRule(["q", "k", "v"])}, ArgumentError, "does not apply to x of shape [4, 6]"),
-    "sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(1, 2))}, ArgumentError, "not all of the dim"),
-    "too few sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(4,))}, ArgumentError, "one size for each leaf"),
-    "axes": ({"x": jl.WeightRule("y", transpose=(0, 1, 2))}, ArgumentError, "does not apply"),
-    "no number": ({"(x)": jl.WeightRule("y", stack=1)}, ArgumentError, "does not apply"),
-    "two for one": ({"x": "z", "y": "z"}, CheckpointError, "x: float64[4, 6] and y: float64[4, 6] are both for z"),
-    "a stack and one": ({r"h\.(\d)": jl.WeightRule("z", stack=1), "x": "z"}, CheckpointError, "both for z"),
+    "no pattern": ({"(": "y"}, ArgumentError, "not a valid regular expression"),
+    "no such group": ({"x": r"\1"}, ArgumentError, "cannot be applied to x"),
+    "unequal": ({"x": jl.WeightRule(["q", "k", "v"])}, ArgumentError, "cannot be applied to x of shape [4, 6]"),
+    "sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(1, 2))}, ArgumentError, "their sum must be the size of the dim"),
+    "too few sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(4,))}, ArgumentError, "one size per leaf"),
+    "axes": ({"x": jl.WeightRule("y", transpose=(0, 1, 2))}, ArgumentError, "cannot be applied"),
+    "no number": ({"(x)": jl.WeightRule("y", stack=1)}, ArgumentError, "cannot be applied"),
+    "two for one": (
+        {"x": "z", "y": "z"},
+        CheckpointError,
+        "x: float64[4, 6] and y: float64[4, 6] are both assigned to z",
+    ),
+    "a stack and one": ({r"h\.(\d)": jl.WeightRule("z", stack=1), "x": "z"}, CheckpointError, "both assigned to z"),
     "a gap": (
         {r"h\.(\d)": jl.WeightRule("z", stack=1)},
         CheckpointError,
-        "z is stacked of 1 arrays, and [0, 1, 2] are",
+        "z is a stack of 1 arrays, and the indices [0, 1, 2] are",
     ),
-    "twice": ({r"[xy]": jl.WeightRule("z")}, CheckpointError, "x: float64[4, 6] and y: float64[4, 6] are both for z"),
-    "shapes": ({r"[hi]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "several shapes: [[4, 6], [6, 4]]"),
+    "twice": (
+        {r"[xy]": jl.WeightRule("z")},
+        CheckpointError,
+        "x: float64[4, 6] and y: float64[4, 6] are both assigned to z",
+    ),
+    "shapes": ({r"[hi]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "different shapes: [[4, 6], [6, 4]]"),
 }
+
+
+@pytest.mark.parametrize("given", [{"axis": 1}, {"axis": -1}, {"sizes": (4, 2)}, {"axis": 1, "sizes": [6]}])
+@pytest.mark.parametrize("to", ["y", ["y"]])
+def test_a_split_for_a_single_leaf_is_refused(given: dict[str, Any], to: Any) -> None:
+    name = next(iter(given))
+    with pytest.raises(ArgumentError, match=rf"WeightRule\({name}=.*\) splits .* got to=.*y.*Leave {name} out"):
+        jl.WeightRule(to, **given)
 
 
 @pytest.mark.parametrize("mistake", REFUSED)

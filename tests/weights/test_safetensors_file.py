@@ -80,18 +80,30 @@ DAMAGED = {
     "long header": ((2**60).to_bytes(8, "little") + b"{}", "header is damaged"),
     "no json": (with_header("x")[:-1] + b"!", "header is damaged"),
     "no entry": (with_header({"x": 3}), "header is damaged"),
-    "truncated": (with_header({"x": ENTRY}, b"1234567"), "the bytes of x are .* download it again"),
+    "truncated": (with_header({"x": ENTRY}, b"1234567"), "the bytes of x .* Download the file again"),
     "other size": (with_header({"x": ENTRY | {"shape": [3]}}, bytes(12)), "the bytes of x"),
     "negative": (with_header({"x": ENTRY | {"data_offsets": [-8, 0]}}, bytes(12)), "the bytes of x"),
     "from the end": (with_header({"x": ENTRY | {"data_offsets": [-16, -8]}}, bytes(16)), "the bytes of x"),
     "no size": (with_header({"x": ENTRY | {"shape": [-1], "data_offsets": [0, 400]}}, bytes(16)), "the bytes of x"),
-    "overlapping": (with_header({"x": ENTRY, "y": ENTRY | {"data_offsets": [4, 12]}}, bytes(12)), "do not follow"),
-    "a hole": (with_header({"x": ENTRY | {"data_offsets": [8, 16]}}, bytes(16)), "do not follow"),
-    "more": (with_header({"x": ENTRY}, bytes(16)), "do not follow each other to the end"),
+    "overlapping": (with_header({"x": ENTRY, "y": ENTRY | {"data_offsets": [4, 12]}}, bytes(12)), "not contiguous"),
+    "a hole": (with_header({"x": ENTRY | {"data_offsets": [8, 16]}}, bytes(16)), "not contiguous"),
+    "more": (with_header({"x": ENTRY}, bytes(16)), "not contiguous up to the end"),
     "a broken second": (with_header({"x": ENTRY, "y": {"shape": [1]}}, bytes(8)), "the entry of y"),
     "deep": (len(b"[" * 99999).to_bytes(8, "little") + b"[" * 99999, "header is damaged"),
     "dtype": (with_header({"x": ENTRY | {"dtype": "F4"}}, bytes(8)), "x has the dtype 'F4'"),
 }
+
+
+def test_a_header_beyond_the_limit_of_the_library_is_refused() -> None:
+    path, length = Path("long.safetensors"), 100_000_001
+    try:
+        path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * (length - 2))
+        with pytest.raises(safetensors.SafetensorError, match="header too large"):
+            safetensors.safe_open(path, framework="np")
+        with pytest.raises(CheckpointError, match="header is damaged"):
+            safetensors_file.read(path)
+    finally:
+        path.unlink()
 
 
 @pytest.mark.parametrize("damage", DAMAGED)

@@ -1,5 +1,6 @@
 """A module's weights in a file of safetensors, which the library reads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Mixed(nnx.Module):
         self.rngs = nnx.Rngs(seed)
         self.accuracy = nnx.metrics.Accuracy()
         self.sown = nnx.Intermediate(jnp.ones(2))
+        self.cache = nnx.Cache(jnp.ones(2))
 
 
 def bits_of(module: Mixed) -> dict[str, bytes]:
@@ -46,8 +48,23 @@ def test_every_dtype_comes_back_bit_by_bit() -> None:
     assert len(module.leaves) >= 13
     assert bits_of(module) != bits_of(other)
     jl.save_weights(module, "x.safetensors")
+    with safetensors.safe_open("x.safetensors", framework="np") as file:
+        assert {*file.keys()} == {f"leaves.{name}" for name in module.leaves}
     assert jl.load_weights(other, "x.safetensors").left == []
     assert bits_of(module) == bits_of(other)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_each_array_begins_at_a_multiple_of_its_item_size(length: int) -> None:
+    kinds = {"a": jnp.int8, "b": jnp.float32, "c": jnp.bfloat16, "d": jnp.uint8, "e" * length: jnp.int32}
+    module = nnx.Dict({name: nnx.Variable(jnp.zeros(3, kind)) for name, kind in kinds.items()})
+    jl.save_weights(module, "x.safetensors")
+    data = Path("x.safetensors").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    assert start % 8 == 0
+    for name, kind in kinds.items():
+        assert (start + header[name]["data_offsets"][0]) % jnp.dtype(kind).itemsize == 0
 
 
 def test_names_are_paths_and_the_library_reads_the_values() -> None:
@@ -105,7 +122,12 @@ class One(nnx.Module):
 
 TWO = nnx.Dict({"a.b": nnx.Param(jnp.ones(1)), "a": nnx.Dict(b=nnx.Param(jnp.ones(1)))})
 REFUSED = {
-    "a key": (One(jax.random.key(0)), "x.safetensors", CheckpointError, r"layers\.0\.w is key<fry>, and a file"),
+    "a key": (
+        One(jax.random.key(0)),
+        "x.safetensors",
+        CheckpointError,
+        r"layers\.0\.w is key<fry>, and a safetensors file",
+    ),
     "int4": (One(jnp.ones(2, ml_dtypes.int4)), "x.safetensors", CheckpointError, r"layers\.0\.w is int4"),
     "a class": (One, "x.safetensors", ArgumentTypeError, "takes a flax.nnx module"),
     "a name": (One(jnp.ones(2)), "x.npz", ArgumentTypeError, r"writes \*\.safetensors, got"),

@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ def test_an_archive_of_numpy_is_read_and_mapped_if_it_can_be(save: Any, mapped: 
     assert is_mapped(read["a.b"]) == mapped
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
+def test_headers_of_both_versions_are_read(version: tuple[int, int]) -> None:
+    with zipfile.ZipFile("x.npz", "w") as archive, archive.open("a.b.npy", "w") as file:
+        np.lib.format.write_array(file, ARRAYS["a.b"], version)
+    read = read_arrays("x.npz")
+    assert_equal(read, {"a.b": ARRAYS["a.b"]})
+    assert is_mapped(read["a.b"])
+
+
 def test_an_archive_keeps_bfloat16() -> None:
     x = np.array([1.5, -0.25], ml_dtypes.bfloat16)
     np.savez("x.npz", x=x)
@@ -59,6 +69,15 @@ def test_an_index_names_the_file_of_each_array() -> None:
     expected = {"a": first["a"], "b": second["b"]}
     assert_equal(read_arrays(folder / "model.safetensors.index.json"), expected)
     assert_equal(read_arrays(folder), expected)
+
+
+def test_an_index_reads_files_of_its_own_folder_only() -> None:
+    Path("snapshot").mkdir()
+    safetensors.numpy.save_file({"a": np.arange(3.0)}, "snapshot/part.safetensors")
+    safetensors.numpy.save_file({"a": np.zeros(3)}, "part.safetensors")
+    for file in ("../part.safetensors", str(Path("part.safetensors").absolute())):
+        Path("snapshot/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        assert_equal(read_arrays("snapshot"), {"a": np.arange(3.0)})
 
 
 def test_a_folder_of_one_file_is_read() -> None:
@@ -124,17 +143,20 @@ REFUSED = {
     "an object": ({"a": object()}, ArgumentTypeError, "to arrays, and a is"),
     "a torch file": ("pytorch_model.bin", CheckpointError, "torch.load(path, weights_only=True)"),
     "an empty folder": (".", CheckpointError, "a folder with model.safetensors"),
-    "no file": ("no.npz", CheckpointError, "No such file"),
-    "no archive": ("bad.npz", CheckpointError, "bad.npz cannot be read as an archive of numpy"),
+    "no file": ("no.npz", CheckpointError, "load_weights: there is no file no.npz in "),
+    "no folder": ("gpt2", CheckpointError, "there is no file gpt2 in "),
+    "no file at a path": ("/absent/x.safetensors", CheckpointError, "there is no file /absent/x.safetensors."),
+    "no archive": ("bad.npz", CheckpointError, "bad.npz cannot be read as a numpy archive"),
     "objects": ("objects.npz", CheckpointError, "Object arrays cannot be loaded"),
     "stored objects": ("stored.npz", CheckpointError, "stored.npz cannot be read"),
-    "no index": ("bad.safetensors.index.json", CheckpointError, "as the index"),
+    "no index": ("bad.safetensors.index.json", CheckpointError, "as an index"),
 }
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_what_cannot_be_read_is_refused(mistake: str) -> None:
     Path("bad.npz").write_bytes(b"no zip")
+    Path("pytorch_model.bin").touch()
     Path("bad.safetensors.index.json").write_text("{}")
     np.savez_compressed("objects.npz", x=np.array([{}], object))
     np.savez("stored.npz", x=np.array([{}], object))
