@@ -76,6 +76,8 @@ HARDWARE = {
     "TPU v2": _row(23, 23, None, 8, 350, 124, node=512),
 }
 
+GPUS = [row for name, row in HARDWARE.items() if not name.startswith("TPU")]
+
 _FIELDS = {"bfloat16": "half", "float16": "half", "float32 fast": "fast", "float32": "full"}
 
 

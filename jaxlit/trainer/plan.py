@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jaxlit import checks as check
-from jaxlit.programs.hardware import Hardware, peak_of
+from jaxlit.programs.hardware import GPUS, Hardware, peak_of
 from jaxlit.table import count, duration, size, table
 from jaxlit.trainer.step_cost import StepCost
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KINDS = ("parameters", "optimizer", "gradients", "temporaries", "batch", "other")
+_TAKEN = 0.75  # of a GPU's memory, which is jax's default
 
 
 @dataclass(frozen=True)
@@ -246,5 +247,11 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
         notes.append(
             ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
             "within a part."
+        )
+    gpus = [row for row in rows if row.fits and row.hardware in GPUS]
+    if any(row.left < (1 - _TAKEN) * row.hardware.memory for row in gpus):  # type: ignore
+        notes.append(
+            f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
+            "environment of the run."
         )
     return notes

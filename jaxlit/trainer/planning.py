@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxlit.loop.run_data import count
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.hardware import Hardware, hardware_of, resolve_hardware
 from jaxlit.reporting.terminal import say
-from jaxlit.strategies.auto import Auto, candidates
+from jaxlit.strategies.auto import Auto, candidates, memory_limit
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_model, make_loaders
@@ -59,7 +60,9 @@ def make_plan(
     if batch_size is not None and rows_per_device is not None:
         raise ArgumentError(f"{owner} takes batch_size, of all devices together, or rows_per_device. Leave one out.")
     check.positive("timeout", timeout, owner=owner)
-    given = resolve_hardware(hardware) if hardware is not None else hardware_of(jax.devices()[0].device_kind)
+    given = hardware_of(jax.devices()[0].device_kind) if hardware is None else resolve_hardware(hardware)
+    if hardware is None and given is not None and (limit := memory_limit()) is not None:
+        given = replace(given, memory=limit)
     _, batch, num_batches = first_batch(trainer, model, data)
     model = model if isinstance(model, lazy) else shapes_of(model)
     cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(trainer, strategy, n)]

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from kit.trainers import BARE, SEVERAL, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.programs.hardware import resolve_hardware
 from jaxlit.strategies import FSDP, Pipeline, SequenceParallel, TensorParallel
 from jaxlit.trainer.plan import Plan
 
@@ -460,6 +463,23 @@ def test_a_roofline_takes_the_slowest_of_three() -> None:
     assert planned(planner(), "ddp", hardware=apart).seconds["network"] == reduce.sent / 1e3
     assert row.left == 1e6 - row.total
     assert row.fits
+
+
+def test_a_plan_says_what_jax_takes_of_a_gpu_by_itself() -> None:
+    row = planned(planner(), "ddp", hardware="NVIDIA A100-SXM4-80GB")
+    for used, wanted in ((0, False), (59 * 10**9, False), (61 * 10**9, True), (81 * 10**9, False)):
+        more = replace(row, cost=replace(row.cost, optimizer=used))
+        assert ("jax takes 75% of a GPU's memory" in str(Plan((more,)))) == wanted
+        on_tpu = replace(more, hardware=resolve_hardware("TPU v5"))
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in str(Plan((on_tpu,)))
+
+
+def test_a_plan_of_present_devices_takes_the_memory_that_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 50})
+    monkeypatch.setattr(jax, "local_devices", lambda: [free])
+    monkeypatch.setattr("jaxlit.trainer.planning.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
+    assert planned(planner(), "ddp").hardware.memory == 900
+    assert planned(planner(), "ddp", hardware="NVIDIA A100").hardware.memory == 40e9
 
 
 def test_a_plan_is_drawn_and_listed() -> None:
