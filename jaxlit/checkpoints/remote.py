@@ -130,7 +130,7 @@ def _fetch(url: str, *, as_run: bool = False) -> None:
             try:
                 return _fetch_checkpoint(fs, f"{base}/{name}", folder / name, complete[name])
             except CheckpointError as error:
-                _logger.warning("A checkpoint was skipped. %s", error)
+                _logger.warning("A checkpoint of %s was skipped. %s", url, error)
                 skipped.append(str(error))
 
         for name in sorted(complete, key=lambda name: _order(complete[name]), reverse=True):
@@ -148,7 +148,7 @@ def _fetch(url: str, *, as_run: bool = False) -> None:
             raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *skipped]))
 
 
-def _fetch_checkpoint(fs: Any, url: str, path: Path, raw: bytes) -> bool:
+def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> bool:
     """Fetch a checkpoint under a temporary name, verify it and rename it; returns False if it is there."""
     with contextlib.suppress(CheckpointError, OSError):
         if (path / manifest.MANIFEST).read_bytes() == raw:
@@ -161,11 +161,13 @@ def _fetch_checkpoint(fs: Any, url: str, path: Path, raw: bytes) -> bool:
         names = [*manifest.files_of(temporary)]
         for name in names:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-        fs.get([f"{url}/{name}" for name in names], [str(temporary / name) for name in names])
+        fs.get([f"{source}/{name}" for name in names], [str(temporary / name) for name in names])
         manifest.verify(temporary)
         put(temporary, path, token)
-    except (CheckpointError, FileNotFoundError) as error:
-        raise CheckpointError(str(error).replace(str(temporary), fs.unstrip_protocol(url))) from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}: a file is missing: {error}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(temporary), source)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return True

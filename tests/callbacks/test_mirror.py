@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kit.batches import numbered
-from kit.buckets import URL, Bucket, WaitsForCopies, checkpoints, go, in_bucket, in_folder, machine, saves  # noqa: F401
+from kit.buckets import URL, Bucket, WaitsForCopies, checkpoints, go, in_bucket, in_folder, make_machine, saves
 from kit.checkpoints import train
 from kit.journal import hooks
 from kit.modules import Mean
@@ -16,9 +16,12 @@ import jaxlit as jl
 from jaxlit.checkpoints import files
 from jaxlit.errors import ArgumentError, CheckpointError
 
-pytestmark = pytest.mark.usefixtures("machine")
-
 OF_STEP = "checkpoints/step_{:08d}"
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_machine(tmp_path, monkeypatch)
 
 
 def fails(*operations: str, name: str = "") -> Any:
@@ -73,13 +76,14 @@ def test_a_checkpoint_is_copied_although_it_is_deleted_meanwhile() -> None:
 
     def saved(trainer: jl.Trainer, module: Any, callback: Any, path: Path) -> None:
         gone.append(not (trainer.run_dir / OF_STEP.format(3)).exists())
-        if trainer.global_step == 9:
+        if path.name == "step_00000009":
             goes_on.set()
 
     Bucket.meet = staticmethod(wait)
     trainer = go(3, WaitsForCopies(3), hooks(on_checkpoint_saved=saved), saves())
     assert gone == [False, True, True]
-    assert ("put", f"/runs/net/{OF_STEP.format(3)}/MANIFEST.json") in Bucket.log
+    first, last = (f"/runs/net/{OF_STEP.format(step)}/MANIFEST.json" for step in (3, 9))
+    assert Bucket.log.index(("put", first)) < Bucket.log.index(("put", last)) < Bucket.log.index(("remove", first))
     assert in_bucket() == in_folder(trainer.run_dir)
 
 

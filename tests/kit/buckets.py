@@ -78,14 +78,13 @@ class WaitsForCopies(jl.Callback):
         self.on_train_batch_end()
 
 
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have an empty bucket, and a machine whose folder of caches is returned."""
+def make_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty bucket, and a machine whose folder of caches is returned."""
     fsspec.register_implementation("bucket", Bucket, clobber=True)
     for name, value in {"store": {}, "pseudo_dirs": [""], "log": [], "meet": staticmethod(lambda *_: None)}.items():
         monkeypatch.setattr(Bucket, name, value)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine"))
-    return tmp_path / "machine"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "machine"))
+    return folder / "machine"
 
 
 def replace(machine: Path) -> None:
