@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.profiler import Profiler
@@ -73,8 +74,10 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
-    place = trainer.run_dir if in_run else paths[0]
-    return f"Trainer(resume={str(short_path(place))!r}{f', {limit}=...' if limit else ''})"
+    place = short_path(trainer.run_dir if in_run else paths[0])
+    root = trainer.default_root_dir
+    where = f"default_root_dir={root!r}, resume='auto'" if check.is_url(root) else f"resume={str(place)!r}"
+    return f"Trainer({where}{f', {limit}=...' if limit else ''})"
 
 
 def _count(number: int, noun: str) -> str:

@@ -225,10 +225,12 @@ def _names(fs: Any, folder: str) -> list[str]:
 
 def _manifest(fs: Any, folder: str) -> bytes | None:
     """Return the manifest of a checkpoint, None if it is not there, or was cut."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, LookupError, TypeError):
+    try:
         raw = fs.cat_file(f"{folder}/{manifest.MANIFEST}")
-        return raw if isinstance(_order(raw), int) else None
-    return None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return raw if type(_order(raw)) is int else None
 
 
 def _order(raw: bytes) -> int:

@@ -1,5 +1,6 @@
 """A run is copied to a bucket: what is complete, in an order in which a machine may die at any moment."""
 
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,27 @@ def test_that_there_are_no_locks_is_printed_once(capsys: pytest.CaptureFixture[s
     lines = [line for line in capsys.readouterr().out.splitlines() if "no locks" in line]
     assert len(lines) == 1
     assert URL in lines[0]
+
+
+def test_a_signal_waits_for_the_copies() -> None:
+    ending = threading.Event()
+
+    def wait(operation: str, path: str) -> None:
+        assert "checkpoints/" not in path or ending.wait(60)
+
+    Bucket.meet = staticmethod(wait)
+    stop = hooks(on_train_epoch_start=lambda t, m: t.current_epoch == 1 and signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as ended:
+        go(3, stop, hooks(teardown=lambda *_: ending.set()), saves())
+    assert ended.value.code == 143
+    (folder,) = Path("machine").glob("jaxlit/runs/*/runs/net")
+    assert in_bucket() == in_folder(folder)
+    assert checkpoints()
+
+
+def test_the_last_lines_say_how_to_continue_from_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
+    go(1, resume=None, enable_progress_bar=True)
+    assert f"Trainer(default_root_dir='{URL}', resume='auto', max_epochs=...)" in capsys.readouterr().out
 
 
 def test_the_header_has_the_address_and_the_folder(capsys: pytest.CaptureFixture[str]) -> None:

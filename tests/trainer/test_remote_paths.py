@@ -29,6 +29,8 @@ def fit_many(url: Any) -> None:
 
 USES: dict[str, Callable[[Any], Any]] = {
     r"ModelCheckpoint\(dirpath": lambda url: jl.callbacks.ModelCheckpoint(url),
+    r"PredictionWriter\(output_dir": lambda url: jl.callbacks.PredictionWriter(url),
+    r"Profiler\(dirpath": lambda url: jl.callbacks.Profiler(1, dirpath=url),
     r"trainer\.saver\.begin\(path": save,
     r"save_weights\(path": lambda url: jl.save_weights(MODULE, f"{url}/x.safetensors"),
     r"jl\.fit_many\(default_root_dir": fit_many,
