@@ -115,6 +115,7 @@ class Mirror(Callback):
     # In process 0 -----------------------------------------------------------------------------------
 
     def _begin(self, trainer: "Trainer") -> None:
+        """Open the bucket, and copy what is not there."""
         if not trainer.is_global_zero:
             return
         try:
@@ -178,12 +179,13 @@ class Mirror(Callback):
                     _logger.warning("%s/%s/%s could not be deleted: %r", self.url, FOLDER, name, error)
 
     def _copy_checkpoint(self, name: str) -> None:
+        """Copy a checkpoint unless it is there, from links to its files: it may be deleted meanwhile."""
         path, to = self._run / FOLDER / name, f"{self._base}/{FOLDER}/{name}"
         links = path.with_name(f"{TEMPORARY}{name}-{secrets.token_hex(4)}")
         try:
             if (raw := (path / MANIFEST).read_bytes()) == self._there.get(name):
                 return
-            shutil.copytree(path, links, copy_function=os.link)  # it may be deleted while it is copied
+            shutil.copytree(path, links, copy_function=os.link)
         except OSError:
             shutil.rmtree(links, ignore_errors=True)
             if (path / MANIFEST).exists():
@@ -210,6 +212,7 @@ class Mirror(Callback):
         del self._there[name]
 
     def _copy_files(self) -> None:
+        """Copy the files that have changed and are in no checkpoint."""
         for folder, folders, names in os.walk(self._run):
             folders[:] = [x for x in folders if x != FOLDER and not x.startswith(".")]
             for path in (Path(folder, x) for x in names if not x.startswith(".")):

@@ -80,80 +80,78 @@ def names_in(url: str) -> list[str]:
         return _names(*connect(url))
 
 
-def local(path: Any, *, is_file: bool = False) -> Any:
+def local(path: Any, kind: str = "checkpoint") -> Any:
     """Return a path as it is; for a URL that of its copy on this machine, which is fetched unless it is there.
 
-    Of several processes all must come here with a checkpoint; each fetches a file by itself.
+    Of several processes all must come here, except for a file, which each fetches by itself.
 
     Args:
-        path: A path, or the URL of a file, a checkpoint or a run's folder, the latter also with `/best` or `/last`.
-        is_file: Whether a URL is that of a file.
+        path: A path or a URL.
+        kind: What is fetched: a "checkpoint", of a run's folder the newest, or the best with `/best` at the end; a
+            "file"; or a "run" to continue, if it has begun: its newest and best checkpoints, and its other files.
 
     Raises:
         ArgumentError: The file system of the URL is not installed.
-        CheckpointError: The URL cannot be read, or has no checkpoint.
+        CheckpointError: The URL cannot be read, or none of its checkpoints verifies.
     """
     if not check.is_url(path):
         return path
     url = str(check_url("url", path, owner="fsspec"))
-    if is_file:
+    if kind == "file":
         _fetch_file(url)
     else:
-        once_per_node(partial(_fetch, url), f"fetching {url}")
+        once_per_node(partial(_fetch, url, as_run=kind == "run"), f"fetching {url}")
     return staging(url)
 
 
-def fetch_run(url: str) -> None:
-    """Fetch what a training continues with, unless it is there: the newest checkpoint, the best ones, other files.
-
-    Raises:
-        CheckpointError: The URL cannot be read, or it has checkpoints of which none verifies.
-    """
-    once_per_node(partial(_fetch, url, as_run=True), f"fetching {url}")
-
-
-def _fetch(url: str, *, as_run: bool = False) -> None:
+def _fetch(url: str, *, as_run: bool) -> None:
     with _reading(url):
         (fs, base), folder, with_best, skipped = connect(url), staging(url), as_run, list[str]()
         if base.endswith(("/best", "/last")):
             base, folder, with_best = base.rpartition("/")[0], folder.parent, True
-        if (raw := _manifest(fs, base)) is not None:
+        if not as_run and (raw := _manifest(fs, base)) is not None:
             (base, _, name), folder = base.rpartition("/"), folder.parent
             there: dict[str, bytes | None] = {name: raw}
         else:
-            inside = fs.isdir(f"{base}/{FOLDER}")
-            base, folder = (f"{base}/{FOLDER}", folder / FOLDER) if inside else (base, folder)
+            if as_run or fs.isdir(f"{base}/{FOLDER}"):
+                base, folder = f"{base}/{FOLDER}", folder / FOLDER
             there = manifests(fs, base)
         complete = {name: raw for name, raw in there.items() if raw is not None}
 
-        def fetch(name: str) -> bool | None:
+        def fetch(name: str) -> bool:
             try:
-                return _fetch_checkpoint(fs, f"{base}/{name}", folder / name, complete[name])
+                _fetch_checkpoint(fs, f"{base}/{name}", folder / name, complete[name])
             except CheckpointError as error:
                 _logger.warning("A checkpoint of %s was skipped. %s", url, error)
                 skipped.append(str(error))
+                return False
+            return True
 
         for name in sorted(complete, key=lambda name: _order(complete[name]), reverse=True):
             if _order(complete[name]) < last_order(folder):
                 return  # a training of this machine has gone on, and its newest is not copied yet
-            if (is_new := fetch(name)) is None:
-                continue
+            if not _is_here(folder / name, complete[name]):
+                if as_run:  # first: a process that ends here does not take the run for complete at its next start
+                    _fetch_files(fs, base.rpartition("/")[0], folder.parent)
+                if not fetch(name):
+                    continue
             for other in _best(folder / name) & complete.keys() if with_best else ():
                 if not (folder / other).exists():
                     fetch(other)
-            if as_run and is_new:
-                _fetch_files(fs, base.rpartition("/")[0], folder.parent)
             return
         if skipped or not as_run:
             raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *skipped]))
 
 
-def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> bool:
-    """Fetch a checkpoint under a temporary name, verify it and rename it; returns False if it is there."""
+def _is_here(path: Path, raw: bytes) -> bool:
+    """Return whether a checkpoint is on this machine, with this manifest and without damage."""
     with contextlib.suppress(CheckpointError, OSError):
-        if (path / manifest.MANIFEST).read_bytes() == raw:
-            manifest.verify(path)
-            return False
+        return (path / manifest.MANIFEST).read_bytes() == raw and bool(manifest.verify(path))
+    return False
+
+
+def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> None:
+    """Fetch a checkpoint under a temporary name, verify it and rename it."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{(token := secrets.token_hex(4))}")
     temporary.mkdir(parents=True)
     try:
@@ -163,14 +161,14 @@ def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> bool:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         fs.get([f"{source}/{name}" for name in names], [str(temporary / name) for name in names])
         manifest.verify(temporary)
-        put(temporary, path, token)
+        if not _is_here(path, raw):  # another process may have fetched it, and read it
+            put(temporary, path, token)
     except FileNotFoundError as error:
         raise CheckpointError(f"{source}: a file is missing: {error}.") from error
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(temporary), source)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return True
 
 
 def _best(path: Path) -> set[str]:

@@ -12,7 +12,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.checkpoints.files import FOLDER, Checkpoint
 from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.checkpoints.remote import fetch_run, names_in, staging
+from jaxlit.checkpoints.remote import local, names_in, staging
 from jaxlit.distributed.exchange import computers
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError, in_all
@@ -45,9 +45,9 @@ class RunFolder:
             ArgumentError: The processes are on several computers.
             CheckpointError: The run cannot be read.
         """
+        self._check_computers()
         if self.url is not None:
-            self._check_computers()
-            fetch_run(self.url)
+            local(self.url, "run")
 
     def claim(self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, fitting: bool) -> None:
         """Make the folder this Trainer's.
@@ -70,11 +70,9 @@ class RunFolder:
             return
         inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or inside
-        names = ("metrics.csv", FOLDER, *files)
-        used = [name for name in names if _is_used(self.root / name)]
-        if self.url is not None:
-            self._check_computers()
-            used += [] if continues or self._is_ours else sorted({*names} & {*names_in(self.url)})
+        self._check_computers()
+        there = [] if self.url is None or continues or self._is_ours else names_in(self.url)
+        used = [name for name in ("metrics.csv", FOLDER, *files) if name in there or _is_used(self.root / name)]
         if used and fitting and not (self._is_ours or continues):
             raise ArgumentError(
                 f"Trainer(default_root_dir={str(self._given)!r}) holds {used[0]} of another run. Pass "
@@ -83,7 +81,7 @@ class RunFolder:
         self._is_ours = self._is_ours or fitting or continues or not used
 
     def _check_computers(self) -> None:
-        if len({*map(str, computers("the run's folder"))}) > 1:
+        if self.url is not None and len({*map(str, computers("the run's folder"))}) > 1:
             error = ArgumentError(
                 f"Trainer(default_root_dir={self.url!r}) writes to a folder of one computer, which is copied, and the "
                 "processes are on several. Pass a folder on a disk that they share, and "

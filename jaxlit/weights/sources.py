@@ -53,7 +53,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
-    path = Path(local(source, is_file=True))
+    path = Path(local(source, "file"))
     if path.is_dir():  # as Hugging Face's hub downloads it
         known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
         source = path = next((file for file in known if file.exists()), path)
@@ -73,7 +73,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
 def _read_sharded(path: Path, folder: str) -> dict[str, np.ndarray]:
     try:
         files = json.loads(path.read_text())["weight_map"]
-        paths = {file: Path(local(os.path.join(folder, Path(file).name), is_file=True)) for file in {*files.values()}}
+        paths = {file: Path(local(os.path.join(folder, Path(file).name), "file")) for file in {*files.values()}}
         parts = {file: safetensors_file.read(path) for file, path in paths.items()}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

@@ -112,6 +112,23 @@ def test_the_one_before_is_taken_if(damage: str, machine: Path, caplog: pytest.L
     assert fetched()[-1] == "step_00000009"  # it was written again
 
 
+@pytest.mark.parametrize("name", ["metrics.csv", "state.json"])
+def test_a_machine_that_stops_while_it_fetches_fetches_the_rest_later(name: str, machine: Path) -> None:
+    go(2)
+    replace(machine)
+
+    def stop(operation: str, path: str) -> None:
+        if operation == "get" and path.endswith(name):
+            raise ConnectionError("stopped")
+
+    Bucket.meet = staticmethod(stop)
+    refuses(CheckpointError, lambda: go(3), f"{URL} cannot be read: ConnectionError: stopped")
+    Bucket.meet = staticmethod(lambda *_: None)
+    trainer, whole = go(3), train("whole", 3, saves())
+    assert (trainer.run_dir / "metrics.csv").read_bytes() == (whole.run_dir / "metrics.csv").read_bytes()
+    assert bytes_of(trainer) == bytes_of(whole)
+
+
 def test_a_run_of_which_nothing_can_be_used_does_not_start_again(machine: Path) -> None:
     go(1)
     flip("checkpoints/step_00000003/state.json")
