@@ -15,6 +15,7 @@ with lazy_imports(globals()):
     from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
     from jaxlit.callbacks.logger import Logger, NoLogger
     from jaxlit.callbacks.measure import Measure
+    from jaxlit.callbacks.mirror import Mirror
     from jaxlit.callbacks.mlflow_logger import MLFlowLogger
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.callbacks.model_summary import ModelSummary
@@ -45,6 +46,7 @@ __all__ = [
     "Logger",
     "MLFlowLogger",
     "Measure",
+    "Mirror",
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",

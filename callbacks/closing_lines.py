@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.profiler import Profiler
@@ -73,9 +74,10 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
     if trainer.resume == "auto":
         return "run the same command" + (f" with a larger {limit}" if limit else " again")
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
-    place = trainer.run_dir if in_run else paths[0]
+    place, root = short_path(trainer.run_dir if in_run else paths[0]), trainer.default_root_dir
+    given = f"default_root_dir={root!r}, resume='auto'" if check.is_url(root) else f"resume={str(place)!r}"
     # Not as a call: the Trainer takes its limit again, and what else it was given.
-    return f"pass resume={str(short_path(place))!r}{f' and a larger {limit}' if limit else ''} to the Trainer"
+    return f"pass {given}{f' and a larger {limit}' if limit else ''} to the Trainer"
 
 
 def _count(number: int, noun: str) -> str:

@@ -50,7 +50,8 @@ class PredictionWriter(Callback):
     in_fast_dev_run = False
 
     def __init__(self, output_dir: str | Path, write_interval: str = "batch", *, format: str = "npy") -> None:
-        self.output_dir, owner = Path(output_dir), "PredictionWriter"
+        owner = "PredictionWriter"
+        self.output_dir = Path(check.on_disk("output_dir", output_dir, owner=owner))
         self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)
         self.format = check.one_of("format", format, ("npy", "parquet"), owner=owner)
         if format == "parquet":

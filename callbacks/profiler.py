@@ -45,7 +45,7 @@ class Profiler(Callback):
     def __init__(self, start_step: int = 10, num_steps: int = 5, dirpath: str | Path | None = None) -> None:
         self.start_step = check.integer("start_step", start_step, low=0, owner="Profiler")
         self.num_steps = check.integer("num_steps", num_steps, low=1, owner="Profiler")
-        self.dirpath = None if dirpath is None else absolute(Path(dirpath))
+        self.dirpath = None if dirpath is None else absolute(Path(check.on_disk("dirpath", dirpath, owner="Profiler")))
         self.location: str | None = None
         self._reset()
 

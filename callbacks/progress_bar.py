@@ -90,13 +90,13 @@ class ProgressBar(Callback):
             return
         self._trainer = trainer
         devices, used = jax.devices(), trainer.strategy.mesh.size
-        writes = trainer.loggers or trainer.checkpoint_callbacks
+        writes, root = trainer.loggers or trainer.checkpoint_callbacks, trainer.default_root_dir
         parts = [
             f"jaxlit {__version__}",
             f"jax {jax.__version__}",
             f"{used}{'' if used == len(devices) else f' of {len(devices)}'} x {devices[0].device_kind}",
             trainer.strategy.describe().split("\n")[0],
-            f"run {short_path(trainer.run_dir)}" if writes else "",
+            f"run {f'{root} in ' if check.is_url(root) else ''}{short_path(trainer.run_dir)}" if writes else "",
         ]
         if (header := join(parts)) != self._header:  # a second fit prints nothing new
             self._print(header)

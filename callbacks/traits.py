@@ -20,8 +20,8 @@ class Traits(Configured):
 
     role: str = ""
     """Which of the Trainer's own callbacks it replaces: "progress_bar", "model_summary", "checkpoint", "csv_logger" or
-    "jsonl_logger". A "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others;
-    "early_stopping" is `trainer.early_stopping_callback`."""
+    "jsonl_logger". A "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others, except
+    those of a "mirror"; "early_stopping" is `trainer.early_stopping_callback`."""
 
     is_logger: bool = False
     """Whether it is one of `trainer.loggers`, with the methods of a `jl.callbacks.Logger`."""

@@ -9,6 +9,7 @@ import importlib
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -123,15 +124,17 @@ def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, .
     return tuple(value)
 
 
-def on_disk(name: str, value: Any, *, owner: str = "Trainer") -> Any:
-    """Return a path of this machine; the address of a remote file system would become the name of a local folder.
+def is_url(value: Any) -> bool:
+    """Return whether a path is the URL of a remote file system, `gs://bucket/run` for example."""
+    return isinstance(value, (str, Path)) and re.match(r"(\w+::)*[A-Za-z][\w+.-]+:/", str(value)) is not None
 
-    Without a name `owner` is the argument: "Trainer.fit(init_from=...)".
-    """
-    if re.match(r"[A-Za-z][\w+.-]+:/", str(value)):
+
+def on_disk(name: str, value: Any, *, owner: str = "Trainer") -> Any:
+    """Return a path of this machine; a URL would become the name of a local folder."""
+    if is_url(value):
         raise ArgumentError(
-            f"{owner}{f'({name}=...)' if name else ''} takes a path on a disk of this machine, got {str(value)!r}. "
-            "Mount the bucket, or copy checkpoints in on_checkpoint_saved: see docs/checkpoints.md."
+            f"{owner}({name}=...) takes a path on a disk of this machine, got {str(value)!r}. A run is copied to a "
+            "bucket by Trainer(default_root_dir=url) or jl.callbacks.Mirror(url): see docs/checkpoints.md."
         )
     return value
 

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Lowest first: a room imports itself and the rooms before it.
-_GROUND = """errors notes shown version leaf_names fingerprint background table to_json checks control
+_GROUND = """errors cache_folder notes shown version leaf_names fingerprint background table to_json checks control
 mesh_context porting faces configured sharding"""
 GROUND = _GROUND.split()  # the files on the ground floor, which is one room
 _ROOMS = """ground programs distributed checkpoints reporting weights core pipeline strategies data engine callbacks

@@ -76,7 +76,7 @@ def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1)
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
-    real, entries = os.path.realpath(folder), _entries(folder)
+    real, entries = os.path.realpath(folder), files_of(folder)
     for path in _files(folder) if index == 0 else ():
         name = path.relative_to(folder).as_posix()
         # Hidden ones are left by file systems and file managers.
@@ -155,8 +155,12 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def _entries(folder: Path) -> dict[str, Any]:
-    """Return the manifest's files, once it is known to be one."""
+def files_of(folder: Path) -> dict[str, Any]:
+    """Return by name the size and hash of each file in a folder's manifest.
+
+    Raises:
+        CheckpointError: It is no manifest, is damaged, or names a file outside of the folder.
+    """
     path = folder / MANIFEST
     raw = _bytes(path)
     body = _parse(path, raw)

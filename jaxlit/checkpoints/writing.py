@@ -135,7 +135,7 @@ class Draft:
         """Seal the files of all processes, and give the folder its name."""
         manifest.write(self.temporary / STATE, self.text)
         manifest.seal(self.temporary, self.order, shares.collect(self.temporary, self.token))
-        _put(self.temporary, self.path, self.token)
+        put(self.temporary, self.path, self.token)
         # Its files were read back for their hashes just now: to read them again would only take the cores.
         manifest.verify(self.path, hashes=False)
 
@@ -219,7 +219,7 @@ def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
         return ocp.save_async(str(folder), {str(i): x for i, x in arrays.items() if x.size})
 
 
-def _put(temporary: Path, path: Path, token: str) -> None:
+def put(temporary: Path, path: Path, token: str) -> None:
     """Give a written checkpoint its name; one that has it already is deleted afterwards."""
     old = None
     if path.exists():

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
 from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode
+from jaxlit.checkpoints.remote import local
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.porting import advice
@@ -34,7 +35,7 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
     parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
     if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
         raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
-    checkpoint, skipped = locate(path, f"{cls.__name__}.load_from_checkpoint")
+    checkpoint, skipped = locate(path := local(path), f"{cls.__name__}.load_from_checkpoint")
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)
     recorded = checkpoint.state["module"]["hparams"]

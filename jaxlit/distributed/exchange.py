@@ -39,6 +39,11 @@ def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[An
     return [value for value, _ in given]
 
 
+def computers(topic: str) -> list[Any]:
+    """Return for each process what is equal for those of one computer; all must call it."""
+    return team().agree(f"{topic}: which computer", [socket.gethostname(), _boot_id()])
+
+
 def once_per_node(work: Callable[[], None], topic: str) -> None:
     """Run `work` in one process of each computer, while the others wait for it.
 
@@ -46,7 +51,7 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
         ProcessError: It failed in another process.
     """
     processes = team()
-    nodes = processes.agree(f"{topic}: which computer", [socket.gethostname(), _boot_id()])
+    nodes = computers(topic)
     leads = nodes.index(nodes[processes.index]) == processes.index
     failure: BaseException | None = None
     try:

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jaxlit.cache_folder import cache_folder
+
 MAX_BYTES = 2 * 2**30
 _JAX_LEAST_SECONDS = 1.0  # of compiling, from which on jax stores a program by default: on a fast machine, almost none
 
@@ -49,7 +51,7 @@ def use_compile_cache(where: bool | str | Path) -> None:
 
 def default_folder() -> Path:
     """Return the folder of compiled programs in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlit" / "compiled"
+    return cache_folder("compiled")
 
 
 def _write_atomically(folder: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import optax
 
 from jaxlit import checks as check
+from jaxlit.checkpoints.remote import check_url
 from jaxlit.core.precision import PRECISIONS
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
@@ -176,8 +177,8 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "steps_per_execution": _int(1, "auto"),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
-    "default_root_dir": check.on_disk,
-    "resume": check.on_disk,
+    "default_root_dir": check_url,
+    "resume": check_url,
     "seed": _int(0),
     "nan_policy": partial(check.one_of, allowed=get_args(NanPolicy)),
     "prefetch": _int(0, "auto"),
@@ -211,6 +212,11 @@ def _check_combinations(s: Settings) -> None:
         raise ArgumentError(
             "Trainer(resume='auto') continues what is in default_root_dir, and there is none. Pass "
             "Trainer(default_root_dir=...)."
+        )
+    if check.is_url(s.resume) and s.default_root_dir is None:
+        raise ArgumentError(
+            f"Trainer(resume={str(s.resume)!r}) without default_root_dir would continue in a folder of this machine "
+            "that is copied nowhere. Pass Trainer(default_root_dir=...) as well: the URL of the run, or a folder."
         )
     if s.resume is not None and s.fast_dev_run:
         raise ArgumentError(

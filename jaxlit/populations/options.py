@@ -57,6 +57,7 @@ class Options:
         for name in ("resume", "every_n_train_steps"):
             if self.default_root_dir is None and getattr(self, name) is not None:
                 raise ArgumentError(f"{OWNER}({name}=...) needs default_root_dir, the folder of the checkpoints.")
+        check.on_disk("default_root_dir", self.default_root_dir, owner=OWNER)
         if (count := jax.process_count()) > 1:
             raise ArgumentError(f"{OWNER} trains in one process, and there are {count}. Call it in one of its own.")
 

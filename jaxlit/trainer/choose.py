@@ -11,6 +11,7 @@ import jax
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
+from jaxlit.checkpoints.remote import local
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.loading import tell_taken
 from jaxlit.core.module import TrainModule
@@ -52,8 +53,9 @@ def resolve_checkpoint(
         return None
     if not isinstance(wanted, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes 'auto', 'last', 'best' or a path, got {shown(wanted)}.")
+    folder.fetch()
     if wanted not in ("auto", "last", "best"):
-        checkpoint, skipped = locate(wanted, argument)
+        checkpoint, skipped = locate(local(wanted), argument)
     else:
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER

@@ -53,7 +53,7 @@ def _items(settings: Settings, model: Any, callbacks: Sequence[Callback]) -> dic
             is_path = name in ("default_root_dir", "resume") and value not in (None, "auto")
             items[f"Trainer({name}=)"] = "a path" if is_path else _text(value)
     items["Trainer(logger=)"] = "some" if any(c.is_logger for c in callbacks) else "none"
-    ends = ("checkpoint", "early_stopping")
+    ends = ("checkpoint", "early_stopping", "mirror")
     matter = [c for c in callbacks if c.changes_step or c.limits_time or c.frozen_part is not None or c.role in ends]
     # A checkpoint's folder is a path.
     texts = [type(c).__name__ if c.role == "checkpoint" else _text(c) for c in matter]

@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 
+from jaxlit import checks as check
 from jaxlit.checkpoints.files import FOLDER, Checkpoint
 from jaxlit.checkpoints.folder_lock import FolderLock
+from jaxlit.checkpoints.remote import local, names_in, staging
+from jaxlit.distributed.exchange import computers
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, CheckpointError
+from jaxlit.errors import ArgumentError, CheckpointError, in_all
 
 
 class RunFolder:
@@ -23,8 +26,9 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path | None) -> None:
-        self._given = root
-        self.root = None if root is None else Path(os.path.abspath(root))  # whatever folder a program goes to later
+        self._given, self.url = root, str(root) if check.is_url(root) else None
+        place = root if self.url is None else staging(self.url)
+        self.root = None if place is None else Path(os.path.abspath(place))  # whatever folder a program goes to later
         self.known, self._is_ours = self.root, False
 
     @property
@@ -33,6 +37,17 @@ class RunFolder:
         if self.known is None:
             self.known = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         return self.known
+
+    def fetch(self) -> None:
+        """Fetch the newest checkpoint of a run in a bucket, unless this machine has it; in all processes together.
+
+        Raises:
+            ArgumentError: The processes are on several computers.
+            CheckpointError: The run cannot be read.
+        """
+        self._check_computers()
+        if self.url is not None:
+            local(self.url, "run")
 
     def claim(self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, fitting: bool) -> None:
         """Make the folder this Trainer's.
@@ -55,13 +70,24 @@ class RunFolder:
             return
         inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or inside
-        used = [name for name in ("metrics.csv", FOLDER, *files) if _is_used(self.root / name)]
+        self._check_computers()
+        there = [] if self.url is None or continues or self._is_ours else names_in(self.url)
+        used = [name for name in ("metrics.csv", FOLDER, *files) if name in there or _is_used(self.root / name)]
         if used and fitting and not (self._is_ours or continues):
             raise ArgumentError(
                 f"Trainer(default_root_dir={str(self._given)!r}) holds {used[0]} of another run. Pass "
                 "Trainer(resume='auto') to continue it, another folder, or move that run away."
             )
         self._is_ours = self._is_ours or fitting or continues or not used
+
+    def _check_computers(self) -> None:
+        if self.url is not None and len({*map(str, computers("the run's folder"))}) > 1:
+            error = ArgumentError(
+                f"Trainer(default_root_dir={self.url!r}) writes to a folder of one computer, which is copied, and the "
+                "processes are on several. Pass a folder on a disk that they share, and "
+                f"callbacks=jl.callbacks.Mirror({self.url!r})."
+            )
+            raise in_all(error)
 
     def hold(self) -> FolderLock | None:
         """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together.

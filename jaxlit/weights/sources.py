@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from jaxlit import checks as check
+from jaxlit.checkpoints.remote import local
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.leaf_names import keys_of
@@ -52,15 +53,15 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
-    path = Path(check.on_disk("source", source, owner="load_weights"))
+    path = Path(local(source, "file"))
     if not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CheckpointError(f"load_weights: there is no file {path}{where}.")
     if path.is_dir():  # as the Hugging Face hub downloads it
         known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
-        path = next((file for file in known if file.exists()), path)
+        source = path = next((file for file in known if file.exists()), path)
     if path.name.endswith(_INDEX):
-        return _read_sharded(path)
+        return _read_sharded(path, os.path.dirname(source))
     if path.name.endswith(".safetensors"):
         return safetensors_file.read(path)
     if path.name.endswith(".npz"):
@@ -72,10 +73,11 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
     )
 
 
-def _read_sharded(path: Path) -> dict[str, np.ndarray]:
+def _read_sharded(path: Path, folder: str) -> dict[str, np.ndarray]:
     try:
         files = json.loads(path.read_text())["weight_map"]
-        parts = {file: safetensors_file.read(path.parent / Path(file).name) for file in {*files.values()}}
+        paths = {file: Path(local(os.path.join(folder, Path(file).name), "file")) for file in {*files.values()}}
+        parts = {file: safetensors_file.read(path) for file, path in paths.items()}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as an index of safetensors files: {error!r}.") from error

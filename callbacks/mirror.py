@@ -1,0 +1,229 @@
+"""A copy of a run in a bucket."""
+
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxlit import checks as check
+from jaxlit.background import BackgroundQueue
+from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import FOLDER, TEMPORARY
+from jaxlit.checkpoints.manifest import MANIFEST, order_of
+from jaxlit.checkpoints.remote import check_url, connect, manifests
+from jaxlit.distributed.exchange import once_per_node
+from jaxlit.distributed.team import team
+from jaxlit.errors import CheckpointError
+from jaxlit.reporting.terminal import absolute, say
+
+if TYPE_CHECKING:
+    from jaxlit.core.module import TrainModule
+    from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
+_MOST_BYTES = 2**26  # of a file that is read at once, as it may grow meanwhile
+_PATIENCE_S = 7 * 24 * 3600.0  # a failure ends the wait
+
+
+class Mirror(Callback):
+    """Copy a run's folder to a bucket while training continues.
+
+    A checkpoint is copied once it is complete, its manifest last, and deleted there once it is deleted here. Other
+    files are copied with each checkpoint and at the end, which waits for the copies. `Trainer(default_root_dir=url)`
+    has this callback, and continues from the bucket; given by itself it copies a run in a folder that is on a shared
+    disk, for example. A copy that fails ends training, or is a warning as `ModelCheckpoint(on_save_error=)` says.
+
+    Args:
+        url: The run's folder in the bucket: "gs://bucket/runs/net", or any URL that fsspec takes.
+
+    Raises:
+        ArgumentError: It is no URL, or the package of its file system is not installed.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> trainer = jl.Trainer(max_epochs=1, callbacks=jl.callbacks.Mirror("memory://runs/net"))
+    """
+
+    role = "mirror"
+    in_fast_dev_run = False
+
+    def __init__(self, url: str) -> None:
+        check.require(check.is_url(url), "url", url, "takes a URL, for example 'gs://bucket/run'", owner="Mirror")
+        self.url: str = check_url("url", url, owner="Mirror")
+        self.exclusive = "address, the url", self.url
+        self._queue: BackgroundQueue | None = None
+        self._error: Exception | None = None
+        self._told = False
+
+    # Hooks ------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Begin a fit, and print what a bucket cannot do."""
+        self._error, self._run = None, absolute(trainer.run_dir)
+        self._names = list[str]()  # of the checkpoints here, those of this fit that are deleted too; the newest last
+        self._there: dict[str, bytes | None] = {}  # the manifests in the bucket
+        self._copied: dict[str, tuple[int, int]] = {}  # the time and size of other files
+        if stage == "fit" and trainer.is_global_zero and not self._told:
+            self._told = True
+            say(f"{self._run} is copied to {self.url}: there are no locks, so no other training may write there")
+
+    def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
+        """Remember which checkpoints were to be deleted when this one was written."""
+        self._names += [name for state in checkpoint["callbacks"].values() for name in state.get("replaced", ())]
+
+    def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Refuse a bucket that cannot be written, and copy what an earlier process has not.
+
+        Raises:
+            CheckpointError: It cannot be written.
+        """
+        once_per_node(lambda: self._begin(trainer), f"opening {self.url}")
+
+    def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
+        """Copy a checkpoint in the background."""
+        self._check(trainer)
+        if self._queue is None:
+            return
+        if path.parent == self._run / FOLDER:
+            self._names.append(path.name)
+        else:
+            _logger.warning("%s is not in %s, and is not copied to %s.", path, self._run / FOLDER, self.url)
+        if len(self._queue) < 2:  # one that has not begun copies this one as well
+            self._queue.submit(self._copy)
+
+    def due_in(self, step: int) -> int | None:
+        """Return the next step if a copy has failed."""
+        return None if self._error is None else 1
+
+    def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
+        """Raise, or warn, if a copy has failed."""
+        self._check(trainer)
+
+    def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
+        """Copy the rest, and wait for it; in several processes all do."""
+        if stage != "fit":
+            return
+        try:
+            self._end(trainer)
+        finally:
+            if not team().over:
+                team().agree(f"copying to {self.url}", None, timeout=_PATIENCE_S)
+
+    # In process 0 -----------------------------------------------------------------------------------
+
+    def _begin(self, trainer: "Trainer") -> None:
+        """Open the bucket, and copy what is not there."""
+        if not trainer.is_global_zero:
+            return
+        try:
+            self._fs, self._base = connect(self.url)
+            self._fs.pipe_file(f"{self._base}/.probe", b"0")
+            self._fs.rm_file(f"{self._base}/.probe")
+            self._there = manifests(self._fs, f"{self._base}/{FOLDER}")
+        except Exception as error:  # of any class: each file system has its own
+            raise self._failed(error) from error
+        for saver in trainer.checkpoint_callbacks:
+            paths = [*getattr(saver, "best_k_models", ()), getattr(saver, "last_model_path", "")]
+            self._names += [Path(path).name for path in paths if Path(path).parent == self._run / FOLDER]
+        self._names += [name for name, raw in self._there.items() if raw is None and name not in self._names]
+        self._names.sort(key=lambda name: order_of(self._run / FOLDER / name) or 0)
+        self._queue = BackgroundQueue("jaxlit-mirror", lambda error: setattr(self, "_error", error))
+        self._queue.submit(self._copy)
+
+    def _end(self, trainer: "Trainer") -> None:
+        queue, self._queue = self._queue, None
+        if queue is None:
+            return
+        try:
+            queue.submit(self._copy)
+            if not queue.wait_idle(2.0):
+                say(f"waiting for copies to {self.url}")
+            # After the failure of another process there is not as much time.
+            while not queue.wait_idle(0.5) and team().seconds_left != 0.0:
+                pass
+        finally:
+            queue.stop()
+        self._check(trainer)
+
+    def _check(self, trainer: "Trainer") -> None:
+        error, self._error = self._error, None
+        if error is None:
+            return
+        if any(getattr(c, "on_save_error", "raise") == "warn" for c in trainer.checkpoint_callbacks):
+            _logger.warning("%s", self._failed(error))
+        else:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.url} could not be written: {type(error).__name__}: {error}. Nothing is lost in {self._run}. The "
+            "same command copies it, or pass another URL or a folder."
+        )
+
+    # In the thread ----------------------------------------------------------------------------------
+
+    def _copy(self) -> None:
+        """Make the bucket like the folder: other files, new checkpoints, and then without those that are gone."""
+        folder, names = self._run / FOLDER, [*self._names]
+        self._copy_files()
+        for name in reversed(names):
+            self._copy_checkpoint(name)
+        if names and (folder / names[-1]).exists():  # else an even newer one is not copied yet
+            for name in self._there.keys() & {x for x in names if not (folder / x).exists()}:
+                try:
+                    self._remove(name)
+                except Exception as error:
+                    _logger.warning("%s/%s/%s could not be deleted: %r", self.url, FOLDER, name, error)
+
+    def _copy_checkpoint(self, name: str) -> None:
+        """Copy a checkpoint unless it is there, from links to its files: it may be deleted meanwhile."""
+        path, to = self._run / FOLDER / name, f"{self._base}/{FOLDER}/{name}"
+        links = path.with_name(f"{TEMPORARY}{name}-{secrets.token_hex(4)}")
+        try:
+            if (raw := (path / MANIFEST).read_bytes()) == self._there.get(name):
+                return
+            shutil.copytree(path, links, copy_function=os.link)
+        except OSError:
+            shutil.rmtree(links, ignore_errors=True)
+            if (path / MANIFEST).exists():
+                raise
+            return  # it was deleted: there is a newer one
+        try:
+            if name in self._there:
+                self._remove(name)
+            self._there[name] = None
+            files = [x for x in links.rglob("*") if x.is_file() and x != links / MANIFEST]
+            self._fs.put([str(x) for x in files], [f"{to}/{x.relative_to(links).as_posix()}" for x in files])
+            self._fs.pipe_file(f"{to}/{MANIFEST}", raw)
+            self._there[name] = raw
+        finally:
+            shutil.rmtree(links, ignore_errors=True)
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint, its manifest first."""
+        path = f"{self._base}/{FOLDER}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(f"{path}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(path, recursive=True)
+        del self._there[name]
+
+    def _copy_files(self) -> None:
+        """Copy the files that have changed and are in no checkpoint."""
+        for folder, folders, names in os.walk(self._run):
+            folders[:] = [x for x in folders if x != FOLDER and not x.startswith(".")]
+            for path in (Path(folder, x) for x in names if not x.startswith(".")):
+                name = path.relative_to(self._run).as_posix()
+                try:
+                    key = (path.stat().st_mtime_ns, path.stat().st_size)
+                    text = path.read_bytes() if key[1] <= _MOST_BYTES and key != self._copied.get(name) else None
+                except OSError:  # it was deleted meanwhile
+                    continue
+                if text is not None:
+                    self._fs.pipe_file(f"{self._base}/{name}", text)
+                elif key != self._copied.get(name):
+                    self._fs.put_file(str(path), f"{self._base}/{name}")
+                self._copied[name] = key

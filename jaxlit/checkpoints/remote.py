@@ -1,0 +1,235 @@
+"""Checkpoints and weights in a bucket, fetched to a folder of this machine from which everything else reads them.
+
+A bucket has no locks and no rename. A run is therefore written to a folder of this machine, and `jl.callbacks.Mirror`
+copies what is complete, the manifest of a checkpoint last.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxlit import checks as check
+from jaxlit.cache_folder import cache_folder
+from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints.files import FOLDER, TEMPORARY, last_order, step_of
+from jaxlit.checkpoints.writing import put
+from jaxlit.distributed.exchange import once_per_node
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
+
+_logger = logging.getLogger("jaxlit")
+
+
+def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
+    """Return a path, or a URL whose file system is installed.
+
+    Raises:
+        ArgumentError: It is not, with what to install.
+    """
+    if check.is_url(value):
+        from fsspec.registry import get_filesystem_class, known_implementations
+
+        for part in str(value).split("::"):
+            protocol = part.partition("://")[0]
+            try:
+                get_filesystem_class(protocol)
+            except (ImportError, ValueError) as error:
+                package = known_implementations.get(protocol, {"class": "fsspec"})["class"].split(".")[0]
+                remedy = "" if package == "fsspec" else f" Run `pip install {package}`."
+                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else remedy
+                raise ArgumentError(f"{owner}({name}={str(value)!r}) cannot be opened: {error}.{remedy}") from error
+    return value
+
+
+def staging(url: str) -> Path:
+    """Return where this machine has the copy of a URL."""
+    scheme, _, path = url.partition("://")
+    return cache_folder("runs").absolute() / re.sub(r"\W", "_", scheme) / os.path.normpath(f"/{path}").lstrip("/")
+
+
+def connect(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    # Only the local file system has to be asked to make the folders of a file.
+    options = {x: {"auto_mkdir": True} for x in ("file", "local") if f"{x}://" in url}
+    fs, path = url_to_fs(url, **options)
+    return fs, path.rstrip("/")
+
+
+def manifests(fs: Any, folder: str) -> dict[str, bytes | None]:
+    """Return by name the manifest of each checkpoint in a folder; None for one that is incomplete."""
+    names = [name for name in _names(fs, folder) if step_of(Path(name)) is not None]
+    return {name: _manifest(fs, f"{folder}/{name}") for name in names}
+
+
+def names_in(url: str) -> list[str]:
+    """Return the names in a folder; none if there is no such folder.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    with _reading(url):
+        return _names(*connect(url))
+
+
+def local(path: Any, kind: str = "checkpoint") -> Any:
+    """Return a path as it is; for a URL that of its copy on this machine, which is fetched unless it is there.
+
+    Of several processes all must come here, except for a file, which each fetches by itself.
+
+    Args:
+        path: A path or a URL.
+        kind: What is fetched: a "checkpoint", of a run's folder the newest, or the best with `/best` at the end; a
+            "file"; or a "run" to continue, if it has begun: its newest and best checkpoints, and its other files.
+
+    Raises:
+        ArgumentError: The file system of the URL is not installed.
+        CheckpointError: The URL cannot be read, or none of its checkpoints verifies.
+    """
+    if not check.is_url(path):
+        return path
+    url = str(check_url("url", path, owner="fsspec"))
+    if kind == "file":
+        _fetch_file(url)
+    else:
+        once_per_node(partial(_fetch, url, as_run=kind == "run"), f"fetching {url}")
+    return staging(url)
+
+
+def _fetch(url: str, *, as_run: bool) -> None:
+    with _reading(url):
+        (fs, base), folder, with_best, skipped = connect(url), staging(url), as_run, list[str]()
+        if base.endswith(("/best", "/last")):
+            base, folder, with_best = base.rpartition("/")[0], folder.parent, True
+        if not as_run and (raw := _manifest(fs, base)) is not None:
+            (base, _, name), folder = base.rpartition("/"), folder.parent
+            there: dict[str, bytes | None] = {name: raw}
+        else:
+            if as_run or fs.isdir(f"{base}/{FOLDER}"):
+                base, folder = f"{base}/{FOLDER}", folder / FOLDER
+            there = manifests(fs, base)
+        complete = {name: raw for name, raw in there.items() if raw is not None}
+
+        def fetch(name: str) -> bool:
+            try:
+                _fetch_checkpoint(fs, f"{base}/{name}", folder / name, complete[name])
+            except CheckpointError as error:
+                _logger.warning("A checkpoint of %s was skipped. %s", url, error)
+                skipped.append(str(error))
+                return False
+            return True
+
+        for name in sorted(complete, key=lambda name: _order(complete[name]), reverse=True):
+            if _order(complete[name]) < last_order(folder):
+                return  # a training of this machine has gone on, and its newest is not copied yet
+            if not _is_here(folder / name, complete[name]):
+                if as_run:  # first: a process that ends here does not take the run for complete at its next start
+                    _fetch_files(fs, base.rpartition("/")[0], folder.parent)
+                if not fetch(name):
+                    continue
+            for other in _best(folder / name) & complete.keys() if with_best else ():
+                if not (folder / other).exists():
+                    fetch(other)
+            return
+        if skipped or not as_run:
+            raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *skipped]))
+
+
+def _is_here(path: Path, raw: bytes) -> bool:
+    """Return whether a checkpoint is on this machine, with this manifest and without damage."""
+    with contextlib.suppress(CheckpointError, OSError):
+        return (path / manifest.MANIFEST).read_bytes() == raw and bool(manifest.verify(path))
+    return False
+
+
+def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> None:
+    """Fetch a checkpoint under a temporary name, verify it and rename it."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{(token := secrets.token_hex(4))}")
+    temporary.mkdir(parents=True)
+    try:
+        manifest.write(temporary / manifest.MANIFEST, raw)
+        names = [*manifest.files_of(temporary)]
+        for name in names:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+        fs.get([f"{source}/{name}" for name in names], [str(temporary / name) for name in names])
+        manifest.verify(temporary)
+        if not _is_here(path, raw):  # another process may have fetched it, and read it
+            put(temporary, path, token)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}: a file is missing: {error}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(temporary), source)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _best(path: Path) -> set[str]:
+    """Return the names of the checkpoints that a checkpoint knows as the best."""
+    states = manifest.read_json(path / manifest.STATE)["callbacks"].values()
+    return {name for state in states for name, _ in state.get("best_k_models", ())}
+
+
+def _fetch_files(fs: Any, base: str, folder: Path) -> None:
+    """Fetch the files of a run that are in none of its checkpoints."""
+    for path in fs.find(base):
+        name = path.removeprefix(base).lstrip("/")
+        if not {FOLDER, ".."} & {*name.split("/")}:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            fs.get_file(path, str(folder / name))
+
+
+def _fetch_file(url: str) -> None:
+    with _reading(url):
+        (fs, base), path = connect(url), staging(url)
+        known, part = path.with_name(f".{path.name}.key"), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        fs.invalidate_cache()
+        key = fs.ukey(base)  # follows from its size and its time or hash
+        if path.exists() and known.exists() and known.read_text() == key:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fs.get_file(base, str(part))
+            part.replace(path)
+            known.write_text(key)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[None]:
+    try:
+        yield
+    except JaxlitError:
+        raise
+    except Exception as error:  # of any class: each file system has its own
+        raise CheckpointError(f"{url} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def _names(fs: Any, folder: str) -> list[str]:
+    fs.invalidate_cache()  # others write there
+    try:
+        return [path.rstrip("/").rpartition("/")[2] for path in fs.ls(folder, detail=False)]
+    except FileNotFoundError:
+        return []
+
+
+def _manifest(fs: Any, folder: str) -> bytes | None:
+    """Return the manifest of a checkpoint, None if it is not there, or was cut."""
+    try:
+        raw = fs.cat_file(f"{folder}/{manifest.MANIFEST}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        return raw if type(_order(raw)) is int else None
+
+
+def _order(raw: bytes) -> int:
+    return json.loads(raw)["order"]
