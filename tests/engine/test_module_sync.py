@@ -119,6 +119,28 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
     assert weight(model) == mean([[1]], WRITTEN), "a numpy array"
 
 
+def test_an_array_attribute_is_written_like_a_variable() -> None:
+    def error(self: Any, batch: Any) -> jax.Array:
+        return batch["x"] - self.w[...] + self.shift
+
+    def shift_by(trainer: jl.Trainer, model: Any) -> None:
+        model.shift = np.full(1, 5.0, np.float32)
+
+    def made() -> Any:
+        model = module(error=error)
+        model.shift = np.zeros(1, np.float32)
+        return model
+
+    arguments, model = {"max_epochs": 2, "num_sanity_val_steps": 0}, made()
+    read_back = []
+    look = on(on_train_epoch_end=shift_by, on_fit_end=lambda t, m: read_back.append(np.asarray(m.shift).tolist()))
+    fit(model, numbered(2), None, look, **arguments)
+    assert weight(model) == pytest.approx(mean([[6], [7]], mean([[1], [2]])), rel=1e-6)
+    assert read_back == [[5.0]]
+    with pytest.raises(StateError, match=r"\.shift was set in .*on_train_batch_end"):
+        fit(made(), numbered(2), None, on(on_train_batch_end=shift_by))
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
     "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
