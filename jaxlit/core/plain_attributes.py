@@ -35,6 +35,27 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
                 yield leaf_name((*path, name)), vars(node), name
 
 
+def structure_of(module: nnx.Module) -> dict[str, Any]:
+    """Return the value of each attribute of a module and its sub-modules by path; of parts and arrays, the type."""
+    found = dict[str, Any]()
+    for path, node in nnx.iter_graph(module):
+        for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
+            if not name.startswith("_pytree__"):
+                is_leaf = isinstance(value, (nnx.Variable, nnx.Pytree)) or hasattr(value, "shape")
+                found[leaf_name((*path, name))] = type(value) if is_leaf else copied(value)
+    return found
+
+
+def tell_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what differs between two structures of a module, without what is inside of another difference."""
+    verbs = {"added": after.keys() - before.keys(), "removed": before.keys() - after.keys()}
+    verbs["set"] = {name for name in before.keys() & after.keys() if not same(before[name], after[name])}
+    changed = sorted(set().union(*verbs.values()))
+    outer = [x for x in changed if not any(x.startswith((f"{y}.", f"{y}[")) for y in changed)]
+    told = ((verb, [name for name in outer if name in names]) for verb, names in verbs.items())
+    return ", ".join(f"{verb} {' and '.join(names)}" for verb, names in told if names)
+
+
 class ArrayAttribute:
     """An array that a module holds without a Variable, read and set like one.
 
