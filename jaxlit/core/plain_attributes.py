@@ -36,13 +36,14 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
 
 
 def structure_of(module: nnx.Module) -> dict[str, Any]:
-    """Return the value of each attribute of a module and its sub-modules by path; of parts and arrays, the type."""
+    """Return the value of each attribute of a module and its sub-modules by path, of a part its type."""
     found = dict[str, Any]()
     for path, node in nnx.iter_graph(module):
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
-            if not name.startswith("_pytree__"):
-                is_leaf = isinstance(value, (nnx.Variable, nnx.Pytree)) or hasattr(value, "shape")
-                found[leaf_name((*path, name))] = type(value) if is_leaf else copied(value)
+            if not name.startswith("_pytree__") and not (isinstance(node, nnx.List) and name == "_length"):
+                key = int(name) if isinstance(node, nnx.List) else name
+                value = type(value) if isinstance(value, (nnx.Variable, nnx.Pytree)) else value
+                found[leaf_name((*path, key))] = "an array" if hasattr(value, "shape") else value
     return found
 
 
@@ -52,8 +53,9 @@ def tell_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
     verbs["set"] = {name for name in before.keys() & after.keys() if not same(before[name], after[name])}
     changed = sorted(set().union(*verbs.values()))
     outer = [x for x in changed if not any(x.startswith((f"{y}.", f"{y}[")) for y in changed)]
-    told = ((verb, [name for name in outer if name in names]) for verb, names in verbs.items())
-    return ", ".join(f"{verb} {' and '.join(names)}" for verb, names in told if names)
+    told = {verb: [name for name in outer if name in names] for verb, names in verbs.items()}
+    more = {verb: f" and {len(names) - 3} more" if len(names) > 3 else "" for verb, names in told.items()}
+    return ", ".join(f"{verb} {' and '.join(names[:3])}{more[verb]}" for verb, names in told.items() if names)
 
 
 class ArrayAttribute:

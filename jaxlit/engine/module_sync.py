@@ -38,7 +38,7 @@ class ModuleSync:
         self.module, self.engine, self.hook = module, engine, hook
         self.stale, self.touched = True, False
         self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
-        self._graphdef, self._structure = nnx.graphdef(module), structure_of(module)
+        self._graphdef = nnx.graphdef(module)
         self._given: list[Any] = []
         self._came_with = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
@@ -94,10 +94,11 @@ class ModuleSync:
         except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
             changed = now.nodes != self._graphdef.nodes
         if changed:
-            changes = tell_changes(self._structure, structure_of(self.module)) or "an attribute, a sub-module or a mode"
+            before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
+            changes = tell_changes(structure_of(before), structure_of(self.module))
             raise StateError(
-                f"{where} changed the structure of {type(self.module).__name__}: {changes}. The compiled steps cannot "
-                "follow: change it before fit, or in setup."
+                f"{where} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
+                "compiled steps cannot follow: change it before fit, or in setup."
             )
         self.touched = False  # looking at the graph touches the module as well
         written = {}

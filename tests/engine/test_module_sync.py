@@ -157,8 +157,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "attribute": (lambda m: setattr(m, "rate", 0.5), (r"structure of Net: added rate\..*before fit, or in setup",)),
     "deleted": (lambda m: delattr(m, "outer"), (r"changed the structure of Net: removed outer\.",)),
     "part": (
-        lambda m: (setattr(m, "head", nnx.Linear(2, 2, rngs=nnx.Rngs(0))), setattr(m.drop, "deterministic", True)),
-        (r"changed the structure of Net: added head, set drop\.deterministic\.",),
+        lambda m: (m.blocks.append(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), setattr(m.drop, "deterministic", True)),
+        (r"changed the structure of Net: added blocks\[1\], set drop\.deterministic\.",),
     ),
 }
 
