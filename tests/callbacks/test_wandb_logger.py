@@ -147,7 +147,7 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
     callbacks = [logger, ModelCheckpoint(), hooks(on_test_end=note("x"))]
     trainer = run_stage(trainer_of(*callbacks, enable_progress_bar=True, logger=False))
     out = capsys.readouterr().out
-    assert logger.location is None and "  logs" not in out and out.splitlines()[1] == "W&B disabled"
+    assert logger.location is None and "  report" not in out and "  logs" not in out and out.splitlines()[1] == "W&B disabled"
     run_stage(trainer, "test")
     assert names("run") == ["checkpoints"]
 

@@ -127,7 +127,8 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
     assert weight(model) == mean([[1]], WRITTEN), "a numpy array"
 
 
-def test_an_array_attribute_is_written_like_a_variable() -> None:
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
+def test_an_array_attribute_is_written_like_a_variable(strategy) -> None:
     def error(self: Any, batch: Any) -> jax.Array:
         return batch["x"] - self.w[...] + self.shift
 
@@ -139,7 +140,7 @@ def test_an_array_attribute_is_written_like_a_variable() -> None:
         model.shift = np.zeros(1, np.float32)
         return model
 
-    arguments, model = {"max_epochs": 2, "num_sanity_val_steps": 0}, made()
+    arguments, model = {"max_epochs": 2, "strategy": strategy}, made()
     read_back = []
     look = on(on_train_epoch_end=shift_by, on_fit_end=lambda t, m: read_back.append(np.asarray(m.shift).tolist()))
     fit(model, numbered(2), None, look, **arguments)
