@@ -41,7 +41,10 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         [_location(callback) for callback in trainer.callbacks if isinstance(callback, kind)]
         for kind in (RunReport, Logger, Profiler)
     )
-    for name, places in (("checkpoint", checkpoints), ("report", reports + loggers), ("trace", traces)):
+    folders = [x for x in loggers if x is not None and Path(x).is_dir()]  # of event files, which a page shows
+    reports += [x for x in loggers if x not in folders]
+    listed = {"checkpoint": checkpoints, "report": reports, "logs": folders, "trace": traces}
+    for name, places in listed.items():
         if parts := [x if "://" in x or name == "checkpoint" else str(short_path(Path(x))) for x in places if x]:
             lines.append(join([f"  {name:<10}  {parts[0]}", *parts[1:]], indent=" " * 14))
     if checkpoints and (resume := _resume(trainer, cut=error is not None or trainer.interrupted)):

@@ -203,7 +203,7 @@ class ProgressBar(Callback):
             self._print_compiled(trainer.compile_seconds)  # for a last batch of another size
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
-            self._close(f"{_STAGES[self._stage]}ed{metrics}")
+            self._close(f"{_STAGES[self._stage]}ed{metrics}" if trainer.verbose else None)
         elif not trainer.sanity_checking:
             now = time.monotonic()
             self._epoch_start, self._last = self._epoch_start + now - self._last, now

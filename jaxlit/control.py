@@ -36,6 +36,7 @@ class Control:
         num_val_batches: Batches of each validation loader.
         num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
         log_every: The optimizer steps between rows that `log_every_n_steps="auto"` means.
+        verbose: Whether the metrics of `validate` and `test` are printed at their end.
         noted: What a run has printed already: "stop" for a stop that has to wait, "signal" for one that ends it, and
             "module" for what batch hooks see of it between the steps of a dispatch.
         predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
@@ -55,6 +56,7 @@ class Control:
     num_val_batches: list[int | float] = field(default_factory=list)
     num_predict_batches: list[int | float] = field(default_factory=list)
     log_every: int = 50
+    verbose: bool = True
     noted: set[str] = field(default_factory=set)
     predict_outputs: Any = None
 

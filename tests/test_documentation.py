@@ -70,6 +70,14 @@ def test_the_readmes_first_example_prints_its_picture(
     assert best == sorted(set(best)) and best[-1] >= 0.95
 
 
+def test_the_readme_says_what_its_picture_and_first_example_need() -> None:
+    command = runpy.run_path(str(DOCS / "terminal.py"))["COMMAND"]
+    (picture,) = re.findall(r"\(docs/terminal\.svg\)\n\n(.*)\n", README)
+    assert f"`XLA_FLAGS=--xla_force_host_platform_device_count=8 python {' '.join(command)}`" in picture
+    assert "from sklearn" in FIRST
+    assert "pip install scikit-learn" in README.partition(FIRST)[0]
+
+
 def test_the_readme_and_its_first_example_are_short() -> None:
     assert len(README.splitlines()) < 200
     lines = [line for line in FIRST.splitlines() if line.strip() and not line.startswith(("import ", "from "))]

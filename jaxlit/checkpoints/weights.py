@@ -91,7 +91,7 @@ def comparison(
 
 
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
-    """Load the arrays of a checkpoint into the Variables of a module, each directly into its sharding.
+    """Load the arrays of a checkpoint into a module's Variables and array attributes, each directly into its sharding.
 
     Args:
         module: The module.
@@ -102,15 +102,15 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     Raises:
         CheckpointError: The checkpoint does not fit, or no array in it does.
     """
-    variables, wanted, generators = [], [], set[str]()
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        name, value = f"module.{leaf_name(path)}", variable.get_value()
-        if isinstance(variable, nnx.RngState) and not draws:
+    held, wanted, generators = [], [], set[str]()
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        name, value = f"module.{leaf_name(path)}", leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        if isinstance(leaf, nnx.RngState) and not draws:
             generators.add(name)
             continue
         impl = jax.random.key_impl(value) if is_key(value) else None
         data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
-        variables.append((variable, data, impl))
+        held.append((path, leaf, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
     skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
     pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
@@ -124,13 +124,19 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     report(checkpoint, rows, name, strict)
     target = {}
     for i, k in pairs.items():
-        data = variables[k][1]
+        data = held[k][2]
         # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
         target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
+    attributes = {}
     for i, array in checkpoint.arrays(target).items():
-        variable, data, impl = variables[pairs[i]]
+        path, leaf, data, impl = held[pairs[i]]
         array = jnp.asarray(array, data.dtype)
-        variable.set_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
+        array = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_value(array)
+        else:
+            attributes[path] = array
+    nnx.update(module, nnx.from_flat_state(attributes))
 
 
 def _float(*dtypes: str) -> bool:

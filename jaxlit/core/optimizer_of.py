@@ -38,6 +38,12 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
         "Return one, with the schedule inside, optax.adamw(schedule), or one transform for each group of parameters, "
         "jl.Optimizer(by={'encoder': optax.adam(1e-3), 'decoder': optax.adam(1e-3)})"
     )
+    is_pair = type(made) in (list, tuple) and len(made) == 2 and all(type(x) in (list, tuple) for x in made)
+    if is_pair or (isinstance(made, dict) and "lr_scheduler" in made):
+        way = (
+            "Return one transform with the schedule inside, optax.adamw(schedule): docs/schedules.md lists torch's "
+            "schedules. A schedule counts steps: a milestone in epochs becomes epochs times the steps of an epoch"
+        )
     if isinstance(made, nnx.Optimizer):
         way = "Return its tx: what it keeps is kept in the training state"
     raise ModuleError(

@@ -1,7 +1,7 @@
 """The plain attributes of a module, which no compiled step changes, and what they contained before."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flax import nnx
@@ -33,6 +33,64 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
             is_book = any(str(part).startswith("_pytree__") for part in (*path, name))
             if not (name in MODES or is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
                 yield leaf_name((*path, name)), vars(node), name
+
+
+def structure_of(module: nnx.Module) -> dict[str, Any]:
+    """Return the value of each attribute of a module and its sub-modules by path, of a part its type."""
+    found = dict[str, Any]()
+    for path, node in nnx.iter_graph(module):
+        for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
+            if not name.startswith("_pytree__") and not (isinstance(node, nnx.List) and name == "_length"):
+                key = int(name) if isinstance(node, nnx.List) else name
+                value = type(value) if isinstance(value, (nnx.Variable, nnx.Pytree)) else value
+                found[leaf_name((*path, key))] = "an array" if hasattr(value, "shape") else value
+    return found
+
+
+def tell_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Return what differs between two structures of a module, without what is inside of another difference."""
+    verbs = {"added": after.keys() - before.keys(), "removed": before.keys() - after.keys()}
+    verbs["set"] = {name for name in before.keys() & after.keys() if not same(before[name], after[name])}
+    changed = sorted(set().union(*verbs.values()))
+    outer = [x for x in changed if not any(x.startswith((f"{y}.", f"{y}[")) for y in changed)]
+    told = {verb: [name for name in outer if name in names] for verb, names in verbs.items()}
+    more = {verb: f" and {len(names) - 3} more" if len(names) > 3 else "" for verb, names in told.items()}
+    return ", ".join(f"{verb} {' and '.join(names[:3])}{more[verb]}" for verb, names in told.items() if names)
+
+
+class ArrayAttribute:
+    """An array that a module holds without a Variable, read and set like one.
+
+    Args:
+        items: The attributes of its owner, or the dict or list that contains it.
+        key: Its name or index there.
+    """
+
+    def __init__(self, items: Any, key: Any) -> None:
+        self._items, self._key = items, key
+
+    def get_raw_value(self) -> Any:
+        """Return the array."""
+        return self._items[self._key]
+
+    def set_raw_value(self, array: Any) -> None:
+        """Put another array in its place."""
+        self._items[self._key] = array  # not by setattr, which asks the Trainer whether it may
+
+
+def array_attribute(module: nnx.Module, path: Sequence[Any]) -> ArrayAttribute | None:
+    """Return the array attribute at a path of `nnx.state(module)`; None for one in a tuple or an unknown object."""
+    items: Any = vars(module)
+    key = str(path[0])
+    for next_key in path[1:]:
+        owner = items[key]
+        if isinstance(owner, nnx.Pytree):
+            items, key = vars(owner), str(next_key)
+        elif isinstance(owner, (dict, list)):
+            items, key = owner, next_key
+        else:
+            return None
+    return ArrayAttribute(items, key)
 
 
 def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:

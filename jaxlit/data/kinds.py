@@ -16,6 +16,7 @@ from jaxlit.shown import shown
 _TORCH = ("torch.utils.data.dataset.Dataset", "torch.utils.data.dataset.IterableDataset")
 _HUGGING_FACE = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
 _NUMBERS = (bool, int, float, str)
+_BATCHED = "batched(rows, 32) of docs/data.md, in Existing loaders"
 _BY_STACKING = "jl.ArrayLoader(jax.tree.map(lambda *x: np.stack(x), *rows), batch_size=32)"
 
 
@@ -116,9 +117,10 @@ def doubt_of(source: Source, element: Any) -> str | None:
     labels = [x for x in labels if not (isinstance(element, Mapping) and type(x) is float)]
     if isinstance(source, ArraySource) or source.makes_batches or not labels or len(numbers) == len(leaves):
         return None
+    how = ".batch(32)" if source.is_grain else _BY_STACKING if _is_sequence(source.loader) else _BATCHED
     return (
         f"{source.argument} gives a number next to an array, {shown(element, 60)} first, which all rows of the batch "
-        f"share. If these are rows, batch them, by {'.batch(32)' if source.is_grain else _BY_STACKING}."
+        f"share. If these are rows, batch them, by {how}."
     )
 
 

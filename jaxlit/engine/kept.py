@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 
 from jaxlit.core.module import TrainModule
+from jaxlit.core.plain_attributes import ArrayAttribute
 from jaxlit.core.precision import Precision
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.program_key import program_key, same_key
@@ -91,4 +92,6 @@ class EvalCache:
 
 
 def _array(leaf: Any) -> Any:
+    if isinstance(leaf, ArrayAttribute):
+        return leaf.get_raw_value()
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

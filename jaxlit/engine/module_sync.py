@@ -10,13 +10,19 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import MODES
+from jaxlit.core.plain_attributes import MODES, structure_of, tell_changes
 from jaxlit.core.side_tables import watchers
 from jaxlit.errors import StateError
 from jaxlit.shown import shown
 
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
+
+
+_CALLED = (
+    " A call of the module in training mode writes batch statistics and random counters: compute with it by "
+    "trainer.apply(fn, x), which runs fn(module, x) compiled and in evaluation mode."
+)
 
 
 class ModuleSync:
@@ -85,7 +91,8 @@ class ModuleSync:
             return
         raise StateError(
             f"{type(self.module).__name__}.{name} was set in {hook}. The compiled steps cannot follow: hold it in an "
-            "nnx.Variable that an epoch hook writes to, pass it in the batch, or keep notes in a callback."
+            "nnx.Variable that an epoch hook writes to, or pass it in the batch. Counters and other state that no step "
+            "reads belong into a callback."
         )
 
     def take_writes(self, owner: str, hook: str, adopt: bool) -> None:
@@ -108,9 +115,11 @@ class ModuleSync:
         except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
             changed = now.nodes != self._graphdef.nodes
         if changed:
+            before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
+            changes = tell_changes(structure_of(before), structure_of(self.module))
             raise StateError(
-                f"{where} changed the structure of {type(self.module).__name__} (an attribute, a sub-module or a "
-                "mode). The compiled steps cannot follow: change it before fit."
+                f"{where} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
+                "compiled steps cannot follow: change it before fit, or in setup."
             )
         self.touched = False  # looking at the graph touches the module as well
         written = {}
@@ -119,9 +128,10 @@ class ModuleSync:
             if array is given:
                 continue
             if not adopt:
+                calls = isinstance(variable, (nnx.BatchStat, nnx.RngState))
                 raise StateError(
                     f"{where} wrote to {name}. A batch hook may read the module, not write to it: write in "
-                    "on_train_epoch_start, on_train_epoch_end or on_validation_end."
+                    "on_train_epoch_start, on_train_epoch_end or on_validation_end." + _CALLED * calls
                 )
             if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (given.shape, given.dtype):
                 raise StateError(

@@ -15,10 +15,11 @@ from jax.sharding import NamedSharding
 from jaxlit import sharding
 from jaxlit.core.device_sums import Table
 from jaxlit.core.module import TrainModule
+from jaxlit.core.plain_attributes import array_attribute
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState, WindowStart
 from jaxlit.engine.memory import is_exhausted, out_of_memory
-from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.leaf_names import is_key, keys_of, leaf_name
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.optimizer_shardings import like_params
 from jaxlit.strategies.program import ArraySpec
@@ -277,20 +278,25 @@ class State:
     # The user's module ------------------------------------------------------------------------------
 
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
-        """Return the (name, Variable or bare array, index) of each leaf of the module."""
-        _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
-        indices = jax.tree.leaves(self.spec.index.variables)
-        leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable))
-        return [(leaf_name(path[1:]), leaf, i) for (path, leaf), i in zip(leaves, indices, strict=True)]
+        """Return the (name, leaf, index) of each leaf of the module.
 
-    def variables(self, module: TrainModule) -> list[tuple[str, nnx.Variable]]:
-        """Return the module's Variables and their names, in the order of `module_arrays`."""
-        leaves = [x for x in self.module_leaves(module) if isinstance(x[1], nnx.Variable)]
+        A leaf is a Variable, an `ArrayAttribute`, or the bare array where that cannot be set, as in a tuple.
+        """
+        _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
+        indices, leaves = jax.tree.leaves(self.spec.index.variables), []
+        for path, leaf in jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            attribute = None if isinstance(leaf, nnx.Variable) else array_attribute(module, keys_of(path[1:]))
+            leaves.append((leaf_name(path[1:]), leaf if attribute is None else attribute, indices[len(leaves)]))
+        return leaves
+
+    def variables(self, module: TrainModule) -> list[tuple[str, Any]]:
+        """Return the module's Variables and array attributes and their names, in the order of `module_arrays`."""
+        leaves = [x for x in self.module_leaves(module) if hasattr(x[1], "set_raw_value")]
         self._variable_index = [i for _, _, i in leaves]
-        return [(name, variable) for name, variable, _ in leaves]
+        return [(name, leaf) for name, leaf, _ in leaves]
 
     def module_arrays(self) -> list[jax.Array]:
-        """Return the newest array of each Variable, without a copy."""
+        """Return the newest array of each Variable or attribute, without a copy."""
         return [self._key(i) if i in self.spec.layout.key_impls else self.leaves[i] for i in self._variable_index]
 
     def _key(self, i: int) -> jax.Array:

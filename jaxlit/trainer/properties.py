@@ -243,6 +243,11 @@ class TrainerProperties(Arguments):
         return min(steps_of(self._session.callbacks, accumulate, int(batches), epochs), limit)
 
     @property
+    def verbose(self) -> bool:
+        """Whether the newest `validate` or `test` prints its metrics at its end."""
+        return self._session.control.verbose
+
+    @property
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current

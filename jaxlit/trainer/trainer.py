@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import PrecisionName
@@ -225,6 +226,8 @@ class Trainer(TrainerProperties):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        *,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
         """Run the validation step over loaders.
 
@@ -233,11 +236,13 @@ class Trainer(TrainerProperties):
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
             ckpt_path: Take the weights of a checkpoint, as in `fit`; a module that is not lazy keeps its weights.
+            verbose: Whether to print the metrics.
 
         Returns:
             The metrics of each loader.
         """
-        return self._session.evaluate(STAGES["validation"], evaluate, model, dataloaders, datamodule, ckpt_path)
+        work = partial(evaluate, verbose=check.boolean("verbose", verbose, owner="Trainer.validate"))
+        return self._session.evaluate(STAGES["validation"], work, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.test")
     def test(
@@ -246,9 +251,12 @@ class Trainer(TrainerProperties):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        *,
+        verbose: bool = True,
     ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
-        return self._session.evaluate(STAGES["test"], evaluate, model, dataloaders, datamodule, ckpt_path)
+        work = partial(evaluate, verbose=check.boolean("verbose", verbose, owner="Trainer.test"))
+        return self._session.evaluate(STAGES["test"], work, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.predict")
     def predict(

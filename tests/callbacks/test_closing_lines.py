@@ -24,6 +24,10 @@ class Somewhere(Logger):
     location = "https://example.org/run/1"
 
 
+class InFolder(Logger):
+    location = "."
+
+
 def at_five(do):
     """Return a callback that does something after the fifth step, in the second epoch."""
     return hooks(on_train_batch_end=lambda t, *rest: do(t) if t.global_step == 5 else None)
@@ -37,6 +41,11 @@ CASES = {
         {"max_epochs": None, "max_steps": 3, "logger": Somewhere()},
         f"done 1 epoch · 3 steps|checkpoint {STEP}3 (last)|report {Somewhere.location}|"
         + MORE.replace("epochs", "steps"),
+    ),
+    "a logger of a folder": (
+        lambda: [],
+        {"max_epochs": 1, "logger": InFolder(), "enable_checkpointing": False},
+        "done 1 epoch · 4 steps|logs .",
     ),
     "the best within an epoch": (
         lambda: [ModelCheckpoint(monitor="loss", every_n_train_steps=1)],

@@ -16,6 +16,7 @@ from kit.modules import Mean, logging
 
 import jaxlit as jl
 from jaxlit.callbacks import EarlyStopping, ModelCheckpoint, ProgressBar
+from jaxlit.errors import ArgumentTypeError
 
 NAN, SEVENTEEN = float("nan"), 1 / 17
 
@@ -136,6 +137,19 @@ def test_an_evaluation_alone_names_what_it_compiles(capsys):
     first, *_, tested = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"compiled test_step in [\d.]+ s", first)
     assert tested == "tested  test 0"
+
+
+@pytest.mark.parametrize("verb", ["validate", "test"])
+def test_the_metrics_of_an_evaluation_are_printed_if_verbose(verb, capsys):
+    trainer, rows = trainers.make_trainer(logger=False), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 3)
+    printed = []
+    for given in ({}, {"verbose": False}, {"verbose": True}):
+        (metrics,) = getattr(trainer, verb)(Mean(), rows, **given)
+        printed.append([line for line in capsys.readouterr().out.splitlines() if "compiled" not in line])
+    line = f"{verb.removesuffix('e')}ed  {next(iter(metrics))} 0"
+    assert printed == [[line], [], [line]]
+    with pytest.raises(ArgumentTypeError, match=rf"Trainer\.{verb}\(verbose=\.\.\.\) takes True or False, got 'no'"):
+        getattr(trainer, verb)(Mean(), rows, verbose="no")
 
 
 def test_an_endless_loader_has_no_total(make_trainer, capsys):

@@ -147,7 +147,12 @@ def test_a_disabled_run_is_nowhere(monkeypatch, capsys):
     callbacks = [logger, ModelCheckpoint(), hooks(on_test_end=note("x"))]
     trainer = run_stage(trainer_of(*callbacks, enable_progress_bar=True, logger=False))
     out = capsys.readouterr().out
-    assert logger.location is None and "  report" not in out and out.splitlines()[1] == "W&B disabled"
+    assert (
+        logger.location is None
+        and "  report" not in out
+        and "  logs" not in out
+        and out.splitlines()[1] == "W&B disabled"
+    )
     run_stage(trainer, "test")
     assert names("run") == ["checkpoints"]
 
@@ -157,8 +162,8 @@ def test_an_error_marks_the_run_as_failed(capsys):
     logger = WandbLogger("digits", entity="team", offline=True, save_dir="elsewhere")
     with pytest.raises(ZeroDivisionError):
         run_stage(trainer_of(logger, fails, enable_progress_bar=True, logger=False))
-    (report,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  report")]
-    assert report.split() == ["report", str(run_files("elsewhere")[0].parent)]
+    (logs,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  logs")]
+    assert logs.split() == ["logs", str(run_files("elsewhere")[0].parent)]
     (run,) = [record["run"] for record in records("elsewhere") if record["type"] == "run"]
     assert (run["project"], run["entity"]) == ("digits", "team")
     assert summary("elsewhere")["exit_code"] == 1 and logger.experiment.id == run["run_id"] == logger.id

@@ -117,6 +117,31 @@ def test_an_override_wins_and_the_weights_must_still_fit(trained):
     np.testing.assert_array_equal(np.asarray(result.layers[0].kernel[...]), np.asarray(expected[...]))
 
 
+class Plain(Mean):
+    """A module with array attributes that are no Variables, of jax and numpy, one of them in a part."""
+
+    def __init__(self):
+        super().__init__()
+        self.class_weights, self.example_input_array = jnp.ones(3), np.ones((2, 1), np.float32)
+        self.parts = nnx.List([nnx.Dict(key=jax.random.key(0), scale=np.ones(2, np.float32))])
+
+
+def test_plain_arrays_are_restored():
+    made = Plain()
+    made.class_weights, made.parts[0].scale = jnp.arange(3.0), np.float32([4, 5])
+    made.example_input_array, made.parts[0].key = np.float32([[6], [7]]), jax.random.key(8)
+    before, results = arrays_of(made), [Plain(), Plain()]
+    train(made, epochs=1)
+    train(results[0], "resumed", ckpt_path="run")
+    train(results[1], "new", epochs=1, init_from="run")
+    for result in (made, Plain.load_from_checkpoint("run"), *results):
+        arrays = arrays_of(result)
+        for name, x in before.items():
+            if "'w'" not in name:
+                np.testing.assert_array_equal(arrays[name], x, err_msg=name)
+    assert_same(Plain.load_from_checkpoint("run"), made)
+
+
 class Misspelt(Rich):
     def __init__(self, widht=4, rates=None, *, rngs):
         super().__init__(widht, rngs=rngs)

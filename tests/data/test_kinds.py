@@ -95,6 +95,7 @@ def test_a_number_of_its_own_next_to_an_array_is_told_of(
     assert [x.split(",")[0] for x in warnings] == [
         "Trainer.fit(train_dataloaders=...) gives a number next to an array"
     ] * told
+    assert all(("batched(rows, 32) of docs/data.md" if kind is Stream else "np.stack") in x for x in warnings)
     caplog.clear()
     fit(made, ArrayLoader({"x": np.ones((4, 1), np.float32)}, 4))
     assert [x for x in warnings_of(caplog) if "rows" in x] == []

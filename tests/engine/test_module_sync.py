@@ -104,6 +104,14 @@ def test_arrays_of_the_module_are_not_read_inside_a_trace() -> None:
         fit(Mean(), numbered(2), None, on(on_train_batch_end=trace))
 
 
+def test_a_hook_computes_with_the_network_before_each_step() -> None:
+    seen: list[float] = []
+    error = lambda model, batch: model.error(batch)  # noqa: E731
+    plays = hooks(on_train_batch_start=lambda t, m, *_: seen.append(float(t.apply(error, {"x": np.zeros(1)})[0])))
+    fit(Mean(), numbered(4), None, plays)
+    assert seen == pytest.approx([-mean([[k + 1] for k in range(i)]) for i in range(4)], rel=1e-6)
+
+
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 AFTER = (
     *(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end")),
@@ -148,22 +156,49 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
     assert weight(model) == mean([[1]], WRITTEN), "a numpy array"
 
 
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
+def test_an_array_attribute_is_written_like_a_variable(strategy) -> None:
+    def error(self: Any, batch: Any) -> jax.Array:
+        return batch["x"] - self.w[...] + self.shift
+
+    def shift_by(trainer: jl.Trainer, model: Any) -> None:
+        model.shift = np.full(1, 5.0, np.float32)
+
+    def made() -> Any:
+        model = module(error=error)
+        model.shift = np.zeros(1, np.float32)
+        return model
+
+    arguments, model = {"max_epochs": 2, "strategy": strategy}, made()
+    read_back = []
+    look = on(on_train_epoch_end=shift_by, on_fit_end=lambda t, m: read_back.append(np.asarray(m.shift).tolist()))
+    fit(model, numbered(2), None, look, **arguments)
+    assert weight(model) == pytest.approx(mean([[6], [7]], mean([[1], [2]])), rel=1e-6)
+    assert read_back == [[5.0]]
+    with pytest.raises(StateError, match=r"\.shift was set in .*on_train_batch_end"):
+        fit(made(), numbered(2), None, on(on_train_batch_end=shift_by))
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
     "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
     "float": (lambda m: m.inner.bias.set_value(1.0), (r"inner\.bias, which is float32",)),
-    "variable": (lambda m: setattr(m, "extra", nnx.Param(jnp.zeros(1))), ("changed the structure of Net",)),
-    "attribute": (lambda m: setattr(m, "rate", 0.5), ("changed the structure of Net", "before fit")),
-    "deleted": (lambda m: delattr(m, "outer"), ("changed the structure of Net",)),
+    "variable": (lambda m: setattr(m, "extra", nnx.Param(jnp.zeros(1))), ("structure of Net: added extra.",)),
+    "attribute": (lambda m: setattr(m, "rate", 0.5), (r"structure of Net: added rate\..*before fit, or in setup",)),
+    "deleted": (lambda m: delattr(m, "outer"), (r"changed the structure of Net: removed outer\.",)),
+    "part": (
+        lambda m: (m.blocks.append(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), setattr(m.drop, "deterministic", True)),
+        (r"changed the structure of Net: added blocks\[1\], set drop\.deterministic\.",),
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("change", "hook"),
     thinned(
-        [("shape", "on_fit_start"), *((x, "on_train_start") for x in WRONG)],
+        [("shape", "on_fit_start"), ("part", "on_fit_start"), *((x, "on_train_start") for x in WRONG)],
         *(("shape", "on_fit_start"), ("bf16", "on_train_start"), ("float", "on_train_start")),
-        *(("attribute", "on_train_start"), ("variable", "on_train_start")),
+        *(("attribute", "on_train_start"), ("variable", "on_train_start"), ("part", "on_fit_start")),
     ),
 )
 def test_a_hook_that_changes_the_structure_is_refused(change, hook) -> None:
@@ -180,12 +215,34 @@ def test_a_write_in_a_batch_hook_is_refused(hook) -> None:
     if hook == "on_log":
         return
     model = module(**{hook: lambda self, *_: setattr(self, "weight", 2.0)})
-    with pytest.raises(StateError, match=rf"Made\.weight was set in {hook}"):
+    with pytest.raises(StateError, match=rf"Made\.weight was set in {hook}.* Counters and other state .* callback\."):
         fit(model, numbered(1), numbered(1), num_sanity_val_steps=0)
     if hook == "on_train_batch_end":
         nested = hooks(**{hook: lambda t, m, *_: m.blocks[0].bias.set_value(jnp.zeros(16))})
         with pytest.raises(StateError, match=r"wrote to blocks\[0\]\.bias"):
             fit(Net(rngs=nnx.Rngs(0)), random(1), None, nested)
+
+
+def test_a_call_in_training_mode_is_refused_with_what_to_call_instead() -> None:
+    calls = hooks("Online", on_validation_batch_end=lambda t, m, outputs, batch, *_: m(batch["x"]))
+    words = (r"Online\.on_validation_batch_end wrote to norm\.mean\.", "training mode", r"trainer\.apply\(fn, x\)")
+    fit_refuses(StateError, *words, model=Net(rngs=nnx.Rngs(0)), train=random(1), val=random(1), callbacks=[calls])
+    seen = []
+    applies = hooks(
+        on_validation_batch_end=lambda t, m, outputs, batch, *_: seen.append(t.apply(Net.__call__, batch["x"]))
+    )
+    fit(model := Net(rngs=nnx.Rngs(0)), random(1), random(1), applies, num_sanity_val_steps=0)
+    model.eval()
+    np.testing.assert_allclose(seen[0], model(random(1)[0]["x"]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_setup_may_add_a_part(is_lazy) -> None:
+    def add(trainer: jl.Trainer, model: Any, stage: str) -> None:
+        model.head = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    trainer = fit(jl.lazy(Mean) if is_lazy else Mean(), numbered(1), None, hooks(setup=add))
+    assert "head" in trainer.state.params
 
 
 def evaluated(verb: str, result: Any) -> float:

@@ -169,6 +169,7 @@ def test_what_fit_is_given_is_refused_before_training(row) -> None:
 # What configure_optimizers returns
 SCHEDULE = optax.constant_schedule(0.1)
 RETURN = r"Made\.configure_optimizers must return an optax\.GradientTransformation or a jaxlit\.Optimizer, got"
+IN_STEPS = r"schedule inside.*docs/schedules\.md.*a milestone in epochs becomes epochs times the steps of an epoch\.$"
 ONE = r"one transform for each group of parameters, jl\.Optimizer\(by=\{'"
 
 
@@ -182,9 +183,10 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
         "lr_scheduler dict without 'scheduler'",
         {"optimizer": SGD, "lr_scheduler": {"interval": "step"}},
         RETURN,
-        "schedule inside",
+        IN_STEPS,
     ),
     ("lr_scheduler tied to another optimizer", ([SGD], [SCHEDULE]), "configure_optimizers", "Return one"),
+    ("", [[SGD], [{"scheduler": SCHEDULE, "interval": "epoch"}]], IN_STEPS),
     ("", [SGD, SGD], ONE),
     ("", optax.lbfgs(), r"Made\.configure_optimizers", "value_fn", "loop of your own"),
     ("", optax.contrib.sam(SGD, SGD, opaque_mode=True), r"Made\.configure_optimizers", "grad_fn", "loop of your own"),
