@@ -13,10 +13,10 @@ from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, TEMPORARY
 from jaxlit.checkpoints.manifest import MANIFEST, order_of
-from jaxlit.checkpoints.remote import check_url, connect, manifests
+from jaxlit.checkpoints.remote import MARK, check_url, connect, manifests, read_mark, staging
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.distributed.team import team
-from jaxlit.errors import CheckpointError
+from jaxlit.errors import CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import absolute, say
 
 if TYPE_CHECKING:
@@ -53,21 +53,21 @@ class Mirror(Callback):
     def __init__(self, url: str) -> None:
         check.require(check.is_url(url), "url", url, "takes a URL, for example 'gs://bucket/run'", owner="Mirror")
         self.url: str = check_url("url", url, owner="Mirror")
-        self.exclusive = "address, the url", self.url
+        self.exclusive = "URL", staging(url)
         self._queue: BackgroundQueue | None = None
         self._error: Exception | None = None
-        self._told = False
+        self._printed = False
 
     # Hooks ------------------------------------------------------------------------------------------
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin a fit, and print what a bucket cannot do."""
+        """Begin a fit, and print that a bucket has no locks."""
         self._error, self._run = None, absolute(trainer.run_dir)
         self._names = list[str]()  # of the checkpoints here, those of this fit that are deleted too; the newest last
         self._there: dict[str, bytes | None] = {}  # the manifests in the bucket
         self._copied: dict[str, tuple[int, int]] = {}  # the time and size of other files
-        if stage == "fit" and trainer.is_global_zero and not self._told:
-            self._told = True
+        if stage == "fit" and trainer.is_global_zero and not self._printed:
+            self._printed = True
             say(f"{self._run} is copied to {self.url}: there are no locks, so no other training may write there")
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
@@ -120,9 +120,19 @@ class Mirror(Callback):
             return
         try:
             self._fs, self._base = connect(self.url)
-            self._fs.pipe_file(f"{self._base}/.probe", b"0")
-            self._fs.rm_file(f"{self._base}/.probe")
             self._there = manifests(self._fs, f"{self._base}/{FOLDER}")
+            mark, theirs = self._run / MARK, read_mark(self._fs, self._base)
+            if any(self._there.values()) and not (mark.exists() and mark.read_text() == theirs):
+                raise CheckpointError(
+                    f"{self.url} holds another run. Pass Trainer(default_root_dir={self.url!r}, resume='auto') to "
+                    "continue it, or another URL."
+                )
+            if not mark.exists():
+                mark.parent.mkdir(parents=True, exist_ok=True)
+                mark.write_text(secrets.token_hex(8))
+            self._fs.pipe_file(f"{self._base}/{MARK}", mark.read_bytes())
+        except JaxlitError:
+            raise
         except Exception as error:  # of any class: each file system has its own
             raise self._failed(error) from error
         for saver in trainer.checkpoint_callbacks:
@@ -166,7 +176,7 @@ class Mirror(Callback):
     # In the thread ----------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        """Make the bucket like the folder: other files, new checkpoints, and then without those that are gone."""
+        """Copy other files and new checkpoints, and delete there the checkpoints that are gone here."""
         folder, names = self._run / FOLDER, [*self._names]
         self._copy_files()
         for name in reversed(names):
@@ -207,8 +217,12 @@ class Mirror(Callback):
         path = f"{self._base}/{FOLDER}/{name}"
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{path}/{MANIFEST}")
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(path, recursive=True)
+        # Not by a recursive rm, which takes [1] in a name for a pattern. A store without folders refuses rmdir.
+        for file in self._fs.find(path):
+            self._fs.rm_file(file)
+        with contextlib.suppress(OSError):
+            for folder, _, _ in self._fs.walk(path, topdown=False):
+                self._fs.rmdir(folder)
         del self._there[name]
 
     def _copy_files(self) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 from jaxlit import checks as check
 from jaxlit.cache_folder import cache_folder
 from jaxlit.checkpoints import manifest
-from jaxlit.checkpoints.files import FOLDER, TEMPORARY, last_order, step_of
+from jaxlit.checkpoints.files import FOLDER, TEMPORARY, candidates, last_order, remove, step_of
 from jaxlit.checkpoints.writing import put
 from jaxlit.distributed.exchange import once_per_node
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
 
+MARK = ".mirror"  # the file with what a run is known by, here and in the bucket
 _logger = logging.getLogger("jaxlit")
 
 
@@ -34,6 +35,11 @@ def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
         ArgumentError: It is not, with what to install.
     """
     if check.is_url(value):
+        if re.search(r"://[^/@]*:[^/]*@", str(value)):
+            raise ArgumentError(
+                f"{owner}({name}=...) has a password in its URL, which would be printed. Give it to fsspec by the "
+                "environment or its configuration files."
+            )
         from fsspec.registry import get_filesystem_class, known_implementations
 
         for part in str(value).split("::"):
@@ -48,10 +54,11 @@ def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
     return value
 
 
-def staging(url: str) -> Path:
-    """Return where this machine has the copy of a URL."""
+def staging(url: str, root: str = "runs") -> Path:
+    """Return where this machine has the copy of a URL: that of a run, or what was "fetched" to be read."""
     scheme, _, path = url.partition("://")
-    return cache_folder("runs").absolute() / re.sub(r"\W", "_", scheme) / os.path.normpath(f"/{path}").lstrip("/")
+    path = os.path.abspath(path) if scheme in ("file", "local") else os.path.normpath(f"/{path}")
+    return cache_folder(root).absolute() / re.sub(r"\W", "_", scheme) / path.lstrip("/")
 
 
 def connect(url: str) -> tuple[Any, str]:
@@ -80,15 +87,16 @@ def names_in(url: str) -> list[str]:
         return _names(*connect(url))
 
 
-def local(path: Any, kind: str = "checkpoint") -> Any:
-    """Return a path as it is; for a URL that of its copy on this machine, which is fetched unless it is there.
+def local(path: Any, kind: str = "checkpoint", *, run: str | None = None) -> Any:
+    """Return the local copy of a URL, fetched if needed; return a path unchanged.
 
-    Of several processes all must come here, except for a file, which each fetches by itself.
+    Of several processes all must call this, except for a file, which each fetches by itself.
 
     Args:
         path: A path or a URL.
         kind: What is fetched: a "checkpoint", of a run's folder the newest, or the best with `/best` at the end; a
             "file"; or a "run" to continue, if it has begun: its newest and best checkpoints, and its other files.
+        run: The URL of the run that continues: its checkpoints are fetched into its folder.
 
     Raises:
         ArgumentError: The file system of the URL is not installed.
@@ -97,56 +105,78 @@ def local(path: Any, kind: str = "checkpoint") -> Any:
     if not check.is_url(path):
         return path
     url = str(check_url("url", path, owner="fsspec"))
+    is_ours = kind == "run" or (run is not None and f"{url}/".startswith(f"{run.rstrip('/')}/"))
+    folder = staging(url, "runs" if is_ours else "fetched")
     if kind == "file":
-        _fetch_file(url)
+        _fetch_file(url, folder)
     else:
-        once_per_node(partial(_fetch, url, as_run=kind == "run"), f"fetching {url}")
-    return staging(url)
+        once_per_node(partial(_fetch, url, folder, as_run=kind == "run", prune=not is_ours), f"fetching {url}")
+    return folder
 
 
-def _fetch(url: str, *, as_run: bool) -> None:
+def _fetch(url: str, folder: Path, *, as_run: bool, prune: bool) -> None:
     with _reading(url):
-        (fs, base), folder, with_best, skipped = connect(url), staging(url), as_run, list[str]()
+        fs, base = connect(url)
+        with_best, problems = as_run, list[str]()
         if base.endswith(("/best", "/last")):
             base, folder, with_best = base.rpartition("/")[0], folder.parent, True
         if not as_run and (raw := _manifest(fs, base)) is not None:
-            (base, _, name), folder = base.rpartition("/"), folder.parent
-            there: dict[str, bytes | None] = {name: raw}
-        else:
-            if as_run or fs.isdir(f"{base}/{FOLDER}"):
-                base, folder = f"{base}/{FOLDER}", folder / FOLDER
-            there = manifests(fs, base)
-        complete = {name: raw for name, raw in there.items() if raw is not None}
-
-        def fetch(name: str) -> bool:
-            try:
-                _fetch_checkpoint(fs, f"{base}/{name}", folder / name, complete[name])
-            except CheckpointError as error:
-                _logger.warning("A checkpoint of %s was skipped. %s", url, error)
-                skipped.append(str(error))
-                return False
-            return True
-
-        for name in sorted(complete, key=lambda name: _order(complete[name]), reverse=True):
-            if _order(complete[name]) < last_order(folder):
-                return  # a training of this machine has gone on, and its newest is not copied yet
-            if not _is_here(folder / name, complete[name]):
-                if as_run:  # first: a process that ends here does not take the run for complete at its next start
-                    _fetch_files(fs, base.rpartition("/")[0], folder.parent)
-                if not fetch(name):
-                    continue
-            for other in _best(folder / name) & complete.keys() if with_best else ():
-                if not (folder / other).exists():
-                    fetch(other)
+            if not _is_here(folder, raw):
+                _fetch_checkpoint(fs, base, folder, raw)
             return
-        if skipped or not as_run:
-            raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *skipped]))
+        if as_run:
+            _check_same_run(url, read_mark(fs, base), folder)
+        if as_run or fs.isdir(f"{base}/{FOLDER}"):
+            base, folder = f"{base}/{FOLDER}", folder / FOLDER
+        complete = {name: raw for name, raw in manifests(fs, base).items() if raw is not None}
+        for path in candidates(folder) if prune else ():
+            if not _is_here(path, complete.get(path.name)):
+                remove(path)
+        for name in sorted(complete, key=lambda name: _order(complete[name]), reverse=True):
+            if as_run and _order(complete[name]) < last_order(folder):
+                return  # this machine has gone on, and its newest is not copied yet
+            if as_run and not _is_here(folder / name, complete[name]):
+                # First: a process that ends here does not take the run for complete at its next start.
+                _fetch_files(fs, base.rpartition("/")[0], folder.parent)
+            fetch = lambda name: _fetched(fs, f"{base}/{name}", folder / name, complete[name], problems)  # noqa: E731
+            if fetch(name):
+                for other in _best(folder / name) & complete.keys() if with_best else ():
+                    fetch(other)
+                return
+        if problems or not as_run:
+            raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *problems]))
 
 
-def _is_here(path: Path, raw: bytes) -> bool:
-    """Return whether a checkpoint is on this machine, with this manifest and without damage."""
-    with contextlib.suppress(CheckpointError, OSError):
-        return (path / manifest.MANIFEST).read_bytes() == raw and bool(manifest.verify(path))
+def read_mark(fs: Any, base: str) -> str | None:
+    """Return what a run in a bucket is known by; None if no run was copied there."""
+    try:
+        return fs.cat_file(f"{base}/{MARK}").decode()
+    except FileNotFoundError:
+        return None
+
+
+def _check_same_run(url: str, theirs: str | None, folder: Path) -> None:
+    mark = folder / MARK
+    if theirs is not None and mark.exists() and mark.read_text() != theirs:
+        raise CheckpointError(f"{url} holds another run than {folder}. Delete that folder, or pass another URL.")
+
+
+def _fetched(fs: Any, source: str, path: Path, raw: bytes, problems: list[str]) -> bool:
+    """Fetch a checkpoint unless it is here; returns whether that succeeded."""
+    try:
+        if not _is_here(path, raw):
+            _fetch_checkpoint(fs, source, path, raw)
+    except CheckpointError as error:
+        _logger.warning("A checkpoint in a bucket was skipped. %s", error)
+        problems.append(str(error))
+        return False
+    return True
+
+
+def _is_here(path: Path, raw: bytes | None) -> bool:
+    """Return whether a checkpoint is on this machine, complete and with this manifest."""
+    with contextlib.suppress(CheckpointError, OSError):  # its hashes are verified when it is read
+        return (path / manifest.MANIFEST).read_bytes() == raw and bool(manifest.verify(path, hashes=False))
     return False
 
 
@@ -186,19 +216,19 @@ def _fetch_files(fs: Any, base: str, folder: Path) -> None:
             fs.get_file(path, str(folder / name))
 
 
-def _fetch_file(url: str) -> None:
+def _fetch_file(url: str, path: Path) -> None:
     with _reading(url):
-        (fs, base), path = connect(url), staging(url)
-        known, part = path.with_name(f".{path.name}.key"), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        fs, base = connect(url)
+        known, part = path.with_name(f".{path.name}.info"), path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         fs.invalidate_cache()
-        key = fs.ukey(base)  # follows from its size and its time or hash
-        if path.exists() and known.exists() and known.read_text() == key:
+        info = repr(fs.info(base))  # with its size, and its time or hash
+        if path.exists() and known.exists() and known.read_text() == info:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             fs.get_file(base, str(part))
             part.replace(path)
-            known.write_text(key)
+            known.write_text(info)
         finally:
             part.unlink(missing_ok=True)
 

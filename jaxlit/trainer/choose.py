@@ -55,7 +55,7 @@ def resolve_checkpoint(
         raise ArgumentTypeError(f"{argument} takes 'auto', 'last', 'best' or a path, got {shown(wanted)}.")
     folder.fetch()
     if wanted not in ("auto", "last", "best"):
-        checkpoint, skipped = locate(local(wanted), argument)
+        checkpoint, skipped = locate(local(wanted, run=folder.url), argument)
     else:
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER

@@ -74,8 +74,9 @@ class RunFolder:
         there = [] if self.url is None or continues or self._is_ours else names_in(self.url)
         used = [name for name in ("metrics.csv", FOLDER, *files) if name in there or _is_used(self.root / name)]
         if used and fitting and not (self._is_ours or continues):
+            where = "" if self.url is None or used[0] in there else f", in {self.root},"
             raise ArgumentError(
-                f"Trainer(default_root_dir={str(self._given)!r}) holds {used[0]} of another run. Pass "
+                f"Trainer(default_root_dir={str(self._given)!r}){where} holds {used[0]} of another run. Pass "
                 "Trainer(resume='auto') to continue it, another folder, or move that run away."
             )
         self._is_ours = self._is_ours or fitting or continues or not used

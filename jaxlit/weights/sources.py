@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from jaxlit.checkpoints.remote import local
+from jaxlit import checks as check
+from jaxlit.checkpoints.remote import local, names_in
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.leaf_names import keys_of
@@ -53,13 +54,11 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
+    source = _file_of(str(source))
     path = Path(local(source, "file"))
     if not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CheckpointError(f"load_weights: there is no file {path}{where}.")
-    if path.is_dir():  # as the Hugging Face hub downloads it
-        known = [path / f"model{suffix}" for suffix in (_INDEX, ".safetensors")]
-        source = path = next((file for file in known if file.exists()), path)
     if path.name.endswith(_INDEX):
         return _read_sharded(path, os.path.dirname(source))
     if path.name.endswith(".safetensors"):
@@ -71,6 +70,15 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         f"{str(source)!r}. For a checkpoint of jaxlit, call Model.load_from_checkpoint(path) or fit(init_from=path). "
         "For a file of torch, pass torch.load(path, weights_only=True)."
     )
+
+
+def _file_of(source: str) -> str:
+    """Return the file with the weights of a folder as the Hugging Face hub has it, or the source."""
+    if source.endswith((_INDEX, ".safetensors", ".npz")):
+        return source
+    names = names_in(source) if check.is_url(source) else os.listdir(source) if os.path.isdir(source) else []
+    known = [f"model{suffix}" for suffix in (_INDEX, ".safetensors") if f"model{suffix}" in names]
+    return os.path.join(source, known[0]) if known else source
 
 
 def _read_sharded(path: Path, folder: str) -> dict[str, np.ndarray]:

@@ -37,7 +37,9 @@ def fails(*operations: str, name: str = "") -> Any:
     return staticmethod(meet)
 
 
-@pytest.mark.parametrize("kind", ["bucket://a/run", "memory://{name}/run", "file://{path}/run", "dir::file://{path}"])
+@pytest.mark.parametrize(
+    "kind", ["bucket://a/run", "memory://{name}/r[u]n *", "file://{path}/r[u]n", "dir::file://{path}"]
+)
 def test_the_bucket_has_what_the_folder_has(kind: str, tmp_path: Path) -> None:
     url = kind.format(name=tmp_path.name, path=tmp_path / "remote")
     best = saves(monitor="loss", mode="max", save_top_k=2)  # the first ones: others come and go

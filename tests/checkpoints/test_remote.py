@@ -104,7 +104,7 @@ def test_the_one_before_is_taken_if(damage: str, machine: Path, caplog: pytest.L
     trainer = go(3, keep_all())
     skipped = [text for text in warnings_of(caplog) if "step_00000009: " in text]
     assert len(skipped) == (warned is not None)
-    assert all(f"{warned}" in text and URL in text for text in skipped)
+    assert all(f"{warned}" in text and "/runs/net/checkpoints/" in text for text in skipped)
     assert fetched()[-1] == "step_00000006"
     assert trainer.global_step == 9
     replace(machine)
@@ -259,3 +259,62 @@ def test_a_path_is_returned_as_it_is() -> None:
 def test_nothing_at_a_url_is_named(machine: Path) -> None:
     refuses(CheckpointError, lambda: Linear.load_from_checkpoint(URL), f"no checkpoint in {URL}")
     refuses(CheckpointError, lambda: jl.load_weights(Linear(), f"{URL}/x.npz"), f"{URL}/x.npz cannot be read")
+
+
+def slope(module: Any) -> np.ndarray:
+    return np.asarray(module.kernel[...])
+
+
+def test_a_machine_that_has_loaded_weights_continues_with_all_rows(machine: Path) -> None:
+    go(2)
+    replace(machine)
+    Linear.load_from_checkpoint(URL)
+    go(3)
+    whole = train("whole", 3, saves())
+    assert in_bucket()["metrics.csv"] == (whole.run_dir / "metrics.csv").read_bytes()
+
+
+def test_what_is_in_the_bucket_is_loaded_whatever_was_fetched_before(machine: Path) -> None:
+    first = slope(go(3, keep_all()).module)
+    assert not np.array_equal(first, slope(Linear.load_from_checkpoint(f"{URL}/checkpoints/step_00000003")))
+    np.testing.assert_array_equal(first, slope(Linear.load_from_checkpoint(URL)))
+    delete("")
+    replace(machine / "jaxlit" / "runs")
+    second = slope(go(1).module)  # a new run, with older checkpoints than those that were fetched
+    np.testing.assert_array_equal(second, slope(Linear.load_from_checkpoint(URL)))
+    assert len([*(machine / "jaxlit" / "fetched").rglob("MANIFEST.json")]) == 1
+
+
+def test_two_runs_are_not_mixed(machine: Path) -> None:
+    go(3)
+    machine.rename("first")
+    delete("")
+    go(1)
+    before = in_bucket()
+    refuses(CheckpointError, lambda: train("local", 1, jl.callbacks.Mirror(URL)), f"{URL} holds another run")
+    replace(machine)
+    Path("first").rename(machine)
+    refuses(CheckpointError, lambda: go(4), f"{URL} holds another run than .*runs/net. Delete that folder")
+    assert in_bucket() == before
+
+
+def test_a_run_that_is_only_here_is_named_by_its_folder(machine: Path) -> None:
+    go(1)
+    delete("")
+    refuses(ArgumentError, lambda: go(1, resume=None), f"{URL}.*in .*machine/jaxlit/runs/bucket/runs/net, holds")
+
+
+def test_the_folder_of_a_hub_is_loaded(machine: Path) -> None:
+    write("hub/model.safetensors", safetensors.numpy.save({"kernel": np.full((3, 1), 2.0, np.float32)}))
+    module = Linear()
+    jl.load_weights(module, f"{URL}/hub", strict=False)
+    assert float(module.kernel[0, 0]) == 2.0
+
+
+def test_paths_of_files_are_those_of_the_folder_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        folders.append(staging("file://runs/net"))
+    assert folders[0] != folders[1]

@@ -100,7 +100,7 @@ def in_bucket(url: str = URL) -> dict[str, bytes]:
 
 def in_folder(folder: Path) -> dict[str, bytes]:
     """Return the files in a folder, without locks."""
-    files = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    files = [x for x in folder.rglob("*") if x.is_file() and (not x.name.startswith(".") or x.name == ".mirror")]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 

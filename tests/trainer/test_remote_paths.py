@@ -64,6 +64,16 @@ def test_a_file_system_that_is_not_installed_says_what_to_install(use: str, monk
     refuses(ArgumentError, lambda: TAKES[use]("nonesuch://b/run"), "Protocol not known: nonesuch")
 
 
+@pytest.mark.parametrize("use", TAKES)
+def test_a_password_in_a_url_is_refused(use: str) -> None:
+    refuses(ArgumentError, lambda: TAKES[use]("memory://me:pass@b/run"), r"has a password in its URL(?!.*pass@)")
+
+
+def test_two_mirrors_of_one_url_are_refused() -> None:
+    mirrors = [jl.callbacks.Mirror("memory://z/r/")]
+    refuses(ArgumentError, lambda: jl.Trainer(default_root_dir="memory://z/r", callbacks=mirrors), "two Mirrors of one")
+
+
 def test_a_url_that_pathlib_has_shortened_is_refused() -> None:
     refuses(ArgumentError, lambda: jl.Trainer(default_root_dir=Path("memory://b/run")), "memory:/b/run.*Pass a string")
 
