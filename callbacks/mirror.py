@@ -33,14 +33,14 @@ class Mirror(Callback):
 
     A checkpoint is copied once it is complete, its manifest last, and deleted there once it is deleted here. Other
     files are copied with each checkpoint and at the end, which waits for the copies. `Trainer(default_root_dir=url)`
-    has this callback, and continues from the bucket; given by itself it copies a run in a folder that is on a shared
-    disk, for example. A copy that fails ends training, or is a warning as `ModelCheckpoint(on_save_error=)` says.
+    has this callback, and continues from the bucket; as a callback, it copies a run from any folder, for example on a
+    shared disk. A copy that fails ends training, or is a warning as `ModelCheckpoint(on_save_error=)` says.
 
     Args:
         url: The run's folder in the bucket: "gs://bucket/runs/net", or any URL that fsspec takes.
 
     Raises:
-        ArgumentError: It is no URL, or the package of its file system is not installed.
+        ArgumentError: The url is not a URL, or the package of its file system is not installed.
 
     Example:
         >>> import jaxlit as jl

@@ -28,7 +28,7 @@ html_theme = "furo"
 html_title = f"jaxlit {release}"
 html_static_path = html_css_files = ["site.css"]
 html_theme_options = {"light_css_variables": {"code-font-size": "80%"}}
-html_copy_source = html_show_sourcelink = False
+html_copy_source = html_show_sourcelink = html_show_copyright = False
 
 site_pages.write_all()
 

@@ -14,6 +14,8 @@ def link_code(app, doctree, docname):
     shorts = {name.rpartition(".")[2]: name for name in classes}
     for literal in list(doctree.findall(nodes.literal)):
         first, _, rest = literal.astext().split("(")[0].partition(".")
+        if first in ("trainer", "self", "module") and not rest:  # a call of the object, not its class
+            continue
         name = ".".join(filter(None, [OWNERS.get(first) or shorts.get(first, first), rest]))
         if (target := objects.get(name)) and not isinstance(literal.parent, nodes.reference):
             link = make_refnode(app.builder, docname, target.docname, target.node_id, literal.deepcopy(), name)
