@@ -80,7 +80,7 @@ def _resume(trainer: "Trainer", *, cut: bool) -> str:
     place, root = short_path(trainer.run_dir if in_run else paths[0]), trainer.default_root_dir
     given = f"default_root_dir={root!r}, resume='auto'" if check.is_url(root) else f"resume={str(place)!r}"
     # Not as a call: the Trainer takes its limit again, and what else it was given.
-    return f"pass {given}{f' and a larger {limit}' if limit else ''} to the Trainer"
+    return f"pass {given}{f' and a larger {limit}' if limit else ''}"
 
 
 def _count(number: int, noun: str) -> str:

@@ -35,7 +35,8 @@ class StandInModule(nnx.Module):
 
 class StandInTrainer:
     def __init__(self, run_dir, **attributes):
-        self.run_dir, self.module, self.state, self.resume = run_dir, StandInModule(), None, None
+        self.run_dir, self.module, self.state = run_dir, StandInModule(), None
+        self.resume = self.default_root_dir = None
         self.current_epoch = self.global_step = self.batches_done = self.min_epochs = self.min_steps = (
             self.log_every_n_steps
         ) = 0

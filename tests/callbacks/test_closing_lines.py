@@ -16,7 +16,7 @@ from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
 from jaxlit.callbacks.closing_lines import closing_lines
 
 STEP = "run/checkpoints/step_0000000"
-MORE = "resume pass resume='run' and a larger max_epochs to the Trainer"
+MORE = "resume pass resume='run' and a larger max_epochs"
 AGAIN = "resume run the same command again"
 
 
@@ -57,7 +57,7 @@ CASES = {
         lambda: [ModelCheckpoint("kept", monitor="val")],
         {"max_epochs": 1, "logger": False},
         "done 1 epoch · 4 steps · best val -2.062 at step 4|checkpoint kept/step_00000004 (best, last)"
-        "|resume pass resume='kept/step_00000004' and a larger max_epochs to the Trainer",
+        "|resume pass resume='kept/step_00000004' and a larger max_epochs",
     ),
     "no checkpoint": (
         lambda: [EarlyStopping("val", patience=9), at_five(lambda t: t.stop("the loss is flat"))],
@@ -72,7 +72,7 @@ CASES = {
     "an error": (
         lambda: [at_five(lambda t: {}[0])],
         {"logger": False},
-        f"ended by KeyError in epoch 2 · 5 steps|checkpoint {STEP}5 (last)|resume pass resume='run' to the Trainer",
+        f"ended by KeyError in epoch 2 · 5 steps|checkpoint {STEP}5 (last)|resume pass resume='run'",
     ),
     "Ctrl-C": (
         lambda: [at_five(lambda t: signal.raise_signal(signal.SIGINT))],
