@@ -27,7 +27,7 @@ def choose(auto: Auto, run: Setup) -> Strategy:
         run: The fit, whose loaders are open.
     """
     # Devices of one kind may report other limits.
-    limit = min(team().agree("the memory of a device", auto.limit(bytes_of_module(run.module)) or 0))
+    limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(run.module)) or 0, 0)))
     module, example = shapes_of(run.module), _example(run)
     attach(module, trainer_of(run.module))
     options = step_options(run, example)
