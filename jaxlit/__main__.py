@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.trainer.doctor import diagnosis
-from jaxlit.trainer.plan import text_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _plan(target: str, *, as_json: bool, plot: Path | None, **asked: Any) -> None:
     trainer, model, data = _called(target)
     plan = trainer.plan(model, data, **asked)
-    print(json.dumps(plan.rows(), indent=2) if as_json else text_of(plan, in_shell=True))
+    print(json.dumps(plan.rows(), indent=2) if as_json else plan)
     if plot is not None:
         plan.plot().savefig(plot)
 

@@ -21,7 +21,6 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did
 from jaxlit.porting import advice
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
-from jaxlit.trainer.plan import text_of
 from jaxlit.trainer.trainer import Trainer
 
 __all__ = ["main"]
@@ -122,7 +121,7 @@ def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None
     if verb == "plan":
         plan = trainer.plan(model, datamodule, **asked)
         if trainer.is_global_zero:
-            say(text_of(plan, in_shell=True))
+            say(str(plan))
     elif verb == "predict":
         trainer.predict(model, datamodule=datamodule, return_predictions=False, **asked)
     else:

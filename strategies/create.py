@@ -92,12 +92,15 @@ def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
     could not split the kernel.
     """
     name, config = "jax_threefry_gpu_kernel_lowering", jax.config
-    before = getattr(config, name)
+    is_set = getattr(config, name, True)  # True: a jax that has no such flag chooses by itself
+    if is_set or mesh.size > 1 or mesh.devices.flat[0].platform != "gpu":
+        yield
+        return
+    config.update(name, True)
     try:
-        config.update(name, before or (mesh.size == 1 and mesh.devices.flat[0].platform == "gpu"))
         yield
     finally:
-        config.update(name, before)
+        config.update(name, False)
 
 
 def _untyped(x: jax.Array) -> jax.Array:

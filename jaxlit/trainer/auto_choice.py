@@ -4,19 +4,15 @@ import copy
 import math
 from typing import Any
 
-import jax
-from flax import nnx
-
 from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach, trainer_of
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, OutOfMemoryError
 from jaxlit.loop.run import Setup
-from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.table import size
-from jaxlit.trainer.step_cost import AbstractStep, StepCost, shapes_of
+from jaxlit.trainer.step_cost import AbstractStep, StepCost, bytes_of_module, shapes_of
 from jaxlit.trainer.step_options import first_example, step_options
 
 
@@ -30,9 +26,8 @@ def choose(auto: Auto, run: Setup) -> Strategy:
         auto: The strategy, set up.
         run: The fit, whose loaders are open.
     """
-    own = bytes_per_device(x for x in jax.tree.leaves(nnx.state(run.module)) if isinstance(x, jax.Array))
     # Devices of one kind may report other limits.
-    limit = min(team().agree("the memory of a device", auto.limit(own) or 0))
+    limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(run.module)) or 0, 0)))
     module, example = shapes_of(run.module), _example(run)
     attach(module, trainer_of(run.module))
     options = step_options(run, example)

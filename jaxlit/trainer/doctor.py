@@ -31,8 +31,10 @@ _SHORTEST_SECRET = 6  # characters; a shorter one would be found in other words
 _VARIABLES = re.compile(
     r"(JAX|XLA|LIBTPU|TPU|NVIDIA(?!_REQUIRE)|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_|LD_PRELOAD$|XDG_CACHE_HOME$"
 )
-_NAME = re.compile(r"(--[\w-]+(?=\s)|[\w-]+(?=[=:]))[=:]?\s*")  # of a flag, a query of an address or a header
-_VALUE = re.compile(r""""[^"]*"|'[^']*'|[^\s&]+""")
+# The name of a flag, of a part of an address's query, of a header or of a key in JSON.
+_NAME = re.compile(r"""(--[\w-]+(?=\s)|[\w-]+(?=["']?\s*[=:]))["']?\s*[=:]?\s*""")
+# A quote that is not closed, for example in a text that was cut, hides the rest.
+_VALUE = re.compile(r"""((Bearer|Basic|Token)\s+)?("[^"]*"?|'[^']*'?|[^\s&]+)""", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)\S*@")
 
 

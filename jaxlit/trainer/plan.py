@@ -163,7 +163,9 @@ class Plan:
         return next((row for row in self.plans if row.fits), None)
 
     def __str__(self) -> str:
-        return text_of(self)
+        known = [row for row in self.plans if row.cost is not None]
+        blocks = [_table(known), _collectives(known), _notes(self.plans)]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     __repr__ = __str__
 
@@ -190,22 +192,6 @@ class Plan:
         axes.set_xticks(places, [f"{row.strategy}\n{row.devices}" for row in known])
         axes.legend()
         return figure
-
-
-def text_of(plan: Plan, *, in_shell: bool = False) -> str:
-    """Return a plan as tables and notes.
-
-    Args:
-        plan: The plan.
-        in_shell: Whether a note names options of a command line, instead of arguments.
-    """
-    known = [row for row in plan.plans if row.cost is not None]
-    notes = _notes(plan.plans)
-    if all(row.hardware is None for row in plan.plans):
-        name = "--hardware 'NVIDIA H100' or another name" if in_shell else "hardware='NVIDIA H100' or a jl.Hardware"
-        notes.append(f"Pass {name} to see what fits and how long a step takes.")
-    blocks = [_table(known), *([_collectives(known)] if known else []), notes]
-    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _table(rows: Sequence[PlanRow]) -> list[str]:
@@ -253,5 +239,10 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
         notes.append(
             f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
             "environment of the run."
+        )
+    if all(row.hardware is None for row in rows):
+        notes.append(
+            "Pass hardware= (in a shell --hardware), for example 'NVIDIA H100', to see what fits and how long a step "
+            "takes."
         )
     return notes

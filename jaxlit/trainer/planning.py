@@ -26,7 +26,7 @@ from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.building import check_model, make_loaders
 from jaxlit.trainer.plan import Plan, PlanRow
 from jaxlit.trainer.plan_process import cost_elsewhere
-from jaxlit.trainer.step_cost import cost_of_step, explained, shapes_of
+from jaxlit.trainer.step_cost import bytes_of_module, cost_of_step, explained, shapes_of
 from jaxlit.trainer.trial import trial_of
 
 
@@ -61,7 +61,7 @@ def make_plan(
         raise ArgumentError(f"{owner} takes batch_size, of all devices together, or rows_per_device. Leave one out.")
     check.positive("timeout", timeout, owner=owner)
     given = hardware_of(jax.devices()[0].device_kind) if hardware is None else resolve_hardware(hardware)
-    if hardware is None and given is not None and (limit := memory_limit()) is not None:
+    if hardware is None and given is not None and (limit := memory_limit(bytes_of_module(model))) is not None:
         given = replace(given, memory=limit)
     _, batch, num_batches = first_batch(trainer, model, data)
     model = model if isinstance(model, lazy) else shapes_of(model)

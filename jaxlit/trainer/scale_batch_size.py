@@ -90,6 +90,10 @@ def scale_batch_size(
     limit = memory_limit() if memory_bytes is None else memory_bytes
     check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
     assert limit is not None
+    if limit < 0:
+        raise ArgumentError(
+            f"{owner}: other arrays take {size(-limit)} more than 95 % of a device's memory. Delete some of them."
+        )
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
     like, shapes = abstract_batch(batch), model if isinstance(model, lazy) else shapes_of(model)
 
@@ -154,27 +158,35 @@ class _Tries:
         """
         unit = self.unit
         if not self.fits(unit):
+            needs = self.needs(unit)
+            why = f"need{'s' * (unit == 1)} {size(needs)} of {size(self.limit)}"
+            if needs == math.inf:
+                why = "cannot be compiled in the free memory of a device"
             raise ArgumentError(
-                f"jl.scale_batch_size: {unit} rows, the fewest, need {size(self.needs(unit))} of {size(self.limit)}. "
-                "Use more devices or 'fsdp'."
+                f"jl.scale_batch_size: {unit} row{'s' * (unit > 1)}, the fewest, {why}. Use more devices or 'fsdp'."
             )
-        fits, fails, moves = 1, None, 0  # in a row of one end
+        fits, fails = 1, None
+        in_a_row = 0  # how many tries fitted since one failed; negative, how many failed since one fitted
         while fails is None or fails - fits > 1:
             if fails is None and fits >= _MOST:
                 break
             top = _MOST_TIMES * fits if fails is None else fails - 1
-            middle = (fits + fails) // 2 if fails is not None and abs(moves) > 1 else self._guess(fits, fails)
+            # The compiler's limit is on no line: a guess by what fits would overshoot each time.
+            if fails is not None and (abs(in_a_row) > 1 or self.needs(fails * unit) == math.inf):
+                middle = (fits + fails) // 2
+            else:
+                middle = self._guess(fits, fails)
             middle = min(max(middle, fits + 1), top)
             if self.fits(middle * unit):
-                fits, moves = middle, max(moves, 0) + 1
+                fits, in_a_row = middle, max(in_a_row, 0) + 1
             else:
-                fails, moves = middle, min(moves, 0) - 1
+                fails, in_a_row = middle, min(in_a_row, 0) - 1
         return fits * unit
 
     def _guess(self, fits: int, fails: int | None) -> int:
         """Return the most units that fit, by the line through two sizes: memory grows along pieces of such lines."""
-        known = {rows // self.unit: needs for rows, needs in self.tried.items() if needs < math.inf}
-        other = fails if fails in known else max((x for x in known if x < fits), default=None)
+        known = {rows // self.unit: needs for rows, needs in self.tried.items()}
+        other = max((x for x in known if x < fits), default=None) if fails is None else fails
         if other is None:
             return 2 * fits
         rate = (known[fits] - known[other]) / (fits - other)

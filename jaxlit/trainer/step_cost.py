@@ -99,6 +99,12 @@ def shapes_of(module: TrainModule) -> TrainModule:
     return copy
 
 
+def bytes_of_module(module: TrainModule | lazy) -> int:
+    """Return the bytes of a module's arrays on the device that has the most of them; a lazy module has no arrays."""
+    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module))
+    return bytes_per_device(x for x in leaves if isinstance(x, jax.Array))
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Say of an error that is no JaxlitError where the user's code has raised it, and in what.

@@ -30,7 +30,7 @@ class WeightRule:
             for layers that `nnx.scan` runs.
 
     Raises:
-        ArgumentError: `axis` or `sizes` is given and `to` is a single leaf.
+        ArgumentError: `to` is empty, or `axis` or `sizes` is given and `to` is a single leaf.
 
     Example:
         >>> import jaxlit as jl
@@ -52,6 +52,11 @@ class WeightRule:
     stack: int | str | None = None
 
     def __post_init__(self) -> None:
+        if not self.to:
+            raise ArgumentError(
+                f"WeightRule(to=...) takes the name of a leaf or a list of names, got {self.to!r}. To leave an "
+                "array out, map its name to None in rename=."
+            )
         name = "axis" if self.axis else "sizes"
         if (self.axis or self.sizes is not None) and (isinstance(self.to, str) or len(self.to) == 1):
             raise ArgumentError(

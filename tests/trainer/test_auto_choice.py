@@ -166,6 +166,13 @@ def test_what_other_arrays_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> 
         assert repr(trainer.strategy) == wanted
 
 
+def test_no_free_memory_is_shown_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    reporting(monkeypatch, 2**20, lambda: 2**30)
+    trainer = planner(Auto())
+    trainer.fit(jl.lazy(Tower), DATA)
+    assert trainer.strategy.reason.endswith(" of 0 B per device")
+
+
 def test_a_candidate_that_cannot_be_compiled_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     given, failed = CompiledProgram.given, list[bool]()
 

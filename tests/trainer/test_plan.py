@@ -482,6 +482,15 @@ def test_a_plan_of_present_devices_takes_the_memory_that_they_report(monkeypatch
     assert planned(planner(), "ddp", hardware="NVIDIA A100").hardware.memory == 40e9
 
 
+def test_the_arrays_of_a_planned_module_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, own = Marked(rngs=nnx.Rngs(0)), 4 * 4 * (WIDTH * WIDTH + WIDTH)  # layers of float32
+    used = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": own + 50})
+    monkeypatch.setattr(jax, "local_devices", lambda: [used])
+    monkeypatch.setattr("jaxlit.trainer.planning.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
+    assert planned(planner(), "ddp", module).hardware.memory == 950_000 - 50
+    assert planned(planner(), "ddp", jl.lazy(Marked)).hardware.memory == 950_000 - 50 - own
+
+
 def test_a_plan_is_drawn_and_listed() -> None:
     plan = planner().plan(jl.lazy(Two), batches(), strategies=["ddp", "fsdp"], hardware="NVIDIA A100")
     json.dumps(plan.rows())

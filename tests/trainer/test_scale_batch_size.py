@@ -1,5 +1,7 @@
 """jl.scale_batch_size finds the largest batch whose compiled step fits, and takes one step with it."""
 
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,7 +14,8 @@ from kit.trainers import BARE
 
 import jaxlit as jl
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, OutOfMemoryError
+from jaxlit.trainer.scale_batch_size import _Tries
 
 
 class Counts(jl.TrainModule):
@@ -101,6 +104,13 @@ def test_what_cannot_fit_is_refused() -> None:
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
 
 
+def test_other_arrays_that_leave_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 20 * 2**30, "bytes_in_use": 24 * 2**30})
+    monkeypatch.setattr(jax, "local_devices", lambda: [used])
+    with pytest.raises(ArgumentError, match=r"other arrays take 5\.0 GiB more than 95 % of a device's memory"):
+        jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
+
+
 def compiles_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compiler run out of memory for larger batches, as that of GPUs does, which tries kernels there."""
     given = CompiledProgram.given
@@ -119,6 +129,24 @@ def test_a_batch_that_cannot_be_compiled_does_not_fit(most: int, monkeypatch: py
     found = jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)
     assert found.batch_size == most
     assert found.tried[most] == found.memory < found.tried[most + 1] == float("inf")
+
+
+def test_a_single_row_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiles_up_to(0, monkeypatch)
+    with pytest.raises(ArgumentError, match=r"size: 1 row, the fewest, cannot be compiled in the free memory"):
+        jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)
+
+
+def test_a_limit_of_the_compiler_is_bisected() -> None:
+    def cost(rows: int) -> int:
+        if rows > 5000:
+            raise OutOfMemoryError("the compiler")
+        return 1000 + 7 * rows
+
+    tries = _Tries(cost, unit=1, limit=10**6)
+    assert tries.largest() == 5000
+    bisected = math.ceil(math.log2(8192 - 512))  # 512 rows fit, and 16 times as many do not
+    assert len(tries.tried) <= len([1, 2, 32, 512, 8192]) + bisected
 
 
 def test_a_plan_says_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

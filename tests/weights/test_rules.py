@@ -102,6 +102,12 @@ def test_a_split_for_a_single_leaf_is_refused(given: dict[str, Any], to: Any) ->
         jl.WeightRule(to, **given)
 
 
+@pytest.mark.parametrize("to", ["", [], ()])
+def test_a_rule_without_a_leaf_is_refused(to: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"the name of a leaf or a list of names, got {to!r}.")):
+        jl.WeightRule(to)
+
+
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_rule_that_does_not_apply_is_refused(mistake: str) -> None:
     rename, kind, message = REFUSED[mistake]
