@@ -121,6 +121,8 @@ class ModuleSync:
                 f"{where} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
                 "compiled steps cannot follow: change it before fit, or in setup."
             )
+        if adopt:  # the hook may have replaced a Variable or a part by another of the same structure
+            self._variables = self.engine.state.variables(self.module)
         self.touched = False  # looking at the graph touches the module as well
         written = {}
         for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):

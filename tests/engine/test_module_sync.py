@@ -179,6 +179,45 @@ def test_an_array_attribute_is_written_like_a_variable(strategy) -> None:
         fit(made(), numbered(2), None, on(on_train_batch_end=shift_by))
 
 
+class Shifted(Mean):
+    """Its error is shifted by arrays that are held in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.listed = nnx.Variable(jnp.zeros(1)), nnx.List([jnp.zeros(1)])
+        self.part = nnx.Dict(shift=jnp.zeros(1))
+
+    def error(self, batch: Any) -> jax.Array:
+        return super().error(batch) + self.held[...] + self.listed[0] + self.part.shift
+
+
+HOLDERS: dict[str, tuple[Callable[[Any], Any], list[list[int]], float | None]] = {
+    "Param": (lambda m: setattr(m, "w", nnx.Param(jnp.full(1, WRITTEN))), [[1], [2]], WRITTEN),
+    "Variable": (lambda m: setattr(m, "held", nnx.Variable(jnp.full(1, 5.0))), [[6], [7]], None),
+    "list": (lambda m: setattr(m, "listed", nnx.List([jnp.full(1, 5.0)])), [[6], [7]], None),
+    "part": (lambda m: setattr(m, "part", nnx.Dict(shift=jnp.full(1, 5.0))), [[6], [7]], None),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_array_in_a_new_holder_is_trained_with(holder) -> None:
+    replace, batches, begin = HOLDERS[holder]
+    model = Shifted()
+    second = on(on_train_epoch_start=lambda t, m: replace(m) if t.current_epoch == 1 else None)
+    trainer = fit(model, numbered(2), None, second, max_epochs=2)
+    expected = mean(batches, mean([[1], [2]]) if begin is None else begin)
+    assert weight(model) == float(trainer.state.params["w"][0]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_new_holder_is_kept_after_an_evaluation() -> None:
+    replace, model, trainer = HOLDERS["Param"][0], Shifted(), make_trainer(**BARE)
+    model.listed[0] = mine = jnp.ones(1)
+    trainer.callbacks.append(on(on_validation_start=lambda t, m: replace(m)))
+    assert evaluated("validate", trainer.validate(model, numbered(2, 11))) == pytest.approx(WRITTEN - 1)
+    assert weight(model) == WRITTEN
+    assert model.listed[0] is mine
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
     "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
