@@ -71,6 +71,10 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
         with nnx.use_eager_sharding(False):
             module = build()
+            for node in [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Pytree)]:
+                for name, value in list(vars(node).items()):
+                    if isinstance(value, jax.core.Tracer):  # for nnx a static attribute, which would leave the trace
+                        setattr(node, name, nnx.data(value))
             graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         graphs.append(graphdef)
         traced.append(module)
