@@ -1,7 +1,7 @@
 """The plain attributes of a module, which no compiled step changes, and what they contained before."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from flax import nnx
@@ -62,35 +62,20 @@ class ArrayAttribute:
     """An array that a module holds without a Variable, read and set like one.
 
     Args:
-        items: The attributes of its owner, or the dict or list that contains it.
-        key: Its name or index there.
+        owner: The module or the part of it.
+        name: The attribute's name, or its index in an `nnx.List`.
     """
 
-    def __init__(self, items: Any, key: Any) -> None:
-        self._items, self._key = items, key
+    def __init__(self, owner: nnx.Pytree, name: str | int) -> None:
+        self._attributes, self._name = vars(owner), str(name)
 
     def get_raw_value(self) -> Any:
         """Return the array."""
-        return self._items[self._key]
+        return self._attributes[self._name]
 
     def set_raw_value(self, array: Any) -> None:
         """Put another array in its place."""
-        self._items[self._key] = array  # not by setattr, which asks the Trainer whether it may
-
-
-def array_attribute(module: nnx.Module, path: Sequence[Any]) -> ArrayAttribute | None:
-    """Return the array attribute at a path of `nnx.state(module)`; None for one in a tuple or an unknown object."""
-    items: Any = vars(module)
-    key = str(path[0])
-    for next_key in path[1:]:
-        owner = items[key]
-        if isinstance(owner, nnx.Pytree):
-            items, key = vars(owner), str(next_key)
-        elif isinstance(owner, (dict, list)):
-            items, key = owner, next_key
-        else:
-            return None
-    return ArrayAttribute(items, key)
+        self._attributes[self._name] = array  # not by setattr, which asks the Trainer whether it may
 
 
 def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:

@@ -73,7 +73,7 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
         model = build_lazy(model, strategy, settings.seed)
     else:
         call_step(model, stage.name)
-    check_variables(model)
+        check_variables(model)
     return model
 
 
