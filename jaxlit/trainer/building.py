@@ -51,8 +51,8 @@ def check_model(model: Any, stage: Stage) -> None:
     """Refuse what is no module, or has no step for the stage.
 
     Raises:
-        ArgumentTypeError: It is no module.
-        ModuleError: It has no such step.
+        ArgumentTypeError: `model` is no module.
+        ModuleError: `model` has no such step.
     """
     if not isinstance(model, (TrainModule, lazy)):
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
