@@ -329,7 +329,7 @@ class Session:
         if stage.method == "fit":
             self.results.history.clear()
             self.fitted, self.position = None, Position()
-            self.control.should_stop, self.control.stop_reason = False, None
+            self.control.should_stop, self.control.stop_reason, self.control.verbose = False, None, True
         position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
         clock = HookClock()
         clock.follow(position)
