@@ -84,7 +84,7 @@ class Strategy(Configured, ABC):
 
         Raises:
             ArgumentError: The strategy takes none, or it is ambiguous which axis splits the batch.
-            ArgumentTypeError: It is no mesh.
+            ArgumentTypeError: `mesh` is no mesh.
         """
         name = type(self).__name__
         if mesh is None:

@@ -22,7 +22,7 @@ class DDP(Strategy):
 
     Raises:
         ArgumentError: It has several axes and none named `data`.
-        ArgumentTypeError: It is no mesh.
+        ArgumentTypeError: `mesh` is no mesh.
 
     Example:
         >>> import jax, jaxlit as jl

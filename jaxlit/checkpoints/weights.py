@@ -110,7 +110,7 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
             continue
         impl = jax.random.key_impl(value) if is_key(value) else None
         data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
-        held.append((path, leaf, data, impl))
+        held.append((path, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
     skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
     pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
@@ -124,19 +124,15 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     report(checkpoint, rows, name, strict)
     target = {}
     for i, k in pairs.items():
-        data = held[k][2]
+        data = held[k][1]
         # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
         target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
-    attributes = {}
+    loaded = {}
     for i, array in checkpoint.arrays(target).items():
-        path, leaf, data, impl = held[pairs[i]]
+        path, data, impl = held[pairs[i]]
         array = jnp.asarray(array, data.dtype)
-        array = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
-        if isinstance(leaf, nnx.Variable):
-            leaf.set_value(array)
-        else:
-            attributes[path] = array
-    nnx.update(module, nnx.from_flat_state(attributes))
+        loaded[path] = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+    nnx.update(module, nnx.from_flat_state(loaded))
 
 
 def _float(*dtypes: str) -> bool:

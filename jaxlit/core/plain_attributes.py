@@ -1,9 +1,10 @@
 """The plain attributes of a module, which no compiled step changes, and what they contained before."""
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 from flax import nnx
 
 from jaxlit.errors import StateError
@@ -35,62 +36,49 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
                 yield leaf_name((*path, name)), vars(node), name
 
 
-def structure_of(module: nnx.Module) -> dict[str, Any]:
-    """Return the value of each attribute of a module and its sub-modules by path, of a part its type."""
+def list_changes(before: nnx.Module, after: nnx.Module) -> str:
+    """Return the attributes that were added, removed and set between two states of a module, outermost ones alone."""
+    old, new, verbs = _structure(before), _structure(after), dict[str, str]()
+    for name in sorted(old | new):
+        if name not in old or name not in new:
+            verbs[name] = "removed" if name in old else "added"
+        elif not same(old[name], new[name]):
+            verbs[name] = "set"
+    outer = [x for x in verbs if not any(x.startswith((f"{y}.", f"{y}[")) for y in verbs)]
+    return ", ".join(f"{verbs[name]} {name}" for name in outer)
+
+
+def _structure(module: nnx.Module) -> dict[str, Any]:
+    """Return each attribute of a module and its parts by path: its value, or its type where it contains arrays."""
     found = dict[str, Any]()
     for path, node in nnx.iter_graph(module):
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
             if not name.startswith("_pytree__") and not (isinstance(node, nnx.List) and name == "_length"):
                 key = int(name) if isinstance(node, nnx.List) else name
-                value = type(value) if isinstance(value, (nnx.Variable, nnx.Pytree)) else value
-                found[leaf_name((*path, key))] = "an array" if hasattr(value, "shape") else value
+                is_array = hasattr(value, "shape") and not isinstance(value, (nnx.Variable, nnx.Pytree))
+                kind = jax.Array if is_array else type(value) if nnx.has_data(value) else value
+                found[leaf_name((*path, key))] = kind
     return found
-
-
-def tell_changes(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return what differs between two structures of a module, without what is inside of another difference."""
-    verbs = {"added": after.keys() - before.keys(), "removed": before.keys() - after.keys()}
-    verbs["set"] = {name for name in before.keys() & after.keys() if not same(before[name], after[name])}
-    changed = sorted(set().union(*verbs.values()))
-    outer = [x for x in changed if not any(x.startswith((f"{y}.", f"{y}[")) for y in changed)]
-    told = {verb: [name for name in outer if name in names] for verb, names in verbs.items()}
-    more = {verb: f" and {len(names) - 3} more" if len(names) > 3 else "" for verb, names in told.items()}
-    return ", ".join(f"{verb} {' and '.join(names[:3])}{more[verb]}" for verb, names in told.items() if names)
 
 
 class ArrayAttribute:
     """An array that a module holds without a Variable, read and set like one.
 
     Args:
-        items: The attributes of its owner, or the dict or list that contains it.
-        key: Its name or index there.
+        owner: The module or the part of it.
+        name: The attribute's name, or its index in an `nnx.List`.
     """
 
-    def __init__(self, items: Any, key: Any) -> None:
-        self._items, self._key = items, key
+    def __init__(self, owner: nnx.Pytree, name: str | int) -> None:
+        self._attributes, self._name = vars(owner), str(name)
 
     def get_raw_value(self) -> Any:
         """Return the array."""
-        return self._items[self._key]
+        return self._attributes[self._name]
 
     def set_raw_value(self, array: Any) -> None:
         """Put another array in its place."""
-        self._items[self._key] = array  # not by setattr, which asks the Trainer whether it may
-
-
-def array_attribute(module: nnx.Module, path: Sequence[Any]) -> ArrayAttribute | None:
-    """Return the array attribute at a path of `nnx.state(module)`; None for one in a tuple or an unknown object."""
-    items: Any = vars(module)
-    key = str(path[0])
-    for next_key in path[1:]:
-        owner = items[key]
-        if isinstance(owner, nnx.Pytree):
-            items, key = vars(owner), str(next_key)
-        elif isinstance(owner, (dict, list)):
-            items, key = owner, next_key
-        else:
-            return None
-    return ArrayAttribute(items, key)
+        self._attributes[self._name] = array  # not by setattr, which asks the Trainer whether it may
 
 
 def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:

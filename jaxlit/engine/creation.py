@@ -114,19 +114,24 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
 
 
 def check_variables(module: TrainModule) -> None:
-    """Refuse a module whose Variables do not hold one array each, or are hidden from nnx.
+    """Refuse a module whose Variables do not hold one array each, or whose arrays the engine cannot find or replace.
 
     Raises:
-        ModuleError: One of them holds something else, or one is held by a function.
+        ModuleError: A Variable holds something else, or is held by a function; or an array is in a plain container.
     """
     check_closures(module)
+    nodes = dict(nnx.iter_graph(module))
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        where, owner = f"{type(module).__name__}: {leaf_name(path)}", nodes[path[:-1]]
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            where = leaf_name(path)
             raise ModuleError(
-                f"{type(module).__name__}: {where} holds {type(value).__name__}, not an array. "
-                "Make one nnx.Variable for each array."
+                f"{where} holds {type(value).__name__}, not an array. Make one nnx.Variable for each array."
+            )
+        if not isinstance(leaf, nnx.Variable) and not isinstance(owner, nnx.Pytree):
+            raise ModuleError(
+                f"{where} is an array in a plain {type(owner).__name__}. Hold it in an nnx.List, an nnx.Dict or an "
+                "nnx.Variable."
             )
 
 

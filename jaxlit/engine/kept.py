@@ -3,10 +3,8 @@
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import ArrayAttribute
 from jaxlit.core.precision import Precision
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.program_key import program_key, same_key
@@ -71,7 +69,7 @@ class EvalCache:
                 self._engine = Engine(module, strategy, None, **options)
                 # The arrays of a module that the engine owns are overwritten: they cannot be compared with later.
                 leaves = [] if take_ownership else self._engine.state.module_leaves(module)
-                self._copied_from = {i: _array(leaf) for _, leaf, i in leaves}
+                self._copied_from = {i: leaf.get_raw_value() for _, leaf, i in leaves}
         # Evaluate on a branch: the state of fit, and of the last evaluation, which may still be read, must not change.
         self._engine = self._engine.evaluator()
         if not take_ownership:
@@ -81,7 +79,7 @@ class EvalCache:
     def _place(self, module: TrainModule, engine: Engine) -> None:
         """Give the engine's state the arrays that the module holds now."""
         for _, leaf, i in engine.state.module_leaves(module):
-            array, stored = _array(leaf), engine.state.leaves[i]
+            array, stored = leaf.get_raw_value(), engine.state.leaves[i]
             data = jax.random.key_data(array) if is_key(array) else array
             # A numpy array may have been written to in place: its identity shows nothing.
             same = data is stored or (isinstance(array, jax.Array) and array is self._copied_from.get(i))
@@ -89,9 +87,3 @@ class EvalCache:
                 # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.
                 engine.state.put(i, data.astype(stored.dtype))
                 self._copied_from[i] = array
-
-
-def _array(leaf: Any) -> Any:
-    if isinstance(leaf, ArrayAttribute):
-        return leaf.get_raw_value()
-    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf

@@ -10,12 +10,13 @@ import jax
 import optax
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.core import Tracer
 
 from jaxlit.core.hparams import share_hparams
 from jaxlit.core.module import TrainModule
 from jaxlit.core.precision import Precision
 from jaxlit.core.pure_module import PureModule
-from jaxlit.engine.creation import init_state
+from jaxlit.engine.creation import check_variables, init_state
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
@@ -71,6 +72,11 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
         with nnx.use_eager_sharding(False):
             module = build()
+            for node in [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Pytree)]:
+                for name, value in list(vars(node).items()):
+                    if isinstance(value, Tracer):  # for nnx a static attribute, which would leave the trace
+                        setattr(node, name, nnx.data(value))
+            check_variables(module)
             graphdef, params, rest = nnx.split(module, nnx.Param, ...)
         graphs.append(graphdef)
         traced.append(module)

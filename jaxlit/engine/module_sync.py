@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import MODES, structure_of, tell_changes
+from jaxlit.core.plain_attributes import MODES, list_changes
 from jaxlit.core.side_tables import watchers
 from jaxlit.errors import StateError
 from jaxlit.shown import shown
@@ -53,7 +52,8 @@ class ModuleSync:
             name: The attribute that is read.
 
         Raises:
-            StateError: It holds arrays, and is read inside a trace.
+            StateError: jax traces the function that reads the attribute, which contains arrays, and the engine has
+                newer ones. Where the module has the newest ones already, it may be read.
         """
         before, self.touched = self.touched, True  # also when nothing is new: a hook that reads may write
         if not self.stale:
@@ -68,7 +68,7 @@ class ModuleSync:
                 raise
             # nnx refuses to write inside a trace, which is that of a schedule that reads the module, for example.
             value = object.__getattribute__(self.module, "__dict__").get(name)
-            if name == "__dict__" or isinstance(value, (nnx.Pytree, nnx.Variable, jax.Array, np.ndarray)):
+            if name == "__dict__" or nnx.has_data(value):
                 what = "" if name == "__dict__" else f".{name}"
                 raise StateError(
                     f"{type(self.module).__name__}{what} was read while jax traced a function, where its newest arrays "
@@ -116,11 +116,13 @@ class ModuleSync:
             changed = now.nodes != self._graphdef.nodes
         if changed:
             before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
-            changes = tell_changes(structure_of(before), structure_of(self.module))
+            changes = list_changes(before, self.module)
             raise StateError(
                 f"{where} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
                 "compiled steps cannot follow: change it before fit, or in setup."
             )
+        if adopt:  # the hook may have replaced a Variable or a part by another of the same structure
+            self._variables = self.engine.state.variables(self.module)
         self.touched = False  # looking at the graph touches the module as well
         written = {}
         for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
@@ -133,7 +135,9 @@ class ModuleSync:
                     f"{where} wrote to {name}. A batch hook may read the module, not write to it: write in "
                     "on_train_epoch_start, on_train_epoch_end or on_validation_end." + _CALLED * calls
                 )
-            if (getattr(array, "shape", None), getattr(array, "dtype", None)) != (given.shape, given.dtype):
+            # A numpy array of float64 becomes one of float32, as in __init__; `object` is the dtype of no array.
+            dtype = jax.dtypes.canonicalize_dtype(getattr(array, "dtype", object), allow_extended_dtype=True)
+            if (getattr(array, "shape", None), dtype) != (given.shape, given.dtype):
                 raise StateError(
                     f"{where} wrote {shown(array)} to {name}, which is {shown(given)}. Write an array of the same "
                     "shape and dtype."

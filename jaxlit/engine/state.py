@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jaxlit import sharding
 from jaxlit.core.device_sums import Table
 from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import array_attribute
+from jaxlit.core.plain_attributes import ArrayAttribute
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.state import Layout, TrainState, WindowStart
 from jaxlit.engine.memory import is_exhausted, out_of_memory
@@ -278,20 +278,19 @@ class State:
     # The user's module ------------------------------------------------------------------------------
 
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
-        """Return the (name, leaf, index) of each leaf of the module.
-
-        A leaf is a Variable, an `ArrayAttribute`, or the bare array where that cannot be set, as in a tuple.
-        """
+        """Return the (name, Variable or `ArrayAttribute`, index) of each array of the module."""
         _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
         indices, leaves = jax.tree.leaves(self.spec.index.variables), []
+        nodes = dict(nnx.iter_graph(module))
         for path, leaf in jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            attribute = None if isinstance(leaf, nnx.Variable) else array_attribute(module, keys_of(path[1:]))
-            leaves.append((leaf_name(path[1:]), leaf if attribute is None else attribute, indices[len(leaves)]))
+            *owner, key = keys_of(path[1:])
+            leaf = leaf if isinstance(leaf, nnx.Variable) else ArrayAttribute(nodes[tuple(owner)], key)
+            leaves.append((leaf_name(path[1:]), leaf, indices[len(leaves)]))
         return leaves
 
     def variables(self, module: TrainModule) -> list[tuple[str, Any]]:
         """Return the module's Variables and array attributes and their names, in the order of `module_arrays`."""
-        leaves = [x for x in self.module_leaves(module) if hasattr(x[1], "set_raw_value")]
+        leaves = self.module_leaves(module)
         self._variable_index = [i for _, _, i in leaves]
         return [(name, leaf) for name, leaf, _ in leaves]
 

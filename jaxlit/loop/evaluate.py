@@ -35,20 +35,18 @@ def sanity_check(run: Run) -> None:
         run.results.clear()
 
 
-def evaluate(run: Run, stage: str, loaders: Sequence[Loader], *, verbose: bool = True) -> list[dict[str, float]]:
+def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, float]]:
     """Run the validation or test step over loaders, or over the rest of them after a checkpoint.
 
     Args:
         run: The run.
         stage: What runs.
         loaders: The loaders.
-        verbose: Whether callbacks print the metrics.
 
     Returns:
         The metrics of each loader; none if the run was interrupted.
     """
     hooks, log, part = run.hooks, run.hooks.log, run.begin("evaluation")
-    run.control.verbose = verbose
     now = run.evaluation = run.evaluation or Evaluation()
     if now.phase <= Validating.START:
         now.phase = Validating.EPOCH_START

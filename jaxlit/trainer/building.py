@@ -51,8 +51,8 @@ def check_model(model: Any, stage: Stage) -> None:
     """Refuse what is no module, or has no step for the stage.
 
     Raises:
-        ArgumentTypeError: It is no module.
-        ModuleError: It has no such step.
+        ArgumentTypeError: `model` is no module.
+        ModuleError: `model` has no such step.
     """
     if not isinstance(model, (TrainModule, lazy)):
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
@@ -73,7 +73,7 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
         model = build_lazy(model, strategy, settings.seed)
     else:
         call_step(model, stage.name)
-    check_variables(model)
+        check_variables(model)
     return model
 
 

@@ -46,7 +46,7 @@ def resolve_checkpoint(
         folder: That of the run.
 
     Raises:
-        ArgumentTypeError: It is no path.
+        ArgumentTypeError: `wanted` is no path.
         CheckpointError: There is none, or none that verifies.
     """
     if wanted is None:

@@ -17,6 +17,7 @@ from jaxlit.data.loaders import Loaders
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import READS_ARE_COMPARED, once_per_node
 from jaxlit.distributed.team import team
+from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.lazy import lazy
 from jaxlit.engine.module_sync import ModuleSync
@@ -245,6 +246,7 @@ class Session:
                     if hooks.bind("prepare_data"):
                         once_per_node(partial(hooks, "prepare_data"), "prepare_data")
                     hooks("setup", stage.method)
+                    check_variables(module)  # again, as setup may add parts
                     # After setup, where a callback makes what its state goes into, before the hooks of loaders.
                     if setup.data.is_fit and resume is not None:
                         restore_callbacks(setup, resume.checkpoint)
@@ -327,7 +329,7 @@ class Session:
         if stage.method == "fit":
             self.results.history.clear()
             self.fitted, self.position = None, Position()
-            self.control.should_stop, self.control.stop_reason = False, None
+            self.control.should_stop, self.control.stop_reason, self.control.verbose = False, None, True
         position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
         clock = HookClock()
         clock.follow(position)

@@ -21,6 +21,7 @@ from jaxlit.core.stage import STAGES
 from jaxlit.core.state import TrainState
 from jaxlit.core.step_options import StepOptions
 from jaxlit.engine.compiled_program import CompiledProgram
+from jaxlit.engine.creation import check_variables
 from jaxlit.engine.lazy import lazy, shape_lazy
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.engine.training import training_of
@@ -92,7 +93,12 @@ class StepCost:
 
 
 def shapes_of(module: TrainModule) -> TrainModule:
-    """Return a copy of a module of shapes and dtypes."""
+    """Return a copy of a module of shapes and dtypes.
+
+    Raises:
+        ModuleError: See `check_variables`.
+    """
+    check_variables(module)
     graphdef, state = nnx.split(module)
     copy = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
     share_hparams(copy, module)

@@ -241,8 +241,8 @@ class Trainer(TrainerProperties):
         Returns:
             The metrics of each loader.
         """
-        work = partial(evaluate, verbose=check.boolean("verbose", verbose, owner="Trainer.validate"))
-        return self._session.evaluate(STAGES["validation"], work, model, dataloaders, datamodule, ckpt_path)
+        self._session.control.verbose = check.boolean("verbose", verbose, owner="Trainer.validate")
+        return self._session.evaluate(STAGES["validation"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.test")
     def test(
@@ -255,8 +255,8 @@ class Trainer(TrainerProperties):
         verbose: bool = True,
     ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
-        work = partial(evaluate, verbose=check.boolean("verbose", verbose, owner="Trainer.test"))
-        return self._session.evaluate(STAGES["test"], work, model, dataloaders, datamodule, ckpt_path)
+        self._session.control.verbose = check.boolean("verbose", verbose, owner="Trainer.test")
+        return self._session.evaluate(STAGES["test"], evaluate, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.predict")
     def predict(

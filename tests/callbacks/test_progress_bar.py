@@ -152,6 +152,16 @@ def test_the_metrics_of_an_evaluation_are_printed_if_verbose(verb, capsys):
         getattr(trainer, verb)(Mean(), rows, verbose="no")
 
 
+def test_a_callback_knows_whether_to_print():
+    seen = []
+    look = hooks(on_validation_end=lambda trainer, module: seen.append(trainer.verbose))
+    trainer = trainers.make_trainer(look, num_sanity_val_steps=0)
+    for verbose in (False, True, False):
+        trainer.validate(Mean(), numbered(1), verbose=verbose)
+    trainer.fit(Mean(), numbered(1), numbered(1))
+    assert seen == [False, True, False, True]
+
+
 def test_an_endless_loader_has_no_total(make_trainer, capsys):
     fit(make_trainer(num_training_batches=float("inf"), max_epochs=None))
     line = epoch_lines(capsys)[0]

@@ -5,12 +5,13 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from kit.batches import numbered, random
-from kit.by_hand import assert_same, params_of
+from kit.by_hand import assert_same, mean, params_of
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net
 from kit.refusals import fit_refuses, refuses
@@ -61,6 +62,25 @@ def test_a_constructor_may_name_axes_of_the_mesh() -> None:
             self.kernel.set_value(jax.lax.with_sharding_constraint(self.kernel[...], P()))
 
     assert_same(fit(jl.lazy(Constrained), random(1), strategy="fsdp").module, fit(Linear(), random(1)).module)
+
+
+class Shifted(Mean):
+    """Its error is 11 larger, by arrays that no Variable holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = self.again = jnp.full(1, 2.0)
+        self.listed, self.part = nnx.List([jnp.full(1, 3.0)]), nnx.Dict(shift=np.full(1, 4.0, np.float32))
+
+    def error(self, batch: Any) -> jax.Array:
+        return super().error(batch) + self.shift + self.again + self.listed[0] + self.part.shift
+
+
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_a_constructor_may_make_array_attributes(strategy) -> None:
+    model = fit(jl.lazy(Shifted), numbered(2), strategy=strategy).module
+    assert float(model.w[0]) == pytest.approx(mean([[12], [13]]), rel=1e-6)
+    assert [float(x[0]) for x in (model.shift, model.listed[0], model.part.shift)] == [2.0, 3.0, 4.0]
 
 
 def test_hyperparameters_are_those_that_the_constructor_chose() -> None:

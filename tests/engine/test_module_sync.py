@@ -102,6 +102,10 @@ def test_arrays_of_the_module_are_not_read_inside_a_trace() -> None:
 
     with pytest.raises(StateError, match=r"Mean\.w was read while jax traced a function"):
         fit(Mean(), numbered(2), None, on(on_train_batch_end=trace))
+    fit(Mean(), numbered(2), None, on(on_train_batch_end=read), on(on_train_batch_end=trace))  # which is up to date
+    several = module(init=lambda self: (Mean.__init__(self), setattr(self, "held", nnx.data([self.w])))[0])
+    with pytest.raises(StateError, match=r"Made\.held was read while jax traced a function"):
+        fit(several, numbered(2), None, on(on_train_batch_end=lambda t, m: jax.jit(lambda: m.held[0] * 2)()))
 
 
 def test_a_hook_computes_with_the_network_before_each_step() -> None:
@@ -179,6 +183,61 @@ def test_an_array_attribute_is_written_like_a_variable(strategy) -> None:
         fit(made(), numbered(2), None, on(on_train_batch_end=shift_by))
 
 
+def test_a_numpy_array_of_64_bits_is_written_as_it_was_made() -> None:
+    def init(self: Any) -> None:
+        Mean.__init__(self)
+        self.shift, self.count = np.zeros(1), np.zeros(1, np.int64)
+
+    def write_all(trainer: jl.Trainer, model: Any) -> None:
+        model.shift, model.count = np.full(1, 3.0), np.full(1, 2, np.int64)
+        model.w.set_value(np.full(1, WRITTEN))
+
+    error = lambda self, batch: batch["x"] - self.w[...] + self.shift + self.count  # noqa: E731
+    model = module(init=init, error=error)
+    fit(model, numbered(2), None, on(on_train_start=write_all))
+    assert weight(model) == pytest.approx(mean([[6], [7]], WRITTEN), rel=1e-6)
+    assert (model.shift.dtype, model.count.dtype) == (np.float32, np.int32)
+
+
+class Shifted(Mean):
+    """Its error is shifted by arrays that are held in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.listed = nnx.Variable(jnp.zeros(1)), nnx.List([jnp.zeros(1)])
+        self.part = nnx.Dict(shift=jnp.zeros(1))
+
+    def error(self, batch: Any) -> jax.Array:
+        return super().error(batch) + self.held[...] + self.listed[0] + self.part.shift
+
+
+HOLDERS: dict[str, tuple[Callable[[Any], Any], list[list[int]], float | None]] = {
+    "Param": (lambda m: setattr(m, "w", nnx.Param(jnp.full(1, WRITTEN))), [[1], [2]], WRITTEN),
+    "Variable": (lambda m: setattr(m, "held", nnx.Variable(jnp.full(1, 5.0))), [[6], [7]], None),
+    "list": (lambda m: setattr(m, "listed", nnx.List([jnp.full(1, 5.0)])), [[6], [7]], None),
+    "part": (lambda m: setattr(m, "part", nnx.Dict(shift=jnp.full(1, 5.0))), [[6], [7]], None),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_array_in_a_new_holder_is_trained_with(holder) -> None:
+    replace, batches, begin = HOLDERS[holder]
+    model = Shifted()
+    second = on(on_train_epoch_start=lambda t, m: replace(m) if t.current_epoch == 1 else None)
+    trainer = fit(model, numbered(2), None, second, max_epochs=2)
+    expected = mean(batches, mean([[1], [2]]) if begin is None else begin)
+    assert weight(model) == float(trainer.state.params["w"][0]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_new_holder_is_kept_after_an_evaluation() -> None:
+    replace, model, trainer = HOLDERS["Param"][0], Shifted(), make_trainer(**BARE)
+    model.listed[0] = mine = jnp.ones(1)
+    trainer.callbacks.append(on(on_validation_start=lambda t, m: replace(m)))
+    assert evaluated("validate", trainer.validate(model, numbered(2, 11))) == pytest.approx(WRITTEN - 1)
+    assert weight(model) == WRITTEN
+    assert model.listed[0] is mine
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "shape": (lambda m: m.inner.kernel.set_value(jnp.ones((4, 1))), (r"wrote float32\[4, 1\] to inner\.kernel",)),
     "bf16": (lambda m: m.inner.bias.set_value(jnp.ones(16, jnp.bfloat16)), (r"bfloat16\[16\] to inner\.bias, which",)),
@@ -190,6 +249,10 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda m: (m.blocks.append(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), setattr(m.drop, "deterministic", True)),
         (r"changed the structure of Net: added blocks\[1\], set drop\.deterministic\.",),
     ),
+    "many": (
+        lambda m: [setattr(m, name, 1) for name in "abcde"],
+        (r"structure of Net: added a, added b, added c, added d, added e\.",),
+    ),
 }
 
 
@@ -198,13 +261,25 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     thinned(
         [("shape", "on_fit_start"), ("part", "on_fit_start"), *((x, "on_train_start") for x in WRONG)],
         *(("shape", "on_fit_start"), ("bf16", "on_train_start"), ("float", "on_train_start")),
-        *(("attribute", "on_train_start"), ("variable", "on_train_start"), ("part", "on_fit_start")),
+        *(
+            ("attribute", "on_train_start"),
+            ("variable", "on_train_start"),
+            ("part", "on_fit_start"),
+            ("many", "on_train_start"),
+        ),
     ),
 )
 def test_a_hook_that_changes_the_structure_is_refused(change, hook) -> None:
     do, words = WRONG[change]
     callbacks, model = [hooks("Meddler", **{hook: lambda t, m: do(m)})], Net(rngs=nnx.Rngs(0))
     fit_refuses(StateError, rf"Meddler\.{hook}", *words, model=model, train=random(2), callbacks=callbacks)
+
+
+def test_a_change_of_the_structure_names_nothing_else() -> None:
+    model = Shifted()
+    model.several, model.names = nnx.data([nnx.Variable(jnp.zeros(1)), nnx.Dict(x=jnp.ones(1))]), ["a", {"b": 1}]
+    meddler = on(on_train_start=lambda t, m: setattr(m, "rate", 0.5))
+    fit_refuses(StateError, r"changed the structure of Shifted: added rate\. The", model=model, callbacks=[meddler])
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_log"])

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from kit.batches import Stream, numbered
+from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
@@ -200,6 +201,40 @@ OPTIMIZERS: list[tuple[Any, ...]] = [
 def test_what_is_no_optimizer_is_refused(row) -> None:
     _, made, *words = row
     fit_refuses(ModuleError, *words, model=module(configure_optimizers=lambda self: made))
+
+
+BOXES: dict[str, Callable[[Any], Any]] = {"dict": lambda x: {"a": x}, "list": lambda x: [x], "tuple": lambda x: (x,)}
+
+
+class Boxed(Mean):
+    """Has an array in a plain container in a part of it."""
+
+    def __init__(self, box: str) -> None:
+        super().__init__()
+        self.part = nnx.Dict()
+        self.part.held = nnx.data(BOXES[box](jnp.ones(2)))
+
+
+@pytest.mark.parametrize("box", BOXES)
+def test_an_array_in_a_plain_container_is_refused_everywhere(box) -> None:
+    words = (rf"Boxed: part\.held\S+ is an array in a plain {box}\. Hold it in an nnx\.List, an nnx\.Dict or an",)
+    auto, single = make_trainer(strategy=jl.strategies.Auto(2**30)), make_trainer(strategy="single")
+    for call in (
+        lambda: fit(Boxed(box), numbered(1)),
+        lambda: fit(jl.lazy(Boxed, box), numbered(1)),
+        lambda: auto.fit(Boxed(box), numbered(1)),
+        lambda: single.validate(Boxed(box), numbered(1)),
+        lambda: single.plan(Boxed(box), numbered(1)),
+        lambda: jl.scale_batch_size(single, Boxed(box), numbered(1), memory_bytes=2**20),
+        lambda: jl.fit_many(Boxed, [{"box": box}], numbered(1), max_epochs=1),
+        lambda: jl.compile_step(Boxed(box), batch=numbered(1)[0]),
+    ):
+        refuses(ModuleError, call, *words)
+
+
+def test_an_array_in_a_container_that_setup_adds_is_refused() -> None:
+    add = hooks(setup=lambda trainer, model, stage: setattr(model, "held", nnx.data([jnp.ones(1)])))
+    fit_refuses(ModuleError, r"Mean: held\[0\] is an array in a plain list", model=Mean(), callbacks=[add])
 
 
 def test_what_cannot_be_trained_is_refused_by_name() -> None:
