@@ -40,7 +40,7 @@ class Mirror(Callback):
         url: The run's folder in the bucket: "gs://bucket/runs/net", or any URL that fsspec takes.
 
     Raises:
-        ArgumentError: It is no URL, or the package of its file system is not installed.
+        ArgumentError: `url` is not a URL, or the package of its file system is not installed.
 
     Example:
         >>> import jaxlit as jl
