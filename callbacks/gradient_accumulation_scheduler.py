@@ -25,7 +25,7 @@ class GradientAccumulationScheduler(Callback):
     Raises:
         ArgumentError: It is empty, or has an epoch below 0 or a number below 1; or before the first step: the Trainer
             has a number of its own, or two such callbacks.
-        ArgumentTypeError: `scheduling` is no dict of ints.
+        ArgumentTypeError: `scheduling` is not a dict of ints.
 
     Example:
         >>> import jaxlit as jl

@@ -67,7 +67,8 @@ def candidates(devices: int) -> dict[str, Strategy]:
 def memory_limit(own: int = 0) -> int | None:
     """Return the bytes that a training step may take of any device of this process; None if one does not report them.
 
-    XLA plans with 95 % of the memory, as allocations leave gaps. What other arrays take now is not free.
+    XLA plans with 95 % of the memory, as allocations leave gaps. The bytes of other arrays are subtracted: the result
+    is negative if they take more than that.
 
     Args:
         own: Bytes of the arrays on a device that the step takes over.

@@ -83,8 +83,8 @@ class Strategy(Configured, ABC):
                 its name, one of them -1 at most; or None to build one.
 
         Raises:
-            ArgumentError: The strategy takes none, or it is ambiguous which axis splits the batch.
-            ArgumentTypeError: `mesh` is no mesh.
+            ArgumentError: The strategy takes no mesh, or it is ambiguous which axis splits the batch.
+            ArgumentTypeError: `mesh` is not a mesh or a mapping.
         """
         name = type(self).__name__
         if mesh is None:
@@ -135,8 +135,8 @@ class Strategy(Configured, ABC):
             self.mesh = given
         else:
             raise ArgumentError(
-                f"Trainer(devices={devices}) with a mesh of {given.size} devices. Leave devices out: the mesh says "
-                "which to use."
+                f"Trainer(devices={devices}) with a mesh of {given.size} devices. Leave devices out: the mesh has "
+                "the devices to use."
             )
         if (count := jax.process_count()) == 1:
             return

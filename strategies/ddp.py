@@ -21,8 +21,8 @@ class DDP(Strategy):
             axis, and the state is replicated.
 
     Raises:
-        ArgumentError: It has several axes and none named `data`.
-        ArgumentTypeError: `mesh` is no mesh.
+        ArgumentError: The mesh has several axes and none named `data`.
+        ArgumentTypeError: `mesh` is not a mesh or a mapping.
 
     Example:
         >>> import jax, jaxlit as jl

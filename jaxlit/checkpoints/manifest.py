@@ -159,7 +159,7 @@ def files_of(folder: Path) -> dict[str, Any]:
     """Return by name the size and hash of each file in a folder's manifest.
 
     Raises:
-        CheckpointError: The file is no manifest, is damaged, or names a file outside of the folder.
+        CheckpointError: The file is not a manifest, is damaged, or names a file outside of the folder.
     """
     path = folder / MANIFEST
     raw = _bytes(path)

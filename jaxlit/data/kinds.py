@@ -33,7 +33,7 @@ def source_of(
         keep: See `Source`.
 
     Raises:
-        ArgumentTypeError: `loader` is no loader.
+        ArgumentTypeError: `loader` is not a loader.
     """
     check_loader(loader, argument)
     if overfit and type(loader) is ArrayLoader:

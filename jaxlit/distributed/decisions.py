@@ -31,7 +31,7 @@ class Decisions:
         fate.listener = self._listen
 
     def begin(self) -> None:
-        """Forget what was asked for in the run before; all processes call this, and agree before one asks anew."""
+        """Forget what the run before asked for; all processes call this, and agree before one of them asks again."""
         with self._turn:
             self._run += 1
             self._known.clear()

@@ -82,7 +82,7 @@ class HostLog:
         """Take one value.
 
         Raises:
-            LogError: `value` is no scalar number, or the name is logged elsewhere or in another way.
+            LogError: The value is not a scalar number, or the name is logged elsewhere or in another way.
         """
         name, batch = metric.name, "_batch_" in self.hook
         if name in self.named:

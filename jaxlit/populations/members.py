@@ -204,7 +204,7 @@ def check_module(module: Any, made_by: str) -> None:
     """Refuse what a population cannot train.
 
     Raises:
-        ModuleError: `module` is no module, or has hooks, which see one training.
+        ModuleError: `module` is not a module, or has hooks, which see one training.
     """
     if not isinstance(module, TrainModule):
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")

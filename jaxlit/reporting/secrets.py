@@ -94,7 +94,7 @@ def tell(paths: Iterable[str]) -> None:
         say(f"Left out of what is written, as secrets: {', '.join(new)}")
 
 
-def tell_anew() -> None:
+def tell_again() -> None:
     """Begin a run, in which names are printed again."""
     _told.clear()
 

@@ -48,11 +48,11 @@ def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], dat
 
 
 def check_model(model: Any, stage: Stage) -> None:
-    """Refuse what is no module, or has no step for the stage.
+    """Refuse a model that is not a module, or has no step for the stage.
 
     Raises:
-        ArgumentTypeError: `model` is no module.
-        ModuleError: `model` has no such step.
+        ArgumentTypeError: The model is not a module.
+        ModuleError: The module has no such step.
     """
     if not isinstance(model, (TrainModule, lazy)):
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
@@ -78,7 +78,7 @@ def build(model: TrainModule | lazy, stage: Stage, loaders: Loaders, strategy: S
 
 
 def check_fit(settings: Settings, callbacks: Sequence[Callback], model: Any, start: Start) -> None:
-    """Refuse a fit that has no end, says how to take a checkpoint that is not there, or names two.
+    """Refuse a fit that has no end, has arguments for a checkpoint but no checkpoint, or names two.
 
     Raises:
         ArgumentError: Saying which.

@@ -46,8 +46,8 @@ def resolve_checkpoint(
         folder: That of the run.
 
     Raises:
-        ArgumentTypeError: `wanted` is no path.
-        CheckpointError: There is none, or none that verifies.
+        ArgumentTypeError: `wanted` is not a str or a path.
+        CheckpointError: There is no checkpoint, or none that verifies.
     """
     if wanted is None:
         return None

@@ -94,9 +94,7 @@ def _devices() -> str:
 
 def _processes() -> str:
     count = job_size()
-    return (
-        "1, no job in the environment" if count == 1 else f"{count}, as the environment says; this one has not joined"
-    )
+    return "1, no job in the environment" if count == 1 else f"{count}, by the environment; this one has not joined"
 
 
 def _mesh() -> str:

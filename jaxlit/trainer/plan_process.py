@@ -24,7 +24,7 @@ _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes
 def cost_elsewhere(
     trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
 ) -> StepCost:
-    """Return what `cost_of_step` returns on as many simulated devices, in a process of its own.
+    """Return what `cost_of_step` returns on as many simulated devices, in a separate process.
 
     Args:
         trial: See `cost_of_step`.
@@ -50,11 +50,11 @@ def cost_elsewhere(
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_force_host_platform_device_count={devices}"
-        # A process of its own, whatever job this one belongs to.
+        # The process is no part of the job that this one belongs to.
         env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "1"}
         with log.open("wb") as output:
             command = [sys.executable, "-m", "jaxlit.trainer.plan_worker", str(result)]
-            # A session of its own: Ctrl-C reaches this process alone, which ends the other.
+            # A new session: Ctrl-C reaches this process alone, which ends the other.
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
             )

@@ -96,7 +96,7 @@ def named_strategies(trainer: Any, strategy: Any, devices: int | None) -> list[t
 
 
 def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **changed: Any) -> Any:
-    """Return a Trainer of its own for one compile.
+    """Return a separate Trainer for one compile.
 
     Args:
         trainer: The user's.

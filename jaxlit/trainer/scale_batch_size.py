@@ -67,7 +67,8 @@ def scale_batch_size(
             `accumulate_grad_batches` the number of parts. None for one batch a step.
 
     Raises:
-        ArgumentError: Not even one row a device fits, or the rows of a step do not divide into batches that do.
+        ArgumentError: Not even one row a device fits, the rows of a step do not divide into batches that do, or other
+            arrays take all memory.
 
     Example:
         >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
@@ -85,15 +86,8 @@ def scale_batch_size(
         1
     """
     owner = "jl.scale_batch_size"
-    check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner)
+    limit = _limit(check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner), owner)
     check.integer("effective_batch_size", effective_batch_size, low=1, also=(None,), owner=owner)
-    limit = memory_limit() if memory_bytes is None else memory_bytes
-    check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
-    assert limit is not None
-    if limit < 0:
-        raise ArgumentError(
-            f"{owner}: other arrays take {size(-limit)} more than 95 % of a device's memory. Delete some of them."
-        )
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
     like, shapes = abstract_batch(batch), model if isinstance(model, lazy) else shapes_of(model)
 
@@ -108,6 +102,18 @@ def scale_batch_size(
         copied(model), [real] * window
     )
     return BatchSize(rows, accumulate, name, tried.needs(rows), tried.tried)
+
+
+def _limit(memory_bytes: int | None, owner: str) -> int:
+    """Return the bytes that a step may take of a device, as given or as the devices report it."""
+    limit = memory_limit() if memory_bytes is None else memory_bytes
+    check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
+    assert limit is not None
+    if limit < 0:
+        raise ArgumentError(
+            f"{owner}: other arrays take {size(-limit)} more than 95 % of a device's memory. Delete some of them."
+        )
+    return limit
 
 
 def _scaled(trainer: Any, tries: Callable[[Any, int], "_Tries"], wanted: int | None) -> Any:

@@ -36,7 +36,7 @@ from jaxlit.loop.train import fit as loop_fit
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
-from jaxlit.reporting.secrets import tell_anew
+from jaxlit.reporting.secrets import tell_again
 from jaxlit.strategies.base import Strategy
 from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
 from jaxlit.trainer.choose import Start, resolve_checkpoint, resolve_weights
@@ -325,7 +325,7 @@ class Session:
         # Cleared now and not at the end of a run, whose metrics a program reads after it.
         self.results.clear()
         self.media.begin()
-        tell_anew()
+        tell_again()
         if stage.method == "fit":
             self.results.history.clear()
             self.fitted, self.position = None, Position()

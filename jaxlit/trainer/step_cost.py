@@ -113,7 +113,7 @@ def bytes_of_module(module: TrainModule | lazy) -> int:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Say of an error that is no JaxlitError where the user's code has raised it, and in what.
+    """Name the place in the user's code that raised an error other than a JaxlitError.
 
     Raises:
         ModuleError: In place of such an error.
@@ -136,7 +136,7 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
     """Compile a training step from shapes and dtypes alone, and return what it takes.
 
     Args:
-        trial: A Trainer of its own, see `trial_of`.
+        trial: A separate Trainer, see `trial_of`.
         model: The module; no array of it is read.
         batch: The shapes and dtypes of a batch, global rows.
         num_batches: How many an epoch has, inf for an unknown number.

@@ -1,4 +1,4 @@
-"""strategy="auto" takes the first strategy that a plan says fits, with at most one compile more."""
+"""strategy="auto" takes the first strategy that fits by a plan, with at most one compile more."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""trainer.plan says before a run what explain() says of it after: bytes, operations and collectives."""
+"""trainer.plan reports before a run what explain() reports after it: bytes, operations and collectives."""
 
 import gc
 import json
