@@ -246,7 +246,6 @@ class Session:
                     if hooks.bind("prepare_data"):
                         once_per_node(partial(hooks, "prepare_data"), "prepare_data")
                     hooks("setup", stage.method)
-                    check_variables(module)  # again, as setup may add parts
                     # After setup, where a callback makes what its state goes into, before the hooks of loaders.
                     if setup.data.is_fit and resume is not None:
                         restore_callbacks(setup, resume.checkpoint)
@@ -359,6 +358,7 @@ class Session:
     def _begin(self, setup: Setup, stage: Stage, watchdog: Watchdog, *, take_ownership: bool) -> tuple[Run, ModuleSync]:
         """Open the loaders, and return the run with its engine, which has the arrays from here on."""
         hooks, data = setup.hooks, setup.data
+        check_variables(setup.module)  # again, as setup may add parts
         # Before the optimizer, whose schedule may ask how long training is.
         if data.is_fit:
             open_fit(setup)
