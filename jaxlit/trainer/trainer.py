@@ -73,7 +73,7 @@ class Trainer(TrainerProperties):
         log_every_n_steps: Optimizer steps between logged rows, 0 for none. "auto" (default): an eighth of an epoch,
             between 1 and 50 steps; 10 steps for a loader without a length.
         reload_dataloaders_every_n_epochs: Epochs after which a loader hook is called again, 0 for never.
-        enable_checkpointing: Add a ModelCheckpoint, which writes after epochs and at the end, unless the callbacks have one.
+        enable_checkpointing: Add a ModelCheckpoint, which writes after epochs and at the end, unless there is one.
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
         enable_model_summary: Add a ModelSummary unless the callbacks hold one.
         default_root_dir: The run's folder; None for a fresh `runs/<time>-<id>`, made at the first write. A URL such as
