@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -281,10 +281,10 @@ class State:
         """Return the (name, Variable or `ArrayAttribute`, index) of each array of the module."""
         _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
         indices, leaves = jax.tree.leaves(self.spec.index.variables), []
-        nodes = dict(nnx.iter_graph(module))
+        nodes = cache(lambda: dict(nnx.iter_graph(module)))  # walked only if there is an array attribute
         for path, leaf in jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable)):
             *owner, key = keys_of(path[1:])
-            leaf = leaf if isinstance(leaf, nnx.Variable) else ArrayAttribute(nodes[tuple(owner)], key)
+            leaf = leaf if isinstance(leaf, nnx.Variable) else ArrayAttribute(nodes()[tuple(owner)], key)
             leaves.append((leaf_name(path[1:]), leaf, indices[len(leaves)]))
         return leaves
 

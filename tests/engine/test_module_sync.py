@@ -205,10 +205,10 @@ class Shifted(Mean):
     def __init__(self) -> None:
         super().__init__()
         self.held, self.listed = nnx.Variable(jnp.zeros(1)), nnx.List([jnp.zeros(1)])
-        self.part = nnx.Dict(shift=jnp.zeros(1))
+        self.part, self.boxed = nnx.Dict(shift=jnp.zeros(1)), nnx.data([nnx.Dict(shift=jnp.zeros(1))])
 
     def error(self, batch: Any) -> jax.Array:
-        return super().error(batch) + self.held[...] + self.listed[0] + self.part.shift
+        return super().error(batch) + self.held[...] + self.listed[0] + self.part.shift + self.boxed[0].shift
 
 
 HOLDERS: dict[str, tuple[Callable[[Any], Any], list[list[int]], float | None]] = {
@@ -216,6 +216,7 @@ HOLDERS: dict[str, tuple[Callable[[Any], Any], list[list[int]], float | None]] =
     "Variable": (lambda m: setattr(m, "held", nnx.Variable(jnp.full(1, 5.0))), [[6], [7]], None),
     "list": (lambda m: setattr(m, "listed", nnx.List([jnp.full(1, 5.0)])), [[6], [7]], None),
     "part": (lambda m: setattr(m, "part", nnx.Dict(shift=jnp.full(1, 5.0))), [[6], [7]], None),
+    "part in a list": (lambda m: setattr(m.boxed[0], "shift", jnp.full(1, 5.0)), [[6], [7]], None),
 }
 
 
