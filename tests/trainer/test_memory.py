@@ -60,8 +60,8 @@ def left_by(num_fits: int, **given) -> tuple[list[type], int]:
 
 
 def test_fits_leave_no_objects_and_no_programs() -> None:
-    objects, programs = left_by(5, **BARE)
-    assert len(objects) < 5  # not one a fit
+    objects, programs = left_by(20, **BARE)
+    assert len(objects) < 20, objects  # not one a fit; some are left once, as by a context that is changed
     assert programs == 0
 
 
