@@ -65,12 +65,12 @@ class ArrayAttribute:
     """An array that a module holds without a Variable, read and set like one.
 
     Args:
-        owner: The module or the part of it.
-        name: The attribute's name, or its index in an `nnx.List`.
+        owner: The module, or a part or dict of it.
+        name: The attribute's name, its index in an `nnx.List`, or its key.
     """
 
-    def __init__(self, owner: nnx.Pytree, name: str | int) -> None:
-        self._attributes, self._name = vars(owner), str(name)
+    def __init__(self, owner: nnx.Pytree | dict[Any, Any], name: Any) -> None:
+        self._attributes, self._name = (owner, name) if isinstance(owner, dict) else (vars(owner), str(name))
 
     def get_raw_value(self) -> Any:
         """Return the array."""

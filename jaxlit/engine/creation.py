@@ -128,7 +128,9 @@ def check_variables(module: TrainModule) -> None:
             raise ModuleError(
                 f"{where} holds {type(value).__name__}, not an array. Make one nnx.Variable for each array."
             )
-        if not isinstance(leaf, nnx.Variable) and not isinstance(owner, nnx.Pytree):
+        # Layers of flax may have arrays in a dict: its WeightNorm before 0.12.12.
+        of_flax = type(owner) is dict and type(nodes[path[:-2]]).__module__.startswith("flax.nnx.nn.")
+        if not (isinstance(leaf, nnx.Variable) or isinstance(owner, nnx.Pytree) or of_flax):
             raise ModuleError(
                 f"{where} is an array in a plain {type(owner).__name__}. Hold it in an nnx.List, an nnx.Dict or an "
                 "nnx.Variable."

@@ -34,7 +34,7 @@ LINES = {
     "done": r"done 3 epochs . 66 steps . .* s",
     "checkpoint": r"  checkpoint  runs/.*step_00000066",
     "report": r"  report      runs/",
-    "resume": r"  resume      Trainer\(resume='runs/",
+    "resume": r"  resume      pass resume='runs/",
     "accuracy": r"validation accuracy 0\.\d{4}$",
 }
 
