@@ -221,8 +221,8 @@ def _collectives(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def _notes(rows: Sequence[PlanRow]) -> list[str]:
-    told = [(row, text) for row in rows if (text := row.error or row.note)]
-    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in told]
+    own = [(row, text) for row in rows if (text := row.error or row.note)]
+    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in own]
     bounds = {row.bound for row in rows if row.cost is not None}
     if "<=" in bounds:
         notes.append(
@@ -234,8 +234,8 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
             ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
             "within a part."
         )
-    gpus = [row for row in rows if row.fits and row.hardware in GPUS]
-    if any(row.left < (1 - _TAKEN) * row.hardware.memory for row in gpus):  # type: ignore
+    left = [(row.left, row.hardware) for row in rows if row.fits and row.hardware in GPUS]
+    if any(x is not None and x < (1 - _TAKEN) * (gpu.memory or 0) for x, gpu in left if gpu is not None):
         notes.append(
             f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
             "environment of the run."
