@@ -1,6 +1,6 @@
 """A torch DataLoader or a Hugging Face dataset feeds `fit`: any object does that yields batches in each epoch.
 
-python examples/other_loaders.py --loader datasets    # or numpy, by hand; or torch, 2 GB that no extra installs
+python examples/other_loaders.py --loader datasets    # or torch; or numpy, by hand
 """
 
 import argparse

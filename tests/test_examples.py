@@ -379,7 +379,7 @@ def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
     assert copies.bytes["parameters"] == parameters
 
 
-LOADERS = ["numpy", "datasets", *needing("torch")]  # torch, of 2 GB, is in no extra
+LOADERS = ["numpy", "datasets", *needing("torch")]
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -1,4 +1,4 @@
-"""The loaders of other libraries in docs/data.md; those that are in no extra run where they are installed."""
+"""The loaders of other libraries in docs/data.md; each runs where its library is installed."""
 
 import io
 import tarfile

@@ -37,10 +37,9 @@ def recipes(page: str) -> dict[str, str]:
 
 
 def needing(*packages: str) -> list[object]:
-    """Return packages as cases of a test, skipped where one is not installed."""
-    there = {name: importlib.util.find_spec(name) is not None for name in packages}
-    skip = {name: pytest.mark.skipif(not there[name], reason=f"{name} is not installed") for name in packages}
-    return [pytest.param(name, marks=[pytest.mark.sweep, skip[name]]) for name in packages]
+    """Return packages as cases of a test, which are a skipped part of the sweep where one is not installed."""
+    absent = [pytest.mark.sweep, pytest.mark.skip("not installed")]
+    return [pytest.param(name, marks=[] if importlib.util.find_spec(name) else absent) for name in packages]
 
 
 def run_script(path: Path, code: str, *arguments: str) -> str:

@@ -1,9 +1,8 @@
 """Archives of numpy, indices of several files, folders, and mappings of arrays and tensors."""
 
+import importlib
 import json
 import re
-import sys
-import types
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,11 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from kit.modules import Net
+from kit.pages import needing
 
 from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.weights.loading import load_weights
+from jaxlit.weights.rules import WeightRule
 from jaxlit.weights.sources import read_arrays
 
 ARRAYS = {"a.b": np.arange(6.0).reshape(2, 3), "c": np.array(3, np.int8), "none": np.zeros((0, 2), np.float16)}
@@ -85,31 +87,24 @@ def test_a_folder_of_one_file_is_read() -> None:
     assert_equal(read_arrays(Path()), ARRAYS)
 
 
-class Tensor:
-    """What `load_weights` asks a tensor of torch for; numpy has no bfloat16, as in torch."""
-
-    def __init__(self, data: np.ndarray, dtype: str, detached: bool = False) -> None:
-        self.data, self.dtype, self.detached, self.shape = data, f"torch.{dtype}", detached, data.shape
-
-    def detach(self) -> "Tensor":
-        return Tensor(self.data, self.dtype.removeprefix("torch."), True)
-
-    def view(self, dtype: str) -> "Tensor":
-        return Tensor(self.data.view(dtype), dtype, self.detached)
-
-    def numpy(self) -> np.ndarray:
-        if not self.detached:
-            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
-        if self.dtype == "torch.bfloat16":
-            raise TypeError("Got unsupported ScalarType BFloat16")
-        return self.data
+@pytest.mark.parametrize("package", needing("torch"))
+def test_the_state_of_a_torch_module_gives_its_outputs(package: str) -> None:
+    torch: Any = importlib.import_module(package)
+    theirs = torch.nn.Linear(4, 3)
+    module = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    load_weights(module, theirs.state_dict(), {"weight": WeightRule("kernel", transpose=True)})
+    x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    np.testing.assert_allclose(module(x), theirs(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_tensors_of_torch_are_taken_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("package", needing("torch"))
+def test_tensors_of_torch_are_taken_bit_by_bit(package: str) -> None:
+    torch: Any = importlib.import_module(package)
+    x = torch.tensor([[1.5, 2], [-3, 0.125]], requires_grad=True)
     half = np.array([[1.5, 2], [-3, 0.125]], ml_dtypes.bfloat16)
-    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(int16="int16"))
-    given = {"a": Tensor(ARRAYS["a.b"].T, "float64"), "half": Tensor(half.T, "bfloat16")}
-    assert_equal(read_arrays(given), {"a": ARRAYS["a.b"].T, "half": half.T})
+    given = {"trained": x, "strided": x.T, "half": x.bfloat16(), "strided.half": x.bfloat16().T}
+    expected = {"trained": half.astype(np.float32), "strided": half.astype(np.float32).T, "half": half}
+    assert_equal(read_arrays(given), expected | {"strided.half": half.T})
 
 
 def test_mappings_may_be_nested_and_of_jax() -> None:
