@@ -117,8 +117,7 @@ class Fate:
             place: Where.
             code: The exit code of this process; None for that of the error.
         """
-        by_a_peer = isinstance(error, (RuntimeError, ValueError)) and _BY_A_PEER.search(str(error))
-        if by_a_peer or isinstance(error, PeerError):
+        if _is_by_a_peer(error) or isinstance(error, PeerError):
             self._wait_for_reason()  # the connections to a process break before its reason is heard
         if self.failure is not None:
             return
@@ -135,7 +134,18 @@ class Fate:
     def check(self) -> None:
         """Raise PeerError if another process has failed."""
         if self.failure is not None:
-            raise PeerError(f"{self.failure.text}. So this process ends as well.")
+            raise self._peer_error(self.failure)
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Return a PeerError in place of what jax raises from a collective whose peer has failed, else the error."""
+        if self.failure is None or self._error is not None or not _is_by_a_peer(error):
+            return error
+        told = self._peer_error(self.failure)
+        told.__cause__ = error
+        return told
+
+    def _peer_error(self, failure: Failure) -> PeerError:
+        return PeerError(f"{failure.text}. So this process ends as well.")
 
     @property
     def seconds_left(self) -> float | None:
@@ -285,6 +295,10 @@ class Fate:
         self._show_error()
         self._say(self.failure.text)
         return self.failure.code if self._code is None else self._code
+
+
+def _is_by_a_peer(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ValueError)) and _BY_A_PEER.search(str(error)) is not None
 
 
 def _flush() -> None:

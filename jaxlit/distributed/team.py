@@ -82,6 +82,10 @@ class Alone:
         """
         return ""
 
+    def explained(self, error: BaseException) -> BaseException:
+        """Return a PeerError in place of what jax raises from a collective whose peer has failed, else the error."""
+        return error
+
     def leave(self, code: int) -> None:
         """End this process at once, with an exit code; after a failure process 0 ends last."""
         os._exit(code)
@@ -184,6 +188,10 @@ class Several(Alone):
         if not (isinstance(error, PeerError) or getattr(error, "in_all", False)):
             self._fate.fail(error, place, code)
         return self._fate.failure.text if self._fate.failure is not None else ""
+
+    def explained(self, error: BaseException) -> BaseException:
+        """See `Alone`."""
+        return self._fate.explained(error)
 
     def leave(self, code: int) -> None:
         """See `Alone`."""

@@ -1,5 +1,6 @@
 """The user's module while the engine holds the newest arrays."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from jaxlit.shown import shown
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
 
+_logger = logging.getLogger("jaxlit")
 
 _CALLED = (
     " A call of the module in training mode writes batch statistics and random counters: compute with it by "
@@ -108,13 +110,8 @@ class ModuleSync:
         """
         self.touched = False
         where = f"{owner}.{hook}"
-        # Only here: walking the graph after every batch hook that reads would cost milliseconds.
-        now = nnx.graphdef(self.module) if adopt else self._graphdef
-        try:
-            changed = now != self._graphdef
-        except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
-            changed = now.nodes != self._graphdef.nodes
-        if changed:
+        # Only there: walking the graph after every batch hook that reads would cost milliseconds.
+        if adopt and self._structure_has_changed():
             before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
             changes = list_changes(before, self.module)
             raise StateError(
@@ -147,6 +144,22 @@ class ModuleSync:
             self.engine.state.write(written)
             self.stale = True
 
+    def _structure_has_changed(self) -> bool:
+        now = nnx.graphdef(self.module)
+        try:
+            return now != self._graphdef
+        except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
+            return now.nodes != self._graphdef.nodes
+
+    def _leave_replaced(self) -> None:
+        """Give the newest arrays to Variables that a batch hook put in the place of others, too."""
+        before, self._variables = self._variables, self.engine.state.variables(self.module)
+        pairs = zip(self._variables, before, strict=True)
+        if replaced := [name for (name, now), (_, old) in pairs if isinstance(now, nnx.Variable) and now is not old]:
+            text = "%s was replaced in a batch hook. What it wrote was not trained with: write in an epoch hook."
+            _logger.warning(text, ", ".join(replaced))
+            self._leave(self._given)
+
     @contextmanager
     def registered(self) -> Iterator["ModuleSync"]:
         """Keep the module in sync inside the block, and leave it the newest arrays."""
@@ -162,6 +175,8 @@ class ModuleSync:
             if self.engine.state.is_complete:
                 self.stale = True
                 self.touch()
+                if not self._structure_has_changed():
+                    self._leave_replaced()
                 if not self._came_with:
                     self._leave(self.engine.strategy.gather(self._given))
                 self.touched = False  # what is written from now on belongs to the module alone

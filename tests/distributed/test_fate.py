@@ -22,6 +22,7 @@ from kit.processes import Ended, launch, say
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
+from jaxlit.distributed.fate import Failure, Fate
 
 AT = 6  # the optimizer step after which the fault comes
 DEAD_AFTER = 8.0  # in place of 30 s
@@ -101,6 +102,7 @@ class Faulty(jl.Callback):
         raise ValueError("bad sample 123")
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        say("raised", type(exception).__name__)
         if self.fault == "on_exception":
             raise ValueError("raised in on_exception")
 
@@ -195,7 +197,20 @@ def marked(fault: str) -> Any:
 def test_a_fault_of_one_process_ends_both(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, text = CASES[fault]
     grace = 20.0 if None in codes else 60.0  # one that is stopped never ends
-    check(fault, run(fault, tmp_path, monkeypatch, grace=grace), text, codes)
+    check(fault, ended := run(fault, tmp_path, monkeypatch, grace=grace), text, codes)
+    if fault.startswith("hook") and "all" not in fault:  # the thread may end a process that is in a collective
+        assert ended[1 - int(fault.split()[1])].said.get("raised", "PeerError") == "PeerError"
+
+
+def test_what_jax_raises_as_a_peer_has_failed_is_a_peer_error() -> None:
+    fate = Fate(None, 0, 2, "a:1")
+    broken = RuntimeError("INTERNAL: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
+    assert fate.explained(broken) is broken
+    fate.failure = Failure("process 1 on b failed after step 6: ValueError: bad sample 123", 1, False)
+    told = fate.explained(broken)
+    assert isinstance(told, jl.errors.PeerError) and told.__cause__ is broken and "bad sample 123" in str(told)
+    for other in (RuntimeError("INTERNAL: no memory"), KeyError("gloo")):
+        assert fate.explained(other) is other
 
 
 @pytest.mark.full

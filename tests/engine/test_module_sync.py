@@ -299,6 +299,16 @@ def test_a_write_in_a_batch_hook_is_refused(hook) -> None:
             fit(Net(rngs=nnx.Rngs(0)), random(1), None, nested)
 
 
+def test_a_variable_that_a_batch_hook_replaced_has_the_trained_array(caplog: pytest.LogCaptureFixture) -> None:
+    def replace(trainer: Any, model: Any, *_: Any) -> None:
+        model.blocks[0].bias = nnx.Param(jnp.full(16, WRITTEN))
+
+    fit(model := Net(rngs=nnx.Rngs(0)), random(2), None, hooks(on_train_batch_end=replace))
+    fit(expected := Net(rngs=nnx.Rngs(0)), random(2))
+    assert_same(model, expected)
+    assert "blocks[0].bias was replaced in a batch hook" in caplog.text
+
+
 def test_a_call_in_training_mode_is_refused_with_what_to_call_instead() -> None:
     calls = hooks("Online", on_validation_batch_end=lambda t, m, outputs, batch, *_: m(batch["x"]))
     words = (r"Online\.on_validation_batch_end wrote to norm\.mean\.", "training mode", r"trainer\.apply\(fn, x\)")
