@@ -78,7 +78,8 @@ class ProgressBar(Callback):
         # When to draw next; never where nothing can change in place.
         self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
-        self._best, self._compiled = BestSoFar(), dict[str, float]()  # the seconds by program that are printed
+        # The seconds by program, and the changes of batches, that are printed.
+        self._best, self._compiled, self._changes = BestSoFar(), dict[str, float](), dict[str, str]()
         self._begin(0)
 
     # The run ----------------------------------------------------------------------------------------
@@ -154,8 +155,8 @@ class ProgressBar(Callback):
     ) -> None:
         """Print what was compiled; draw when it is time."""
         self._last, self._trained = time.monotonic(), True
-        if (seconds := trainer.compile_seconds) != self._compiled:
-            self._print_compiled(seconds)
+        if trainer.compile_seconds != self._compiled:
+            self._print_compiled(trainer)
         if self._last >= self._next:
             self._draw(trainer)
 
@@ -189,7 +190,7 @@ class ProgressBar(Callback):
         is_time = time.monotonic() >= self._next
         # What compiles before the first training step is printed with it.
         if (is_time or not batch_idx) and (self._trained or self._stage != "fit"):
-            self._print_compiled(trainer.compile_seconds)
+            self._print_compiled(trainer)
         if is_time and not trainer.sanity_checking:
             most = trainer.num_val_batches[dataloader_idx] if self._stage == "fit" else math.inf
             total = f"/{most}" if most < math.inf else ""
@@ -200,7 +201,7 @@ class ProgressBar(Callback):
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
         if self._trained or self._stage != "fit":
-            self._print_compiled(trainer.compile_seconds)  # for a last batch of another size
+            self._print_compiled(trainer)  # for a last batch of another size
         if self._stage != "fit":
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_STAGES[self._stage]}ed{metrics}" if trainer.verbose else None)
@@ -269,16 +270,21 @@ class ProgressBar(Callback):
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
-    def _print_compiled(self, seconds: dict[str, float]) -> None:
-        """Print the seconds of each program that was compiled, and which ones were so again, for another batch size."""
-        before, self._compiled = self._compiled, seconds
-        new = {name: total - before.get(name, 0.0) for name, total in seconds.items()}
+    def _print_compiled(self, trainer: "Trainer") -> None:
+        """Print the seconds of each program that was compiled, and for what change of the batches if it was again."""
+        before, self._compiled = self._compiled, trainer.compile_seconds
+        new = {name: total - before.get(name, 0.0) for name, total in self._compiled.items()}
         again = {name: " again" if name in before else "" for name in new}
         if each := [f"{name}{again[name]} in {clock(x)}" for name, x in new.items() if x >= _LEAST_COMPILING]:
-            self._close(join(f"compiled {', '.join(each)}".split(), between=" "))
+            known, self._changes = self._changes, trainer.batch_changes
+            changes = [
+                x for argument, text in self._changes.items() if text != known.get(argument) for x in text.split("; ")
+            ]
+            why = f": {changes[0]}{f' and {len(changes) - 1} more' if len(changes) > 1 else ''}" if changes else ""
+            self._close(join(f"compiled {', '.join(each)}{why}".split(), between=" "))
 
     def _conclude(self, trainer: "Trainer") -> None:
-        self._print_compiled(trainer.compile_seconds)  # no step came after it
+        self._print_compiled(trainer)  # no step came after it
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe()
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))

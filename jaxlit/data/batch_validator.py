@@ -68,6 +68,7 @@ class BatchValidator:
         self._last, self.kind = None, _Kind({}, (), None, as_is=False)
         self._warned = False  # of float64
         self.example: Any = None
+        self.change = ""
 
     @property
     def prepares(self) -> bool:
@@ -159,7 +160,7 @@ class BatchValidator:
                 "keys and nesting."
             )
         again = len({tuple(k.shown.items()) for k in (*self._kinds.values(), kind)}) - 1
-        what = differences(last.shown, kind.shown)
+        self.change = what = differences(last.shown, kind.shown)
         if self._max_recompiles is not None and again > self._max_recompiles:
             raise DataError(
                 f"{self.argument}: a batch of another shape or dtype, {what}, would compile the step again, and "

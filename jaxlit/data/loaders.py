@@ -118,6 +118,11 @@ class Loaders:
         """Return the validator of a source's batches."""
         return self._validators[source.argument]
 
+    @property
+    def changes(self) -> dict[str, str]:
+        """By argument, how batches of the newest kind differ from those of the kind before."""
+        return {argument: validator.change for argument, validator in self._validators.items() if validator.change}
+
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
         """Return each loader of a stage, with its limit in batches.
 

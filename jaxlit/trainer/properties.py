@@ -259,6 +259,11 @@ class TrainerProperties(Arguments):
         return dict(self._session.compiles)
 
     @property
+    def batch_changes(self) -> dict[str, str]:
+        """By loader, how its batches have last changed in shape or dtype, for which a step is compiled again."""
+        return {} if (run := self._session.current) is None else run.data.loaders.changes
+
+    @property
     def step_flops(self) -> dict[str, Flops]:
         """Floating-point operations of each step that the newest run has taken, by its name, as in `explain`."""
         return step_flops(self._session.current)
@@ -304,8 +309,7 @@ class TrainerProperties(Arguments):
     def callback_arrays(self, callback: Callback) -> Any:
         """Return the arrays that a callback keeps in the training state, in a hook of `fit` or after it.
 
-        They are global arrays, split over the devices as the parameters are. The next step overwrites them, so copy
-        what you keep.
+        These global arrays are split as the parameters are. The next step overwrites them, so copy what you keep.
 
         Args:
             callback: A callback with `init_arrays` and `update_arrays`.
@@ -313,16 +317,14 @@ class TrainerProperties(Arguments):
         Raises:
             ArgumentError: It took no part in the newest fit, or keeps no arrays.
         """
-        engine = self._session.engine
-        key = (
-            None if engine is None else next((key for key, keeper in engine.extras.items() if keeper is callback), None)
+        if (engine := self._session.engine) is not None:
+            for key, keeper in engine.extras.items():
+                if keeper is callback:
+                    return engine.state.unflatten().extras[key]
+        raise ArgumentError(
+            f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call it "
+            "from fit on, with a callback that defines init_arrays and update_arrays."
         )
-        if engine is None or key is None:
-            raise ArgumentError(
-                f"Trainer.callback_arrays takes a callback of the newest fit that keeps arrays, got {callback!r}. Call "
-                "it from fit on, with a callback that defines init_arrays and update_arrays."
-            )
-        return engine.state.unflatten().extras[key]
 
     def stop(self, reason: str) -> None:
         """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""

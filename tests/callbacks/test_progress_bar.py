@@ -124,12 +124,20 @@ def test_programs_that_are_compiled_again_are_named(make_trainer, capsys):
         trainer.compile_seconds = trainer.compile_seconds | seconds
         batch(trainer, bar)
     trainer.compile_seconds = trainer.compile_seconds | {"eval_step": 0.75, "train_step": 3.104}
+    trainer.batch_changes = {"val": "batch['x'] was int32[4], is int32[3]; batch['y'] was int32[4], is int32[3]"}
     bar.on_validation_end(trainer, trainer.module)
     assert epoch_lines(capsys, "compiled ") == [
         "compiled eval_step in 0.25 s, train_step in 2.0 s",
         "compiled train_step again in 1.1 s",
-        "compiled eval_step again in 0.50 s",
+        "compiled eval_step again in 0.50 s: batch['x'] was int32[4], is int32[3] and 1 more",
     ]
+
+
+def test_a_smaller_last_batch_is_named_as_what_compiles_again(capsys, monkeypatch):
+    monkeypatch.setattr("jaxlit.callbacks.progress_bar._LEAST_COMPILING", 0.0)
+    trainers.fit(Mean(), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 2), enable_progress_bar=True)
+    (again,) = [line for line in capsys.readouterr().out.splitlines() if " again " in line]
+    assert re.search(r"train_step again in [\d.]+ s: batch\['x'\] was float32\[2, 1\], is float32\[1, 1\]$", again)
 
 
 def test_an_evaluation_alone_names_what_it_compiles(capsys):
