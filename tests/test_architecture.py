@@ -233,7 +233,9 @@ def test_only_the_trainers_room_names_its_private_parts() -> None:
 def test_each_extra_installs_what_something_imports() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     called = {"scikit-learn": "sklearn", "pillow": "PIL"}
-    sources = "\n".join(file.read_text() for file in [*FILES.values(), *(ROOT / "examples").glob("*.py")])
+    sources = "\n".join(
+        file.read_text() for file in [*FILES.values(), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
+    )
     for extra in extras.keys() - {"test", "dev", "docs", "cuda"}:
         for package in extras[extra]:
             name = re.split(r"\W", called.get(package, package))[0]  # without extras and versions
