@@ -1,5 +1,6 @@
 """Export the predictions of a module as a program that runs without jaxlit."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,20 +30,21 @@ _ANY_ROWS = (
 
 @out_of_meshes
 def export(
-    module: TrainModule, example: Any, *, platforms: Sequence[str] | None = None, dynamic_batch: bool = True
+    module: TrainModule, example: Any, *, platforms: str | Sequence[str] | None = None, dynamic_batch: bool = True
 ) -> bytes:
     """Return `predict_step` and its weights as serialized bytes that need only jax to run.
 
     The step is exported in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has
     neither jaxlit nor flax. Sharded weights are gathered; all processes must call this. Both sides need
-    `pip install flatbuffers`.
+    `pip install flatbuffers`. Random keys are exported as they are, so that each call draws the same numbers, and the
+    arguments `batch_idx` and `dataloader_idx` of a step are 0.
 
     Args:
         module: The module.
         example: A batch for `predict_step`: arrays in dicts, lists and tuples.
         platforms: The platforms to run on: "cpu", "cuda", "rocm" and "tpu"; None for the platform of this process.
-        dynamic_batch: Accept batches of any number of rows. If False, the number of rows is that of the example, for
-            a step that computes with it.
+        dynamic_batch: Accept batches of one row or more. If False, the number of rows is that of the example, for a
+            step that computes with it.
 
     Raises:
         ArgumentError: A platform is unknown, or flatbuffers is not installed.
@@ -62,6 +64,7 @@ def export(
         raise ArgumentTypeError(f"export takes a jl.TrainModule with a predict_step, got {shown(module)}.")
     call_step(module, "predict")
     check.boolean("dynamic_batch", dynamic_batch, owner="export")
+    platforms = [platforms] if isinstance(platforms, str) else platforms
     for name in platforms or ():
         check.one_of("platforms", name, _PLATFORMS, owner="export")
     check.import_package("flatbuffers", owner="export", install="flatbuffers", kind=ArgumentError)
@@ -85,7 +88,9 @@ def export(
         raise ModuleError(f"{name} computes with the number of rows: {first}. {_ANY_ROWS}") from error
     except Exception as error:
         if dynamic_batch and not isinstance(error, JaxlitError):
-            error.add_note(_ANY_ROWS)
+            with contextlib.suppress(Exception):
+                jax.eval_shape(predict, abstract_batch(example))
+                error.add_note(_ANY_ROWS)  # the step takes the example's number of rows
         raise
     return bytes(exported.serialize())
 

@@ -45,8 +45,8 @@ class LoadedWeights:
         return "\n".join(f"{title}:\n{comparison(rows, _HEAD, len(rows))}" for title, rows in groups if rows)
 
 
-def weights_of(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable, Any]]:
-    """Yield the (name in files, Variable, array) of each weight of a module.
+def weights_of(module: nnx.Module) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield the (name in files, path, Variable, array) of each weight of a module; an array attribute is both.
 
     Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
 
@@ -54,14 +54,15 @@ def weights_of(module: nnx.Module) -> Iterator[tuple[str, nnx.Variable, Any]]:
         CheckpointError: Two leaves have the same name.
     """
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set[str]()
-    for path, variable in nnx.to_flat_state(nnx.state(module)):
-        if isinstance(variable, nnx.Variable) and not no_weights(path, variable):
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        if not (no_weights(path, leaf) or (is_key(leaf) and not isinstance(leaf, nnx.Variable))):
             if (name := dotted(path)) in names:
                 raise CheckpointError(
                     f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
                 )
             names.add(name)
-            yield name, variable, variable.get_value()
+            x = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+            yield name, path, leaf, jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
 
 
 def load_weights(
@@ -75,6 +76,7 @@ def load_weights(
 
     Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. Files are read shard by shard: a
     sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must call this.
+    A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes.
     For a module that the Trainer builds, pass a function to `fit`:
     `init_from=lambda module: jl.load_weights(module, path, rename)`.
 
@@ -95,32 +97,39 @@ def load_weights(
         ArgumentError: A rule cannot be applied to an array that it matches.
         CheckpointError: A file cannot be read, or the weights do not match; a table lists the leaves and shapes.
     """
-    leaves, assigned, report = dict[str, Any](), Assigned({}, {}, []), LoadedWeights([], [])
+    leaves, assigned, report = dict[str, tuple[Any, Any, Any]](), Assigned({}, {}, []), LoadedWeights([], [])
     problem: JaxlitError | None = None
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"load_weights takes a flax.nnx module, got {shown(module)}.")
         check.boolean("strict", strict, owner="load_weights")
-        leaves = {name: (variable, x) for name, variable, x in weights_of(module)}
-        assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, (_, x) in leaves.items()})
-        report = _compare(leaves, assigned)
-        _check(report, assigned, module, source, strict)
+        leaves = {name: leaf for name, *leaf in weights_of(module)}
+        arrays = {name: x for name, (_, _, x) in leaves.items()}
+        assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, x in arrays.items()})
+        # An array attribute is often a constant that only `__init__` knows.
+        arrays = {name: x for name, x in arrays.items() if leaves[name][1] is not x or name in assigned.arrays}
+        report = _compare(arrays, assigned)
+        _check(report, assigned, arrays, type(module).__name__, source, strict)
     except JaxlitError as error:
         problem = error
     team().same_error("loading weights", problem)
     for name, _, _ in report.taken:
-        variable, x = leaves[name]
-        variable.set_value(place(assigned.arrays[name], x))
+        path, leaf, x = leaves[name]
+        array = place(assigned.arrays[name], x)
+        if isinstance(leaf, nnx.Variable):
+            leaf.set_value(array)
+        else:
+            nnx.update(module, nnx.from_flat_state([(path, array)]))
     if jax.process_index() == 0:
-        size = count(sum(leaves[name][1].size for name, _, _ in report.taken))
-        whose = f"the {len(leaves)} arrays of {type(module).__name__}"
+        size = count(sum(leaves[name][2].size for name, _, _ in report.taken))
+        whose = f"the {len(arrays)} arrays of {type(module).__name__}"
         say(f"weights: {len(report.taken)} of {whose}, {size} numbers, from {_where(source)}")
     return report
 
 
-def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
+def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
     saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
-    wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, (_, x) in leaves.items()]
+    wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, x in arrays.items()]
     pairs, rows = match(saved, wanted, cast=True)
 
     def text(name: str, shape: list[int]) -> str:
@@ -133,32 +142,37 @@ def _compare(leaves: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
     return LoadedWeights(taken, [(name, texts.get(name, "nothing"), theirs) for name, _, theirs in rows])
 
 
-def _check(report: LoadedWeights, assigned: Assigned, module: Any, source: Any, strict: bool) -> None:
+def _check(
+    report: LoadedWeights, assigned: Assigned, arrays: Mapping[str, Any], name: str, source: Any, strict: bool
+) -> None:
     """Refuse weights that do not match, or warn about those that are not taken."""
     if not report.left:
         return
-    name, rows = type(module).__name__, comparison(report.left, _HEAD)
-    if not strict and report.taken:
+    rows, left = comparison(report.left, _HEAD), [leaf for leaf, _, _ in report.left if leaf in arrays]
+    if not strict and report.taken and not any(isinstance(arrays[leaf], jax.ShapeDtypeStruct) for leaf in left):
         _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
         return
     idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
-    hint = " Pass strict=False to load only what fits." if report.taken else ""
-    raise CheckpointError(
-        f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}Map their names in rename= to names of "
-        f"leaves, or to None to skip them.{hint}"
-    )
+    hint = "Map their names in rename= to names of leaves, or to None to skip them."
+    shapes = {leaf: assigned.arrays[leaf].shape for leaf in left if leaf in assigned.arrays}
+    if turned := [leaf for leaf, shape in shapes.items() if shape == arrays[leaf].shape[::-1] != arrays[leaf].shape]:
+        rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
+        hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
+    if strict and report.taken:
+        hint += " Pass strict=False to load only what fits."
+    raise CheckpointError(f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}{hint}")
 
 
 def place(source: Any, like: Any) -> jax.Array:
     """Return an array of a source with the dtype and sharding of the array `like`."""
-    like = jnp.asarray(like)
+    like = like if isinstance(like, jax.ShapeDtypeStruct) else jnp.asarray(like)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         # A copy of this shard only: jax may keep using the memory that it is given.
         return np.array(source[index], like.dtype, order="C", copy=True)
 
     # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
-    if not like.committed:
+    if like.sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(read((slice(None),) * like.ndim))
     shards: dict[str, np.ndarray] = {}  # devices with the same shard share one read
 

@@ -80,11 +80,12 @@ class WeightRule:
             index = None if self.stack is None else int(match[self.stack])
             if self.transpose is not False:
                 x = np.transpose(x, None if self.transpose is True else tuple(self.transpose))
-            if self.sizes is not None and (len(self.sizes) != len(names) or sum(self.sizes) != x.shape[self.axis]):
+            sizes = self.sizes
+            if sizes is not None and (len(sizes) != len(names) or min(sizes) < 1 or sum(sizes) != x.shape[self.axis]):
                 raise ValueError("sizes= must have one size per leaf, and their sum must be the size of the dim")
             parts = [x]
             if len(names) > 1:
-                parts = np.split(x, len(names) if self.sizes is None else np.cumsum(self.sizes)[:-1], self.axis)
+                parts = np.split(x, len(names) if sizes is None else np.cumsum(sizes)[:-1], self.axis)
             if self.reshape:
                 wanted = [
                     shapes.get(name, part.shape)[index is not None :] for name, part in zip(names, parts, strict=True)
@@ -164,6 +165,8 @@ def assign(
 
 
 def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | None]:
+    if not isinstance(rename, Mapping):
+        raise ArgumentTypeError(f"rename= takes a mapping of regular expressions to rules, got {shown(rename)}.")
     rules = {}
     for pattern, rule in rename.items():
         if not (isinstance(pattern, str) and (rule is None or isinstance(rule, (str, WeightRule)))):
@@ -183,11 +186,12 @@ def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | N
 def _joined(leaf: str, parts: Mapping[int | None, np.ndarray]) -> np.ndarray | Stacked:
     if None in parts:
         return parts[None]
-    if missing := {*range(max(map(int, parts)) + 1)} - parts.keys():  # type: ignore[arg-type]
+    if missing := {*range(len(parts))} - parts.keys():
         raise CheckpointError(
-            f"{leaf} is a stack of {len(parts)} arrays, and the indices {sorted(missing)} are missing."
+            f"{leaf} is a stack of {len(parts)} arrays with indices from {min(parts)} to {max(parts)}, and the index "  # type: ignore[type-var]
+            f"{min(missing)} is missing."
         )
     stack = [parts[i] for i in range(len(parts))]
-    if len({x.shape for x in stack}) > 1:
-        raise CheckpointError(f"{leaf} is a stack of arrays of different shapes: {[list(x.shape) for x in stack]}.")
+    if len(kinds := {f"{x.dtype}{list(x.shape)}" for x in stack}) > 1:
+        raise CheckpointError(f"{leaf} is a stack of arrays of different shapes or dtypes: {', '.join(sorted(kinds))}.")
     return Stacked(stack)

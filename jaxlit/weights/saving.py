@@ -22,9 +22,10 @@ from jaxlit.weights.safetensors_file import NAMES, write
 def save_weights(module: nnx.Module, path: str | Path) -> None:
     """Write the weights of a module to a safetensors file; a name is the path of a leaf, joined by dots.
 
-    `jl.load_weights(module, path)` and the safetensors library read the same bits. Every Variable is written except
-    random generators, metrics, decoding caches and intermediates that layers sow. Sharded arrays are gathered one at a
-    time and written by process 0; all processes must call this. An existing file stays until the new one is complete.
+    `jl.load_weights(module, path)` and the safetensors library read the same bits. Every Variable and array attribute
+    is written except random generators, metrics, decoding caches and intermediates that layers sow. Sharded arrays are
+    gathered one at a time and written by process 0; all processes must call this. An existing file stays until the new
+    one is complete.
 
     Args:
         module: Any NNX module; `trainer.module` is the one of the last run.
@@ -35,13 +36,13 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
         CheckpointError: The file format does not support the dtype of a leaf, or the file cannot be written.
     """
     leaves, problem = list[tuple[str, Any]](), None
-    path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"save_weights takes a flax.nnx module, got {shown(module)}.")
-        if path.suffix != ".safetensors":
-            raise ArgumentTypeError(f"save_weights writes *.safetensors, got {str(path)!r}.")
-        leaves = [(name, x) for name, _, x in weights_of(module)]
+        if not (isinstance(path, (str, os.PathLike)) and str(path).endswith(".safetensors")):
+            raise ArgumentTypeError(f"save_weights takes the path of a file, *.safetensors, got {shown(path)}.")
+        path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
+        leaves = [(name, x) for name, *_, x in weights_of(module)]
         _check(leaves)
     except JaxlitError as error:
         problem = error
@@ -51,7 +52,7 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
     specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (_gathered(x) for _, x in leaves)
     try:
         if jax.process_index() == 0:
-            write(path, specs, arrays, {"format": "np", "module": type(module).__name__, "jaxlit": __version__})
+            write(Path(path), specs, arrays, {"format": "np", "module": type(module).__name__, "jaxlit": __version__})
     except OSError as error:
         problem = CheckpointError(f"{path} could not be written: {error}. An existing file is unchanged.")
     for _ in arrays:  # every process takes part in gathering each array, also after an error in process 0
@@ -69,6 +70,8 @@ def _gathered(x: Any) -> np.ndarray:
 
 def _check(leaves: list[tuple[str, Any]]) -> None:
     for name, x in leaves:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise CheckpointError(f"save_weights: {name} is a shape without an array. Load weights into it first.")
         dtype = x.dtype if hasattr(x, "dtype") else type(x)
         if is_key(x) or np.dtype(dtype) not in NAMES:
             raise CheckpointError(

@@ -28,7 +28,7 @@ _SUFFIXES = (".safetensors", _INDEX, ".npz")
 
 def is_weights_file(path: Any) -> bool:
     """Return whether a path has the suffix of a file of weights."""
-    return isinstance(path, (str, Path)) and str(path).endswith(_SUFFIXES)
+    return isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(_SUFFIXES)
 
 
 def dotted(path: Any) -> str:
@@ -50,11 +50,11 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         tree = nnx.as_pure(source) if isinstance(source, nnx.State) else dict(source)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return {dotted(path): _numpy(dotted(path), x) for path, x in leaves}
-    if not isinstance(source, (str, Path)):
+    if not isinstance(source, (str, os.PathLike)):
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
-    source = _file_of(str(source))
+    source = _file_of(os.fspath(source))
     path = Path(local(source, "file"))
     if not path.exists():
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
@@ -74,7 +74,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
 
 def _file_of(source: str) -> str:
     """Return the file with the weights of a folder as the Hugging Face hub has it, or the source."""
-    if source.endswith((_INDEX, ".safetensors", ".npz")):
+    if is_weights_file(source):
         return source
     names = names_in(source) if check.is_url(source) else os.listdir(source) if os.path.isdir(source) else []
     known = [f"model{suffix}" for suffix in (_INDEX, ".safetensors") if f"model{suffix}" in names]

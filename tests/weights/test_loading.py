@@ -195,6 +195,45 @@ def test_a_training_begins_with_given_weights(strategy: str, is_lazy: bool) -> N
     assert_same(params_of(trainer.module), params_of(expected))
 
 
+class Scaled(nnx.Module):
+    def __init__(self, scale: float = 2.0) -> None:
+        self.w, self.tables = nnx.Param(jnp.ones((3, 2))), nnx.List([jnp.full(4, scale)])
+        self.rate, self.key = nnx.Param(0.5), jax.random.key(0)
+
+
+def test_array_attributes_and_numbers_are_weights_but_no_source_needs_them() -> None:
+    jl.save_weights(Scaled(7.0), "x.safetensors")
+    assert {name: x.tolist() for name, x in safetensors.numpy.load_file("x.safetensors").items()} == {
+        "w": [[1.0, 1.0]] * 3,
+        "tables.0": [7.0] * 4,
+        "rate": 0.5,
+    }
+    loaded = jl.load_weights(module := Scaled(), "x.safetensors")
+    np.testing.assert_array_equal(module.tables[0], np.full(4, 7.0))
+    assert len(loaded.taken) == 3
+    loaded = jl.load_weights(module := Scaled(), {"w": np.zeros((3, 2)), "rate": np.float32(3)})
+    assert sorted(name for name, _, _ in loaded.taken) == ["rate", "w"] and not loaded.left
+    np.testing.assert_array_equal(module.tables[0], np.full(4, 2.0))
+
+
+def test_a_module_of_shapes_receives_arrays() -> None:
+    weights = foreign()
+    module = nnx.eval_shape(lambda: Net(rngs=nnx.Rngs(0)))
+    with pytest.raises(CheckpointError, match="outer.bias +nothing"):
+        jl.load_weights(module, {name: x for name, x in weights.items() if name != "outer.bias"}, RENAME, strict=False)
+    jl.load_weights(module, weights, RENAME)
+    assert_same(params_of(module), params_of(by_hand(weights)))
+
+
+def test_a_kernel_of_torch_that_no_rule_transposes_is_named() -> None:
+    rename = RENAME | {r"inner\.weight": "inner.kernel"}
+    expected = r"inner\.kernel has its dims in reverse.*jl\.WeightRule\('inner\.kernel', transpose=True\)"
+    with pytest.raises(CheckpointError, match=expected):
+        jl.load_weights(Net(rngs=nnx.Rngs(0)), foreign(), dict([*rename.items()][::-1]))
+    with pytest.raises(ArgumentTypeError, match=r"rename= takes a mapping of regular expressions to rules, got \[\("):
+        jl.load_weights(Net(rngs=nnx.Rngs(0)), foreign(), [("a", "b")])  # type: ignore[arg-type]
+
+
 def test_shards_stay_shards() -> None:
     seen = {}
 

@@ -83,14 +83,21 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a gap": (
         {r"h\.(\d)": jl.WeightRule("z", stack=1)},
         CheckpointError,
-        "z is a stack of 1 arrays, and the indices [0, 1, 2] are",
+        "z is a stack of 1 arrays with indices from 3 to 3, and the index 0 is missing",
     ),
     "twice": (
         {r"[xy]": jl.WeightRule("z")},
         CheckpointError,
         "x: float64[4, 6] and y: float64[4, 6] are both assigned to z",
     ),
-    "shapes": ({r"[hi]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "different shapes: [[4, 6], [6, 4]]"),
+    "shapes": (
+        {r"[hi]\.(\d)": jl.WeightRule("z", stack=1)},
+        CheckpointError,
+        "shapes or dtypes: float64[4, 6], float64[6, 4]",
+    ),
+    "dtypes": ({r"[hc]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "complex128[4, 6], float64[4, 6]"),
+    "below zero": ({r"h\.(-?\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "from -1 to 3, and the index 0 is"),
+    "a negative size": ({"x": jl.WeightRule(["y", "z"], sizes=(-1, 5))}, ArgumentError, "must have one size per leaf"),
 }
 
 
@@ -111,7 +118,7 @@ def test_a_rule_without_a_leaf_is_refused(to: Any) -> None:
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_a_rule_that_does_not_apply_is_refused(mistake: str) -> None:
     rename, kind, message = REFUSED[mistake]
-    arrays = {"x": X, "y": X, "h.3": X} | ({"h.0": X, "i.1": X.T} if mistake == "shapes" else {})
-    arrays = {name: x for name, x in arrays.items() if mistake != "shapes" or name != "h.3"}
+    more = {"shapes": {"h.0": X, "i.1": X.T}, "dtypes": {"h.0": X, "c.1": 1j * X}}
+    arrays = {"x": X, "y": X} | more.get(mistake, {"h.3": X} | ({"h.-1": X} if mistake == "below zero" else {}))
     with pytest.raises(kind, match=re.escape(message)):
         assign(arrays, rename, {})
