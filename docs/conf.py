@@ -12,9 +12,10 @@ import site_pages  # noqa: E402
 import jaxlit  # noqa: E402
 
 project, release = "jaxlit", jaxlit.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["*.py"]
 
+nb_execution_mode, nb_execution_in_temp, nb_execution_raise_on_error, nb_merge_streams = "force", True, True, True
 myst_heading_anchors = 3  # named as GitHub names them, so that a link works on both
 autodoc_inherit_docstrings = False  # a hook is described where it is defined, not at each override
 autodoc_member_order = "bysource"

@@ -28,9 +28,14 @@ def write_all():
         title, code = f"examples/{path.name}", os.path.relpath(path, GENERATED)
         page_of(title).write_text(f"---\norphan: true\n---\n\n# {title}\n\n```{{literalinclude}} {code}\n```\n")
 
+    for path in (ROOT / "examples").glob("*.ipynb"):
+        shutil.copy(path, page_of(f"examples/{path.name}"))
+
 
 def page_of(path):
     """Return the generated page of a file of the repository: `examples/README.md` is `examples.md`."""
+    if path.endswith(".ipynb"):
+        return GENERATED / path.replace("/", "-")
     name = path.removesuffix("/README.md").removesuffix(".md").replace("/", "-").replace(".py", "")
     return GENERATED / f"{name.lower()}.md"
 
@@ -85,7 +90,7 @@ def relinked(text, file, folder):
             return match[0]
         path = (file.parent / target).resolve()
         name = path.relative_to(ROOT.resolve()).as_posix()
-        is_page = name in COPIED or re.fullmatch(r"examples/\w+\.py", name)
+        is_page = name in COPIED or re.fullmatch(r"examples/\w+\.(py|ipynb)", name)
         return f"]({os.path.relpath(page_of(name) if is_page else path, folder)}{'#' * bool(anchor)}{anchor})"
 
     return re.sub(r"\]\(([^)\s]+)\)", moved, text)
@@ -101,7 +106,7 @@ def prepare(app, docname, source):
 
 def with_contents(section):
     """Return a section of the index, followed by a hidden table of contents of the pages that its list links."""
-    pages = re.findall(r"^- \[(.*?)\]\((.*?)\.md\)", section[0], re.M)
+    pages = re.findall(r"^- \[(.*?)\]\((.*?)\.(?:md|ipynb)\)", section[0], re.M)
     if section[1] == "Reference":
         pages[1:1] = [(name.replace("jaxlit", "jl", 1), f"generated/{name}") for name, _ in rooms("jaxlit")]
     entries = "\n".join(f"{title} <{page}>" for title, page in pages)
