@@ -151,14 +151,13 @@ class ModuleSync:
         except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
             return now.nodes != self._graphdef.nodes
 
-    def _leave_replaced(self) -> None:
-        """Give the newest arrays to Variables that a batch hook put in the place of others, too."""
+    def _follow_replaced(self) -> None:
+        """Take the Variables that a batch hook put in the place of others, without what it wrote."""
         before, self._variables = self._variables, self.engine.state.variables(self.module)
         pairs = zip(self._variables, before, strict=True)
         if replaced := [name for (name, now), (_, old) in pairs if isinstance(now, nnx.Variable) and now is not old]:
             text = "%s was replaced in a batch hook. What it wrote was not trained with: write in an epoch hook."
             _logger.warning(text, ", ".join(replaced))
-            self._leave(self._given)
 
     @contextmanager
     def registered(self) -> Iterator["ModuleSync"]:
@@ -176,7 +175,7 @@ class ModuleSync:
                 self.stale = True
                 self.touch()
                 if not self._structure_has_changed():
-                    self._leave_replaced()
+                    self._follow_replaced()
                 if not self._came_with:
                     self._leave(self.engine.strategy.gather(self._given))
                 self.touched = False  # what is written from now on belongs to the module alone
