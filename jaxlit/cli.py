@@ -113,7 +113,7 @@ def _parsers(
     new_parser, parsers = _parser_class(), dict[str, Any]()
     has_arguments = any(arg.startswith("--trainer.strategy.") for arg in args)
     name, strategy = (partial(_strategy, has_arguments=x) for x in (False, has_arguments))
-    importlib.import_module("jsonargparse.typing").register_type(_Name, name, strategy)
+    importlib.import_module("jsonargparse.typing").register_type(_Name, name, strategy, fail_already_registered=False)
     parser = new_parser(description=sys.modules[model.__module__].__doc__, allow_abbrev=False)
     commands = parser.add_subcommands(dest="verb")
     for verb, text in _VERBS.items():
@@ -224,9 +224,7 @@ def _parser_class() -> Any:
     """Return a parser class whose errors suggest similar names of options, callbacks and strategies."""
     install = '"jsonargparse[signatures]"'
     package = check.import_package("jsonargparse", owner="jl.cli.main", install=install, kind=ArgumentError)
-    names = {
-        name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)
-    }  # imports all of them
+    names = {x for room in (callbacks, strategies) for x in room.__all__ if getattr(room, x)}  # imports all of them
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
         known: ClassVar[dict[str, list[str]]] = {}  # the commands that have each option
@@ -281,7 +279,7 @@ def _plain(message: str) -> str:
     what = " ".join(what.split()).lstrip("- ")
     if (last := _TYPE.match(message)) and (not what or "Got value" in what):
         names = re.sub(r"<class '|'>|\b[a-z_.]+\.(?=[A-Z])|_Name, ", "", last[1] or last[2])
-        what = f"takes {names.replace(', NoneType', ' or null')}, got {last[3]}"
+        what = f"takes {names.replace('NoneType', 'null')}, got {last[3]}"
         what += f". A list is written [{last[3]}]" if "Sequence" in names else ""
     where = dict.fromkeys("".join(x) for x in _WHERE.findall(message))
     return ": ".join([*where, what or "takes arguments by name, such as `trainer: {max_epochs: 3}`"])

@@ -34,7 +34,7 @@ def _pipeline(*args: Any) -> Strategy:
 
 
 _registry: dict[str, Callable[..., Strategy]] = {
-    "auto": Auto,
+    "auto": partial(Auto),
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": FSDP,

@@ -156,7 +156,6 @@ def test_functions_dtypes_and_arguments_without_a_type_are_read_back() -> None:
     assert "act" not in Path("a/config.yaml").read_text()  # left out, as it has its default
     assert typed("validate", "--config=a/config.yaml") == (8, jnp.bfloat16, nnx.gelu, 2)
     typed("fit", "--trainer.default_root_dir=b", *more, "--model.act=jax.nn.relu")
-    assert yaml.safe_load(Path("b/config.yaml").read_text())["model"]["act"] == "jax.nn.relu"
     assert typed("validate", "--config=b/config.yaml")[2] is nnx.relu
 
 
@@ -294,7 +293,7 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         (["--trainer.max_epochs=1", "--ckpt_path=nowhere"], ["'nowhere' is not a checkpoint"]),
         (["--config=wrong.yaml"], ["wrong.yaml: ", "'trainer.max_epoch'", "Did you mean 'trainer.max_epochs'?"]),
         (["--config=flow.yaml"], ["error: flow.yaml: ", "line 2"]),
-        (["--config=value.yaml"], ["error: value.yaml: trainer.max_epochs: takes int or null, got x\n"]),
+        (["--config=value.yaml"], ["error: value.yaml: trainer.max_epochs: takes ", "int", ", got x\n"]),
         (["--config=empty.yaml"], ["error: empty.yaml: takes arguments by name, such as `trainer: {max_epochs: 3}`\n"]),
         (["--config=list.yaml"], ["error: list.yaml: takes arguments by name"]),
         (["--width=4"], ["--width=4", "Did you mean '--model.width'?"]),
@@ -375,9 +374,7 @@ def test_an_argument_of_another_command_is_named(capsys: pytest.CaptureFixture[s
 
 
 def test_a_plan_takes_lists_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "devices: takes int, Sequence[int] or null, got 2,8. A list is written [2,8]" in refused(
-        capsys, "plan", "--devices=2,8"
-    )
+    assert "got 2,8. A list is written [2,8]" in refused(capsys, "plan", "--devices=2,8")
     assert "got ddp. A list is written [ddp]" in refused(capsys, "plan", "--strategies=ddp")
     assert "Unknown strategy 'fspd'. Did you mean 'fsdp'?" in refused(capsys, "plan", "--strategies=[ddp,fspd]")
 
