@@ -4,7 +4,7 @@ import csv
 import io
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
@@ -28,7 +28,7 @@ class CSVLogger(FileLogger):
 
     role = "csv_logger"
 
-    def __init__(self, filename: str = "metrics.csv", *, on_error: str = "warn") -> None:
+    def __init__(self, filename: str = "metrics.csv", *, on_error: Literal["warn", "raise"] = "warn") -> None:
         super().__init__(filename, on_error=on_error)
         self._columns: list[str] = []
 

@@ -3,7 +3,7 @@
 import logging
 import math
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import MonitorCallback
@@ -72,7 +72,7 @@ class EarlyStopping(MonitorCallback):
         *,
         min_delta: float = 0.0,
         patience: int = 3,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
@@ -36,7 +36,7 @@ class FileLogger(Logger, ABC):
 
     hyperparams_of_module = False  # checkpoints hold them
 
-    def __init__(self, filename: str, *, on_error: str = "warn") -> None:
+    def __init__(self, filename: str, *, on_error: Literal["warn", "raise"] = "warn") -> None:
         name, path = type(self).__name__, Path(str(filename))
         rule = "takes a file name with a suffix and without folders; the folder is Trainer(default_root_dir=...)"
         check.require(path.name == filename and path.suffix != "", "filename", filename, rule, owner=name)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jaxlit.callbacks.file_logger import FileLogger
 from jaxlit.errors import LoggerError
@@ -30,7 +30,7 @@ class JSONLLogger(FileLogger):
 
     role = "jsonl_logger"
 
-    def __init__(self, filename: str = "metrics.jsonl", *, on_error: str = "warn") -> None:
+    def __init__(self, filename: str = "metrics.jsonl", *, on_error: Literal["warn", "raise"] = "warn") -> None:
         super().__init__(filename, on_error=on_error)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """Where the learning rate is logged."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
@@ -33,7 +33,7 @@ class LearningRateMonitor(Callback):
 
     exclusive = "training", "learning rates"
 
-    def __init__(self, logging_interval: str | None = None) -> None:
+    def __init__(self, logging_interval: Literal["step", "epoch"] | None = None) -> None:
         given = "step" if logging_interval is None else logging_interval
         self.logging_interval = self.rates_in = check.one_of(
             "logging_interval", given, ("step", "epoch"), owner="LearningRateMonitor"

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
@@ -69,12 +69,12 @@ class MLFlowLogger(Logger):
         tags: Mapping[str, Any] | None = None,
         save_dir: str | Path | None = None,
         *,
-        log_model: bool | str = False,
+        log_model: bool | Literal["all"] = False,
         prefix: str = "",
         artifact_location: str | None = None,
         run_id: str | None = None,
         finish_timeout: float = 60.0,
-        on_error: str = "warn",
+        on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         if not isinstance(log_model, bool):
             check.one_of("log_model", log_model, ("all",), owner="MLFlowLogger")

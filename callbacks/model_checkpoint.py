@@ -6,7 +6,7 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
@@ -75,7 +75,7 @@ class ModelCheckpoint(Callback):
         filename: str | None = None,
         *,
         monitor: str | None = None,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
         save_last: bool = True,
         every_n_train_steps: int | None = None,
@@ -83,7 +83,7 @@ class ModelCheckpoint(Callback):
         train_time_interval: timedelta | dict[str, int] | str | None = None,
         save_on_exception: bool = True,
         save_weights_only: bool = False,
-        on_save_error: str = "raise",
+        on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         owner = "ModelCheckpoint"
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 from flax import nnx
@@ -60,7 +60,7 @@ class ModelSummary(Callback):
 
     role = "model_summary"
 
-    def __init__(self, max_depth: int | str = "auto") -> None:
+    def __init__(self, max_depth: int | Literal["auto"] = "auto") -> None:
         self.max_depth = check.integer("max_depth", max_depth, low=-1, also=("auto",), owner="ModelSummary")
         self._printed = ""
 

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -49,7 +49,13 @@ class PredictionWriter(Callback):
 
     in_fast_dev_run = False
 
-    def __init__(self, output_dir: str | Path, write_interval: str = "batch", *, format: str = "npy") -> None:
+    def __init__(
+        self,
+        output_dir: str | Path,
+        write_interval: Literal["batch", "epoch"] = "batch",
+        *,
+        format: Literal["npy", "parquet"] = "npy",
+    ) -> None:
         owner = "PredictionWriter"
         self.output_dir = Path(check.on_disk("output_dir", output_dir, owner=owner))
         self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)

@@ -1,7 +1,7 @@
 """Lower a hyperparameter of the optimizer when a metric no longer improves."""
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class ReduceLROnPlateau(MonitorCallback):
         self,
         monitor: str,
         *,
-        mode: str = "min",
+        mode: Literal["min", "max"] = "min",
         factor: float = 0.1,
         patience: int = 10,
         min_delta: float = 1e-4,

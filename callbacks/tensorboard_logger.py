@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class TensorBoardLogger(Logger):
         name: str = "",
         version: str | None = None,
         prefix: str = "",
-        on_error: str = "warn",
+        on_error: Literal["warn", "raise"] = "warn",
     ) -> None:
         if save_dir is None and (name or version is not None):
             raise ArgumentError(

@@ -3,7 +3,7 @@
 import logging
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
@@ -63,7 +63,7 @@ class Timer(Callback):
         self,
         duration: str | timedelta | dict[str, int] | None = None,
         *,
-        interval: str = "step",
+        interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
     ) -> None:
         self.duration = None if duration is None else check.duration("duration", duration, owner="Timer")

@@ -4,7 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -87,12 +87,12 @@ class WandbLogger(Logger):
         config: Mapping[str, Any] | None = None,
         save_dir: str | Path | None = None,
         offline: bool = False,
-        log_model: bool | str = False,
-        watch: str | None = None,
+        log_model: bool | Literal["all", "best"] = False,
+        watch: Literal["gradients", "parameters", "all"] | None = None,
         watch_every_n_steps: int = 100,
-        processes: str = "first",
+        processes: Literal["first", "group"] = "first",
         experiment: "wandb.Run | None" = None,
-        on_error: str = "warn",
+        on_error: Literal["warn", "raise"] = "warn",
         init_timeout: float = 20.0,
         finish_timeout: float = 60.0,
     ) -> None:

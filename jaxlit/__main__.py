@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = commands.add_parser("plan", help="what a training step takes, before anything is trained")
     plan.add_argument("target", help="train.py:function, which returns (trainer, model, data)")
     plan.add_argument("--devices", type=_counts, help="how many, for example 8,64,512 (default: those that are here)")
-    plan.add_argument("--strategies", type=lambda text: text.split(","), help="names, for example ddp,fsdp")
+    plan.add_argument("--strategies", type=lambda text: text.strip("[]").split(","), help="for example ddp,fsdp")
     plan.add_argument("--hardware", help='what is to train it, for example "NVIDIA H100"')
     rows = plan.add_mutually_exclusive_group()
     rows.add_argument("--batch-size", type=int, help="rows of a batch, of all devices together")
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.add_argument("--plot", type=Path, help="draw the bytes of a device into this file")
     doctor = commands.add_parser("doctor", help="this machine in a block of text, for a bug report; without secrets")
-    doctor.add_argument("--default-root-dir", type=Path, default=Path("runs"), help="where runs write (default: runs)")
+    doctor.add_argument("--default-root-dir", default="runs", help="where runs write (default: runs)")
     given = vars(parser.parse_args(arguments))
     if given.pop("command") == "doctor":
         print(diagnosis(given["default_root_dir"]))
@@ -74,9 +74,10 @@ def _called(target: str) -> Any:
 
 
 def _counts(text: str) -> list[int]:
-    if not all(number.isdecimal() for number in text.split(",")):
+    numbers = text.strip("[]").split(",")  # the brackets of jl.cli
+    if not all(number.isdecimal() for number in numbers):
         raise argparse.ArgumentTypeError(f"takes numbers such as 8,64, got {text!r}")
-    return [int(number) for number in text.split(",")]
+    return [int(number) for number in numbers]
 
 
 if __name__ == "__main__":

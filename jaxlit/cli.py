@@ -5,6 +5,7 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,13 +15,16 @@ import jax
 from jaxlit import callbacks, strategies
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import FOLDER
 from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.porting import advice
+from jaxlit.porting import advice, refuse_unknown
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import StrategyName, class_of, resolve_strategy, strategy_names
 from jaxlit.trainer.trainer import Trainer
 
 __all__ = ["main"]
@@ -70,13 +74,16 @@ def main(
     for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
         fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
         check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
+    args, defaults = sys.argv[1:] if args is None else [*args], trainer_defaults or {}
+    refuse_unknown(Trainer, (), defaults)
     try:
-        parser, parsers = _parsers(model, data, trainer_defaults or {})
+        parser, parsers = _parsers(model, data, defaults, args)
     except ArgumentError as error:  # jsonargparse is not installed
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     given = parser.parse_args(args)
     verb, given = given.verb, given[given.verb]
+    config = _written(parsers[verb], given.clone(), model, data)
     try:
         made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
     except ValueError as error:  # raised by the constructor of a callback, for example
@@ -84,11 +91,12 @@ def main(
     of = {x: dict(made.pop(x).items(branches=True, nested=False)) if x in made else {} for x in _CLASSES}
     added = of["trainer"].pop("callbacks") or []
     added = added if isinstance(added, list) else [added]
-    made.pop("config", None)
+    *_, file = made.pop("config", None) or [None]
+    if verb != "fit" and of["trainer"]["default_root_dir"] is None and file and (Path(file).parent / FOLDER).is_dir():
+        of["trainer"]["default_root_dir"] = Path(file).parent  # the folder of the fit that wrote the file
     trainer = None
     try:
-        saver = _SaveConfig(parsers[verb].dump(given, skip_unset=False))
-        trainer = Trainer(**of["trainer"], callbacks=[*added, saver])
+        trainer = Trainer(**of["trainer"], callbacks=[*added, _SaveConfig(config)])
         _run(trainer, verb, lazy(model, **of["model"]), None if data is None else data(**of["data"]), made)
     except (ArgumentError, ArgumentTypeError, CheckpointError) as error:
         # An error after the module exists is an error of the run; other processes of a job must also receive it.
@@ -98,23 +106,72 @@ def main(
     return trainer
 
 
-def _parsers(model: type, data: type | None, trainer_defaults: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _parsers(
+    model: type, data: type | None, defaults: Mapping[str, Any], args: list[str]
+) -> tuple[Any, dict[str, Any]]:
     """Return the parser of the command line, and the parser of each command."""
     new_parser, parsers = _parser_class(), dict[str, Any]()
+    has_arguments = any(arg.startswith("--trainer.strategy.") for arg in args)
+    name, strategy = (partial(_strategy, has_arguments=x) for x in (False, has_arguments))
+    importlib.import_module("jsonargparse.typing").register_type(_Name, name, strategy, fail_already_registered=False)
     parser = new_parser(description=sys.modules[model.__module__].__doc__, allow_abbrev=False)
     commands = parser.add_subcommands(dest="verb")
     for verb, text in _VERBS.items():
         parsers[verb] = each = new_parser(description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
         each.add_argument("--config", action="config", help="A YAML file of these arguments.")
-        for name, cls in zip(_CLASSES, (model, data, Trainer), strict=True):
+        for name, cls in zip(_CLASSES, (model, data, _Arguments), strict=True):
             if cls is not None:
-                each.add_class_arguments(cls, name, skip={"rngs"}, instantiate=False)
+                each.add_class_arguments(cls, name, skip={"rngs"}, fail_untyped=False, instantiate=False)
         each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
-        each.set_defaults({f"trainer.{name}": value for name, value in trainer_defaults.items()})
+        each.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
         for option, _ in each.get_defaults().items():
             new_parser.known.setdefault(option, []).append(verb)
         commands.add_subcommand(verb, each, help=text)
     return parser, parsers
+
+
+def _written(parser: Any, given: Any, model: type, data: type | None) -> str:
+    """Return arguments as YAML, without defaults that would be read as a str: functions and dtypes."""
+    for name, cls in (("model", model), ("data", data or object)):
+        for key, x in inspect.signature(cls.__init__).parameters.items():
+            if (path := f"{name}.{key}") not in given:
+                continue
+            if x.default is x.annotation is x.empty and given[path] is None:  # without a type it is not required
+                parser.error(f"the following arguments are required: {path}")
+            is_object = callable(x.default) or hasattr(x.default, "itemsize")
+            if is_object and str(given[path]) in map(str, (x.default, parser.get_default(path))):
+                given.pop(path)
+    return parser.dump(given, skip_unset=False)
+
+
+class _Name(str):
+    """The name of a strategy."""
+
+
+class _Arguments(Trainer):
+    __doc__ = Trainer.__doc__  # of the help
+
+    def __init__(self, *, strategy: _Name | StrategyName | Strategy = "auto", **others: Any) -> None:
+        super().__init__(**others)
+
+
+def _strategy(given: Any, *, has_arguments: bool) -> Any:
+    """Return a strategy's name, or the class that it names if arguments are given as well.
+
+    Raises:
+        ValueError: It is no name.
+    """
+    spec = given if isinstance(given, dict) else {"class_path": given}
+    if (name := spec.get("class_path")) in strategy_names():
+        if given is name and not has_arguments:
+            return name
+        (cls, more), new = class_of(name), importlib.import_module("jsonargparse").Namespace
+        return new(
+            class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=new({**more, **spec.get("init_args", {})})
+        )
+    if not isinstance(given, str):
+        raise ValueError("Expected a name")
+    return resolve_strategy(given, None) and given
 
 
 def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None, asked: dict[str, Any]) -> None:
@@ -152,7 +209,10 @@ class _SaveConfig(Callback):
 
 def _shown(x: Any) -> Any:
     """Return values without redacted entries: a command that reads the file would take the placeholder as a value."""
-    return {name: _shown(y) for name, y in x.items() if y != PLACEHOLDER} if isinstance(x, dict) else x
+    if isinstance(x, list):
+        return [_shown(y) for y in x]
+    is_hidden = lambda y: isinstance(y, str) and PLACEHOLDER in y  # noqa: E731
+    return {name: _shown(y) for name, y in x.items() if not is_hidden(y)} if isinstance(x, dict) else x
 
 
 def _free(path: Path) -> Path:
@@ -164,30 +224,62 @@ def _parser_class() -> Any:
     """Return a parser class whose errors suggest similar names of options, callbacks and strategies."""
     install = '"jsonargparse[signatures]"'
     package = check.import_package("jsonargparse", owner="jl.cli.main", install=install, kind=ArgumentError)
-    names = {
-        name for room in (callbacks, strategies) for name in room.__all__ if getattr(room, name)
-    }  # imports all of them
+    names = {x for room in (callbacks, strategies) for x in room.__all__ if getattr(room, x)}  # imports all of them
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
         known: ClassVar[dict[str, list[str]]] = {}  # the commands that have each option
+        files: ClassVar[list[str]] = [""]  # those read; "" at the end once the last is
+
+        def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
+            self.files.append(str(path))
+            given = super().parse_string(content, path, *args, **kwargs)
+            self.files.append("")
+            return given
 
         def error(self, message: str, ex: Exception | None = None) -> Any:
             if not self.exit_on_error:  # the parser of a class, whose error becomes part of another message
                 return super().error(message, ex)
-            hint = ""
+            message = "- Problem".join(message.split("- Problem")[:2])  # of several subtypes the first
+            hint, file = "", self.files[-1]
             if option := re.match(r"unrecognized arguments: --([\w.]+)|.* does not accept option '([\w.]+)'", message):
                 name, dashes = option[1] or option[2], "--" if option[1] else ""
-                hint = advice("Trainer()").get(name.removeprefix("trainer."), "")
-                if not hint and name in self.known and f"trainer.{name}" not in self.known:
+                file = "" if dashes else next(filter(None, reversed(self.files)), "")
+                known = [f"{dashes}{x}" for x in self.known if x != name]
+                ends = [x for x in known if x.endswith(f".{name}")]
+                if name in self.known and not ends:
                     hint = f"{dashes}{name} is an argument of {' and '.join(self.known[name])} alone: leave it out."
-                hint = hint or did_you_mean(f"{dashes}{name}", [f"{dashes}{x}" for x in self.known if x != name])
+                elif not (hint := "" if ends else advice("Trainer()").get(name.removeprefix("trainer."), "")):
+                    hint = did_you_mean(ends[0] if ends else f"{dashes}{name}", ends or known)
             elif short := re.search(r"Expected a dot import path string: (\w+)", message):
-                hint = did_you_mean(short[1], names)
+                hint = "" if "Unknown strategy" in message or short[1] in names else did_you_mean(short[1], names)
             elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):
-                cls = getattr(importlib.import_module(wrong[1]), wrong[2])
-                hint = did_you_mean(wrong[3], inspect.signature(cls).parameters)
+                known = [*inspect.signature(getattr(importlib.import_module(wrong[1]), wrong[2])).parameters]
+                hint = f"{did_you_mean(wrong[3], known)} {wrong[2]} takes {', '.join(known) or 'no arguments'}."
+            lines = [f"error: {file and f'{file}: '}{_plain(message)}", hint.strip()]
             command = self.prog.replace(" [options]", "")
-            lines = [f"error: {message}", hint.strip(), f"{command} --help lists the arguments.\n"]
-            self.exit(2, "\n".join(filter(None, lines)))
+            self.exit(2, "\n".join([*filter(None, lines), f"{command} --help lists the arguments.\n"]))
 
     return Parser
+
+
+_WHERE = re.compile(r"""Parser key "([\w.]+)":|(?:Problem with )?given class_path '(?:\w+\.)*(\w+)':""")
+_NOISE = re.compile(
+    r"Does not validate.*?Errors:|- (Not of type _Name: )?Expected a [^\n]*|- Not of type _Name:|Given value type:.*"
+    r"|- Not a valid subclass.*?\(implicit class_path\)|Unexpected config:.*",
+    re.DOTALL,
+)
+_TYPE = re.compile(r"(?s).*(?:Subtypes: \[([^\n]*)\].*?Given value|Expected a ([^\n]*)\. Got value): ([^\n]*)")
+
+
+def _plain(message: str) -> str:
+    """Return an error of jsonargparse on a line: the arguments, and of a union's errors what says the most."""
+    if not re.search("Parser key|Does not validate|Unexpected config|unicode string", message):
+        return message
+    what = _WHERE.sub("", _NOISE.sub("", message.replace(' in "<unicode string>",', " in")))
+    what = " ".join(what.split()).lstrip("- ")
+    if (last := _TYPE.match(message)) and (not what or "Got value" in what):
+        names = re.sub(r"<class '|'>|\b[a-z_.]+\.(?=[A-Z])|_Name, ", "", last[1] or last[2])
+        what = f"takes {names.replace('NoneType', 'null')}, got {last[3]}"
+        what += f". A list is written [{last[3]}]" if "Sequence" in names else ""
+    where = dict.fromkeys("".join(x) for x in _WHERE.findall(message))
+    return ": ".join([*where, what or "takes arguments by name, such as `trainer: {max_epochs: 3}`"])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import NamedSharding
@@ -68,10 +68,10 @@ class FSDP(Strategy):
         *,
         stage: int = 3,
         min_size: int = 1024,
-        replicas: int | str = 1,
+        replicas: int | Literal["auto"] = 1,
         rules: Mapping[str, Any] | None = None,
         remat: bool | str = False,
-        body: str = "auto",
+        body: Literal["auto", "explicit"] = "auto",
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name = type(self).__name__

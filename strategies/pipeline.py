@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -80,15 +80,15 @@ class Pipeline(Strategy):
     def __init__(
         self,
         stages: int | None = None,
-        schedule: str | Schedule = "1f1b",
+        schedule: Literal["gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv"] | Schedule = "1f1b",
         microbatches: int | None = None,
         *,
         layers: str | Sequence[str] | None = None,
-        inner: str | Strategy = "fsdp",
+        inner: Literal["fsdp", "ddp"] | Strategy = "fsdp",
         remat: bool | str = False,
-        balance: str | Sequence[int] = "count",
+        balance: Literal["count", "flops"] | Sequence[int] = "count",
         accum_dtype: Any = "float32",
-        loss_reduction: str = "mean",
+        loss_reduction: Literal["mean", "sum"] = "mean",
         mesh: Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name = type(self).__name__

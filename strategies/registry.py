@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -19,14 +19,10 @@ from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 
-# For type checkers; at run time any registered name is taken, for example from a command line.
-if TYPE_CHECKING:
-    StrategyName = Literal[
-        "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",
-        "simulate:2", "simulate:4", "simulate:8",
-    ]  # fmt: skip
-else:
-    StrategyName = str
+StrategyName = Literal[
+    "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",
+    "simulate:2", "simulate:4", "simulate:8",
+]  # fmt: skip
 
 _T = TypeVar("_T", bound=type[Strategy])
 
@@ -38,6 +34,7 @@ def _pipeline(*args: Any) -> Strategy:
 
 
 _registry: dict[str, Callable[..., Strategy]] = {
+    "auto": partial(Auto),
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": FSDP,
@@ -70,7 +67,7 @@ def register_strategy(name: str) -> Callable[[_T], _T]:
     """
     if not isinstance(name, str) or not name.isidentifier():
         raise ArgumentError(f"register_strategy(name) takes an identifier such as 'mine', got {name!r}.")
-    if name in _registry or name == "auto":
+    if name in _registry:
         raise ArgumentError(f"register_strategy({name!r}): the name is taken. Known: {', '.join(strategy_names())}.")
 
     def register(cls: _T) -> _T:
@@ -84,7 +81,13 @@ def register_strategy(name: str) -> Callable[[_T], _T]:
 
 def strategy_names() -> list[str]:
     """Return the names that `Trainer(strategy=...)` takes."""
-    return ["auto", *_registry]
+    return [*_registry]
+
+
+def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
+    """Return the class that a name stands for, and the arguments that it gives to the class."""
+    make = _registry[name]
+    return type(make()), dict(getattr(make, "keywords", {}))
 
 
 def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> Strategy:

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.extend.core import jaxpr_as_fun
@@ -61,7 +61,7 @@ class PerReplica(Strategy, ABC):
 
     per_replica = True
 
-    def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: str = "mean") -> None:
+    def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: Literal["mean", "sum"] = "mean") -> None:
         owner = type(self).__name__
         self.sync_batchnorm = check.boolean("sync_batchnorm", sync_batchnorm, owner=owner)
         self.loss_reduction = check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=owner)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -32,7 +32,7 @@ class ShardMapDDP(PerReplica):
         self,
         *,
         sync_batchnorm: bool = True,
-        loss_reduction: str = "mean",
+        loss_reduction: Literal["mean", "sum"] = "mean",
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)

@@ -1,7 +1,7 @@
 """Data parallel training of n replicas on one device, to see what n devices would compute."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -31,7 +31,11 @@ class Simulated(PerReplica):
     takes_mesh = False
 
     def __init__(
-        self, replicas: int | None = None, *, sync_batchnorm: bool = True, loss_reduction: str = "mean"
+        self,
+        replicas: int | None = None,
+        *,
+        sync_batchnorm: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
         self.replicas = check.integer("replicas", replicas, low=1, also=(None,), owner="Simulated")

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit.pages import DOCS, block_with, run_script
 from kit.trainers import BARE
 
@@ -47,7 +49,7 @@ class Net(jl.TrainModule):
 
 
 class Rows(jl.DataModule):
-    def __init__(self, batch_size: int = 16) -> None:
+    def __init__(self, batch_size: int = 16, path: str = "") -> None:
         self.batch_size = batch_size
 
     def train_dataloader(self) -> jl.ArrayLoader:
@@ -101,6 +103,72 @@ def test_callbacks_and_strategies_are_given_by_name() -> None:
     kernel = trainer.module.up.kernel[...]
     assert kernel.sharding.shard_shape(kernel.shape) == (1, 2)
     assert type(run("fit", *QUIET, "--trainer.strategy=ddp", "--trainer.max_epochs=1").strategy) is jl.strategies.DDP
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "stage", "min_size"),
+    [
+        ("fsdp", [], 3, 1024),
+        ("FSDP", [], 3, 1024),
+        ("zero1", ["--trainer.strategy.min_size=0"], 1, 0),
+        ("FSDP", ["--trainer.strategy.min_size=0"], 3, 0),
+        ({"class_path": "zero2", "init_args": {"min_size": 0}}, [], 2, 0),
+        ({"class_path": "FSDP", "init_args": {"min_size": 0}}, ["--trainer.strategy.stage=2"], 2, 0),
+    ],
+)
+@pytest.mark.parametrize("place", ["a file", "the command line"])
+def test_strategies_are_words_or_classes_with_or_without_arguments(
+    place: str, given: Any, more: list[str], stage: int, min_size: int
+) -> None:
+    text = given if isinstance(given, str) else json.dumps(given)
+    Path("run.yaml").write_text(f"trainer: {{strategy: {text}}}")
+    where = "--config=run.yaml" if place == "a file" else f"--trainer.strategy={text}"
+    strategy = run("fit", *QUIET, where, *more, "--trainer.fast_dev_run=1").strategy
+    assert isinstance(strategy, jl.strategies.FSDP)
+    assert strategy.stage == stage
+    assert strategy.min_size == min_size
+
+
+def test_rules_of_a_strategy_are_read_back_from_the_config() -> None:
+    rules = ["--trainer.strategy=TensorParallel", '--trainer.strategy.rules={"up.kernel$": [null, tp]}']
+    run("fit", *rules, "--model.width=16", "--trainer.max_epochs=1", "--trainer.default_root_dir=a")
+    strategy = run("validate", "--config=a/config.yaml", "--ckpt_path=last").strategy
+    assert strategy.rules.sharding("up.kernel", np.zeros((1, 16)), P(), strategy.mesh).spec == P(None, "tp")
+
+
+class Typed(Net):
+    seen: list[Any] = []  # noqa: RUF012 - of the class, as a command line makes the object
+
+    def __init__(
+        self, width, dtype: Any = jnp.bfloat16, act: Callable[..., Any] = nnx.gelu, scale=1.0, *, rngs: nnx.Rngs
+    ) -> None:
+        super().__init__(width, rngs=rngs)
+        self.seen.append((width, dtype, act, scale))
+
+
+def test_functions_dtypes_and_arguments_without_a_type_are_read_back() -> None:
+    def typed(*args: str) -> tuple[Any, ...]:
+        jl.cli.main(Typed, Rows, args=[*args])
+        return Typed.seen[-1]
+
+    folder, more = "--trainer.default_root_dir=a", ["--model.width=8", "--trainer.max_epochs=1"]
+    assert typed("fit", folder, *more, "--model.scale=2") == (8, jnp.bfloat16, nnx.gelu, 2)
+    assert "act" not in Path("a/config.yaml").read_text()  # left out, as it has its default
+    assert typed("validate", "--config=a/config.yaml") == (8, jnp.bfloat16, nnx.gelu, 2)
+    typed("fit", "--trainer.default_root_dir=b", *more, "--model.act=jax.nn.relu")
+    assert typed("validate", "--config=b/config.yaml")[2] is nnx.relu
+
+
+def test_an_argument_without_a_type_may_be_required(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        jl.cli.main(Typed, Rows, args=["fit"])
+    assert "error: the following arguments are required: model.width" in capsys.readouterr().err
+
+
+def test_the_config_of_a_run_leads_to_its_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run("fit", "--trainer.max_epochs=1").run_dir
+    run("validate", f"--config={folder}/config.yaml", "--ckpt_path=best")
+    assert f"validate: {folder}/checkpoints/step_00000002" in capsys.readouterr().out
 
 
 def test_a_file_has_classes_and_their_arguments() -> None:
@@ -161,6 +229,11 @@ def test_no_secret_is_written_to_the_config() -> None:
     assert saved
 
 
+def test_a_url_with_a_password_is_left_out_of_the_config() -> None:
+    run("fit", "--trainer.default_root_dir=a", "--trainer.max_epochs=1", "--data.path=s3://me:planted@bucket/x")
+    assert "path" not in yaml.safe_load(Path("a/config.yaml").read_text())["data"]
+
+
 def test_a_trial_writes_no_config() -> None:
     run("fit", "--trainer.fast_dev_run=1")
     assert list(Path().iterdir()) == []
@@ -168,6 +241,8 @@ def test_a_trial_writes_no_config() -> None:
 
 def test_defaults_of_the_trainer_may_be_others() -> None:
     assert run("fit", *QUIET, trainer_defaults={"max_epochs": 1}).max_epochs == 1
+    with pytest.raises(jl.errors.ArgumentTypeError, match="no argument 'max_epoch'. Did you mean 'max_epochs'"):
+        run("fit", trainer_defaults={"max_epoch": 1})
     assert run("fit", *QUIET, "--trainer.max_epochs=2", trainer_defaults={"max_epochs": 1}).max_epochs == 2
 
 
@@ -190,6 +265,7 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
     assert "--trainer.nan_policy {raise,skip,rollback,ignore}" in text
     assert "(type: Optional[Literal['norm', 'value']], default: null)" in text
     assert 'A name ("single", "ddp", "fsdp", "zero2"' in text
+    assert "Literal['auto', 'single', 'ddp', 'fsdp', 'zero1', 'zero2', 'hsdp'" in text
     assert "--model.width WIDTH How wide it is. (type: int, default: 4)" in text
     assert "rngs" not in text.split("--trainer.strategy")[0]
     assert "--init_from" in text
@@ -215,16 +291,45 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         ),
         ([], ["Trainer.fit has no limit."]),
         (["--trainer.max_epochs=1", "--ckpt_path=nowhere"], ["'nowhere' is not a checkpoint"]),
-        (["--config=wrong.yaml"], ["'trainer.max_epoch'", "Did you mean 'trainer.max_epochs'?"]),
+        (["--config=wrong.yaml"], ["wrong.yaml: ", "'trainer.max_epoch'", "Did you mean 'trainer.max_epochs'?"]),
+        (["--config=flow.yaml"], ["error: flow.yaml: ", "line 2"]),
+        (["--config=value.yaml"], ["error: value.yaml: trainer.max_epochs: takes ", "int", ", got x\n"]),
+        (["--config=empty.yaml"], ["error: empty.yaml: takes arguments by name, such as `trainer: {max_epochs: 3}`\n"]),
+        (["--config=list.yaml"], ["error: list.yaml: takes arguments by name"]),
+        (["--width=4"], ["--width=4", "Did you mean '--model.width'?"]),
+        (["--lr=4"], ["--lr=4", "configure_optimizers"]),
+        (["--trainer.callbacks+=EarlyStopping"], ["error: trainer.callbacks: EarlyStopping: ", " required: monitor\n"]),
+        (
+            ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=maximal"],
+            ["error: trainer.callbacks: EarlyStopping: mode: takes Literal['min', 'max'], got maximal\n"],
+        ),
+        (
+            ["--trainer.logger+=CSVLogger", "--trainer.logger.on_error=now"],
+            ["error: trainer.logger: CSVLogger: on_error: takes Literal['warn', 'raise'], got now\n"],
+        ),
+        (
+            ["--trainer.strategy={class_path: FSDP, init_args: {min_size: big}}"],
+            ["strategy: FSDP: min_size: takes int,"],
+        ),
+        (
+            ["--trainer.strategy=zero1", "--trainer.strategy.min=0"],
+            ["FSDP: Option 'min' is", "FSDP takes stage, min_size,"],
+        ),
+        (
+            ["--trainer.max_epochs=1", "--trainer.default_root_dir=flow.yaml"],
+            ["error: Trainer(default_root_dir=...) takes a folder, got 'flow.yaml'."],
+        ),
     ],
     ids=lambda x: " ".join(x) if not x or x[0].startswith("--") else "",
 )
 def test_a_wrong_argument_is_named(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    Path("wrong.yaml").write_text("trainer: {max_epoch: 1}\n")
+    files = {"wrong": "trainer: {max_epoch: 1}\n", "flow": "a: {b: 1\nc: d\n", "value": "trainer: {max_epochs: x}\n"}
+    for name, content in {**files, "empty": "", "list": "- a\n"}.items():
+        Path(f"{name}.yaml").write_text(content)
     text = refused(capsys, "fit", *args)
     for word in words:
         assert word in text
-    assert len(text.splitlines()) < 20  # not the usage of a hundred options
+    assert len(text.splitlines()) < 4
 
 
 class Broken(Net):
@@ -266,6 +371,12 @@ def test_an_argument_of_another_command_is_named(capsys: pytest.CaptureFixture[s
     assert "Did you mean" not in text
     assert "--timeout is an argument of plan alone: leave it out." in refused(capsys, "fit", "--timeout=8")
     assert "Did you mean '--trainer.devices'?" in refused(capsys, "fit", "--devices=8")
+
+
+def test_a_plan_takes_lists_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "got 2,8. A list is written [2,8]" in refused(capsys, "plan", "--devices=2,8")
+    assert "got ddp. A list is written [ddp]" in refused(capsys, "plan", "--strategies=ddp")
+    assert "Unknown strategy 'fspd'. Did you mean 'fsdp'?" in refused(capsys, "plan", "--strategies=[ddp,fspd]")
 
 
 def test_a_plan_names_the_option_for_hardware(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_plan_is_printed_and_drawn(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture, asked = script.with_name("plan.png"), ("--devices", "2,8", "--strategies", "ddp,fsdp", "--json")
+    picture, asked = script.with_name("plan.png"), ("--devices", "2,8", "--strategies", "[ddp,fsdp]", "--json")
     assert main(["plan", f"{script}:make", *asked, "--rows-per-device", "4", "--plot", str(picture)]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["strategy"], row["devices"], row["batch_size"]) for row in rows] == [

@@ -13,6 +13,7 @@ from jaxlit.checkpoints.remote import check_url
 from jaxlit.core.precision import PRECISIONS
 from jaxlit.core.stage import STAGES
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.shown import shown
 
 _PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true"}  # Lightning's short words
 NanPolicy = Literal["raise", "skip", "rollback", "ignore"]
@@ -152,6 +153,12 @@ def _devices(name: str, value: Any) -> int | str:
     return check.integer(name, int(value) if is_text else value, low=1, also=("auto", -1))
 
 
+def _folder(name: str, value: Any) -> Any:
+    if not isinstance(value, str | Path | None):
+        raise ArgumentTypeError(f"Trainer({name}=...) takes a path, a URL or None, got {shown(value)}.")
+    return check_url(name, value)
+
+
 def _int(low: int, *also: Any) -> Callable[[str, Any], Any]:
     return partial(check.integer, low=low, also=also)
 
@@ -177,7 +184,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "steps_per_execution": _int(1, "auto"),
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
-    "default_root_dir": check_url,
+    "default_root_dir": _folder,
     "resume": check_url,
     "seed": _int(0),
     "nan_policy": partial(check.one_of, allowed=get_args(NanPolicy)),

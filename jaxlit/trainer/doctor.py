@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 
 import jax
 
+from jaxlit.checks import is_url
 from jaxlit.distributed.job import job_size
 from jaxlit.engine.compile_cache import default_folder
-from jaxlit.reporting.secrets import PLACEHOLDER, hide, is_secret
+from jaxlit.reporting.secrets import PLACEHOLDER, is_secret
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.table import size, table
 from jaxlit.version import __version__
@@ -27,9 +28,15 @@ _PACKAGES = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 _PLUGINS = ["jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu"]
 _WRITTEN_BYTES = 8 * 2**20
 _SHORTEST_SECRET = 6  # characters; a shorter one would be found in other words
-# What changes numbers, speed, or where things are written; a name is enough to find its meaning.
-_VARIABLES = re.compile(
-    r"(JAX|XLA|LIBTPU|TPU|NVIDIA(?!_REQUIRE)|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_|LD_PRELOAD$|XDG_CACHE_HOME$"
+# Those whose values are shown: what changes numbers, or where programs run. Of others the name tells enough.
+_SHOWN = re.compile(
+    r"(CUDA|HIP|ROCR|TPU)_VISIBLE_(DEVICES|CHIPS)|(OMP|MKL|OPENBLAS)_NUM_THREADS|LD_PRELOAD|XDG_CACHE_HOME|XLA_FLAGS|"
+    r"LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|NCCL_(ALGO|DEBUG|PROTO)|XLA_PYTHON_CLIENT_(ALLOCATOR|MEM_FRACTION|PREALLOCATE)"
+    r"|JAX_(PLATFORMS|ENABLE_X64|DEFAULT_MATMUL_PRECISION|DEFAULT_PRNG_IMPL|THREEFRY_PARTITIONABLE|DISABLE_JIT|DEBUG_NANS|"
+    r"NUM_CPU_DEVICES|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE_DIR|ENABLE_COMPILATION_CACHE)"
+)
+_NAMED = re.compile(
+    "(JAX|XLA|LIBTPU|TPU|NVIDIA(?!_REQUIRE)|CUDA|NCCL|CUDNN|CUBLAS|TF_CPP|TF_XLA|OMP|MKL|OPENBLAS|MALLOC|WANDB|HIP|ROCR)_"
 )
 # The name of a flag, of a part of an address's query, of a header or of a key in JSON.
 _NAME = re.compile(r"""(--[\w-]+(?=\s)|[\w-]+(?=["']?\s*[=:]))["']?\s*[=:]?\s*""")
@@ -38,7 +45,7 @@ _VALUE = re.compile(r"""((Bearer|Basic|Token)\s+)?("[^"]*"?|'[^']*'?|[^\s&]+)"""
 _USER = re.compile(r"(?<=://)\S*@")
 
 
-def diagnosis(root: Path) -> str:
+def diagnosis(root: str) -> str:
     """Return what is installed, which devices there are, where runs are written and what the environment sets.
 
     Secrets are left out, and no process of a job is waited for. A part that fails shows its error.
@@ -57,8 +64,9 @@ def diagnosis(root: Path) -> str:
         "compile cache": _compile_cache,
     }
     rows = [[name, _shown(part)] for name, part in parts.items()]
-    names = sorted(filter(_VARIABLES.match, os.environ))
-    rows += [["environment" if i == 0 else "", x] for i, x in enumerate(map(_variable, names) if names else ["-"])]
+    names = sorted(name for name in os.environ if _SHOWN.fullmatch(name) or _NAMED.match(name))
+    lines = [f"{x}={_hidden(os.environ[x])}" if _SHOWN.fullmatch(x) else f"{x} (set)" for x in names]
+    rows += [["environment" if i == 0 else "", x] for i, x in enumerate(lines or ["-"])]
     text = "\n".join(table(rows, texts=2))
     for name, value in os.environ.items():  # wherever else a secret may appear, for example in a path
         is_folder = os.path.isabs(value) and os.path.isdir(value)  # as PWD is
@@ -70,6 +78,8 @@ def diagnosis(root: Path) -> str:
 def _shown(part: Callable[[], str]) -> str:
     try:
         return part()
+    except AssertionError:  # of jax, without a text
+        return f"jax found no device of JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')}"
     except Exception as error:  # a broken driver, a disk without space: what a report is about
         first, *_ = str(error).splitlines() or [""]
         return f"{type(error).__name__}: {_hidden(first)}"
@@ -104,7 +114,12 @@ def _mesh() -> str:
     return f"{type(strategy).__name__} on the mesh {axes}"
 
 
-def _disk(root: Path) -> str:
+def _disk(path: str) -> str:
+    root = Path(path)
+    if is_url(path) or root.is_file():
+        return (
+            f"{path}: {'a bucket' if is_url(path) else 'a file'}, which is not measured. Pass a folder of this machine"
+        )
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.is_dir())
     free, data = size(disk_usage(folder).free), os.urandom(_WRITTEN_BYTES)
     with tempfile.TemporaryFile(dir=folder) as file:  # is gone after it, also if this process is killed
@@ -130,15 +145,12 @@ def _compile_cache() -> str:
     config: Any = jax.config
     if not config.jax_enable_compilation_cache:
         return "off"
-    folder = Path(config.jax_compilation_cache_dir or default_folder())
+    place = config.jax_compilation_cache_dir or default_folder()
+    if is_url(place):
+        return f"{place}: a bucket, which is not measured"
+    folder = Path(place)
     sizes = [path.stat().st_size for path in folder.glob("*-cache")]
     return f"{folder}: {len(sizes)} programs, {size(sum(sizes))}"
-
-
-def _variable(name: str) -> str:
-    if name.startswith("WANDB_"):  # some hold addresses and headers, and the mode has a row
-        return f"{name} (set)"
-    return f"{name}={hide(_hidden(os.environ[name]), [], name, name)}"
 
 
 def _hidden(text: str) -> str:

@@ -53,6 +53,8 @@ def make_plan(
     for name, values in (("devices", counts), ("strategies", asked)):
         if isinstance(values, str) or not values:
             raise ArgumentError(f"{owner}({name}=...) takes a list of at least one, got {values!r}.")
+    for each in asked:
+        resolve_strategy(each, None)  # a wrong name is no row
     for each in counts:
         check.integer("devices", each, low=1, also=(None,), owner=owner)
     for name, value in (("batch_size", batch_size), ("rows_per_device", rows_per_device)):

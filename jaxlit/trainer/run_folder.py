@@ -59,7 +59,7 @@ class RunFolder:
             fitting: Whether the run is a fit, which refuses a folder of another run.
 
         Raises:
-            ArgumentError: It holds another run, which the fit does not continue.
+            ArgumentError: It is a file, or holds another run, which the fit does not continue.
         """
         path = None if checkpoint is None else checkpoint.path
         if self.root is None:
@@ -68,6 +68,7 @@ class RunFolder:
             if (processes := team()).size > 1:  # its name holds a time and a random number
                 self.known = Path(processes.agree("the run's folder", str(self.path))[0])
             return
+        check.require(not self.root.is_file(), "default_root_dir", str(self._given), "takes a folder", owner="Trainer")
         inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or inside
         self._check_computers()

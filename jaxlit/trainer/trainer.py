@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jax.sharding import Mesh
 
@@ -137,8 +137,8 @@ class Trainer(TrainerProperties):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: ClipAlgorithm | None = None,
-        steps_per_execution: int | str = 1,
-        log_every_n_steps: int | str = "auto",
+        steps_per_execution: int | Literal["auto"] = 1,
+        log_every_n_steps: int | Literal["auto"] = "auto",
         reload_dataloaders_every_n_epochs: int = 0,
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
@@ -147,13 +147,13 @@ class Trainer(TrainerProperties):
         resume: str | Path | None = None,
         seed: int = 0,
         nan_policy: NanPolicy = "raise",
-        prefetch: int | str = "auto",
+        prefetch: int | Literal["auto"] = "auto",
         host_keys: Sequence[str | int] = (),
         max_recompiles: int | None = None,
         data_timeout: float | timedelta | None = None,
         hang_timeout: float | timedelta | None = None,
         fail_timeout: float | timedelta = 10.0,
-        max_in_flight: int | str = "auto",
+        max_in_flight: int | Literal["auto"] = "auto",
         compile_cache: bool | str | Path = True,
         debug: bool = False,
     ) -> None:

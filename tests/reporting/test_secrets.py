@@ -19,12 +19,13 @@ SECRETS = (
     "client_secret secrets password db_password passwd PGPASSWORD pwd PGPASS passphrase credential",
     "aws_credentials bearer Authorization auth private_key secret_access_key aws_access_key_id",
     "ssh_key jwt model.api_key secret_value pass db_pass smtpPass otp totp access_key_v2 api_key_prod api_keys",
+    "db_token session_key GITHUB_PAT dsn SENTRY_DSN connection_string connectionString sas JAX_FOO_TOKEN stripe_key",
 )
 ORDINARY = (
     "tokenizer author authors key key_dim keypoints keyword monkey num_tokens token_dropout token_type",
     "pad_token eos_token label_key sort_key secretary hash_key_type api_key_env password_file",
     "credentials_path tokens_per_batch compass bypass authentic passage forward_pass low_pass jwt_algorithm",
-    "password_policy authorization_required session_id",
+    "password_policy authorization_required session_id keys num_keys key_size max_tokens mask_token rng_key string",
 )
 
 
@@ -41,6 +42,13 @@ def test_a_text_under_the_name_of_a_secret_is_hidden(name: str) -> None:
 @pytest.mark.parametrize("name", " ".join(ORDINARY).split())
 def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
     assert hide({name: "gpt2", "other": [{name: "gpt2"}]}, []) == {name: "gpt2", "other": [{name: "gpt2"}]}
+
+
+def test_a_password_in_a_url_is_hidden() -> None:
+    paths: list[str] = []
+    given = {"data": ["s3://AKIAKEY:planted@bucket/x", "http://host:8080/a@b", "gs://bucket/run@2", "a:b@c"]}
+    assert hide(given, paths) == {"data": ["s3://<redacted>@bucket/x", *given["data"][1:]]}
+    assert paths == ["data[0]"]
 
 
 class Secretive(Mean):

@@ -68,6 +68,23 @@ def test_the_run_folder_is_measured_and_left_as_it_was(report, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("place", "kind"), [("gs://bucket/x", "a bucket"), ("memory://b", "a bucket"), ("f", "a file")]
+)
+def test_what_is_no_folder_of_this_machine_is_not_measured(place: str, kind: str, report) -> None:
+    Path("f").touch()
+    assert report("--default-root-dir", place)["run folder"].startswith(f"{place}: {kind}, which is not measured.")
+
+
+def test_a_platform_without_a_device_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise AssertionError  # as jax does
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", fail)
+    assert report()["devices"] == "jax found no device of JAX_PLATFORMS=cuda"
+
+
 def test_a_part_that_fails_shows_its_error(report, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: object) -> None:
         raise OSError(5, "Input/output error")
@@ -88,9 +105,8 @@ def test_an_error_is_shown_without_secrets(report, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("JAX_ACCESS_TOKEN", KEY, "<redacted>"),
         ("XLA_FLAGS", f"--xla_a=1 --xla_api_key={KEY}", "--xla_a=1 --xla_api_key=<redacted>"),
-        ("JAX_URL", f"https://me:{KEY}/1@x@host/?token={KEY}&b=2", "https://<redacted>@host/?token=<redacted>&b=2"),
+        ("XLA_FLAGS", f"https://me:{KEY}/1@x@host/?token={KEY}&b=2", "https://<redacted>@host/?token=<redacted>&b=2"),
         (
             "XLA_FLAGS",
             f'a=1;api_key={KEY},{KEY} token: {KEY} --auth-token "{KEY} x"',
@@ -116,8 +132,11 @@ def test_the_environment_is_shown_without_secrets(
     assert "REQUIRE_CUDA" not in printed
 
 
-@pytest.mark.parametrize("name", ["WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_X_EXTRA_HTTP_HEADERS"])
-def test_of_wandb_names_are_shown(name: str, report, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_X_EXTRA_HTTP_HEADERS", "JAX_FOO_TOKEN", "JAX_COORDINATOR_ADDRESS"],
+)
+def test_of_other_variables_names_are_shown(name: str, report, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, f'https://me:a@b{KEY}@host "Authorization": "Bearer {KEY}"')
     assert f" {name} (set)\n" in f"{report()['environment']}\n"
 
@@ -162,6 +181,8 @@ def test_the_compile_cache_is_counted(report, monkeypatch: pytest.MonkeyPatch, t
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
         jax.config.update("jax_enable_compilation_cache", True)
         assert report()["compile cache"] == f"{tmp_path}: 2 programs, 2.0 KiB"
+        jax.config.update("jax_compilation_cache_dir", "gs://x/y")
+        assert report()["compile cache"] == "gs://x/y: a bucket, which is not measured"
         jax.config.update("jax_enable_compilation_cache", False)
         assert report()["compile cache"] == "off"
     finally:

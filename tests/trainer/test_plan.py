@@ -359,7 +359,7 @@ def test_ctrl_c_ends_the_other_process(tmp_path: Path) -> None:
         ({"devices": []}, "at least one"),
         ({"strategies": []}, "at least one"),
         ({"strategies": "ddp"}, "takes a list"),
-        ({"strategies": ["fspd"]}, "Did you mean 'fsdp'"),
+        ({"strategies": ["ddp", "fspd"]}, "Did you mean 'fsdp'"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(asked: dict[str, Any], words: str) -> None:

@@ -65,6 +65,7 @@ TYPES: list[tuple[Any, ...]] = [
     ("max_recompiles", INT, "3", 1.5, True),
     *((name, "seconds|DD:HH", "60", True) for name in ("data_timeout", "hang_timeout")),
     ("resume", "'auto'.* a path", 3),
+    ("default_root_dir", "a path, a URL or None", 3),
     ("strategy", r"a name or a jaxlit\.Strategy", None, 3),
     ("mesh", "jax.sharding.Mesh or the sizes", 1, "data"),
     ("devices", INT, "abc", [0, 1]),
