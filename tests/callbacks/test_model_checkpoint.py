@@ -378,3 +378,28 @@ def test_two_with_two_folders_keep_each_its_own() -> None:
     train(best, often, scores=[0.0] * 6, per_epoch=2, epochs=3, resume="auto")
     assert steps(listing(best)) == [6] and steps(listing(often)) == [1, 2, 3, 4, 6]
     assert kept(best) == {6: 0.0}
+
+
+def test_a_stop_between_two_epochs_keeps_the_best_score() -> None:
+    """The checkpoint of the first epoch's end is the best, and is written again before a step of the second."""
+    best = ModelCheckpoint(monitor="score")
+    stop = hooks(on_train_epoch_start=lambda trainer, module: trainer.current_epoch and trainer.stop("here"))
+    assert train(best, stop, scores=[1.0, 2.0, 3.0]).written == [1, 1]
+    assert kept(best) == {1: 1.0}
+    more = ModelCheckpoint(monitor="score")
+    train(more, scores=[1.0, 2.0, 3.0], resume="auto")
+    assert kept(more) == {1: 1.0} and steps(listing(more)) == [1, 3]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resume_from_one_of_two_lets_the_other_save_too(killed: bool) -> None:
+    """The state of the second in the first one's checkpoint is that before its own checkpoint of that step."""
+    scores = [4.0, 1.0, 3.0, 2.0]
+    make = lambda: [ModelCheckpoint(monitor="score"), ModelCheckpoint("best", monitor="score", save_weights_only=True)]  # noqa: E731
+    train(*make(), scores=scores, epochs=2)
+    if killed:  # before the second had written it
+        Path("best", name(2)).rename("lost")
+    for epochs, left in ((2, [name(2)]), (4, [name(2), name(4)])):
+        train(*(both := make()), scores=scores, epochs=epochs, resume="auto")
+        assert kept(both[1]) == {2: 1.0}
+        assert listing(both[1]) == left
