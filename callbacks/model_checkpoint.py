@@ -274,7 +274,7 @@ class ModelCheckpoint(Callback):
             return
         if score is not None or path != self.last_model_path:  # else it is written again, before any later step
             self.best_k_models.pop(path, None)
-        if is_best and score is not None:
+        if score is not None and self._is_best(score):  # without the value of what it replaces
             self.best_k_models[path] = score
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]

@@ -403,3 +403,20 @@ def test_a_resume_from_one_of_two_lets_the_other_save_too(killed: bool) -> None:
         train(*(both := make()), scores=scores, epochs=epochs, resume="auto")
         assert kept(both[1]) == {2: 1.0}
         assert listing(both[1]) == left
+
+
+def test_a_checkpoint_that_is_written_again_does_not_compete_with_itself() -> None:
+    """The second value of the same step is worse than the first, and still the best of all other steps."""
+    best, scores = ModelCheckpoint(monitor="score"), iter([5.0, 1.0, 2.0])
+    log = lambda trainer, module: module.log("score", next(scores))  # noqa: E731
+    fail = lambda trainer, module: trainer.global_step == 2 and raising(ZeroDivisionError)()  # noqa: E731
+    given = {"default_root_dir": "run", "max_epochs": 2, "num_sanity_val_steps": 0}
+    again = hooks(on_validation_epoch_end=log, on_validation_end=fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(Mean(), numbered(1), numbered(1), best, again, **given)
+    assert kept(best) == {2: 1.0}
+    best = ModelCheckpoint(monitor="score")
+    worse = hooks(on_train_epoch_end=log)
+    fit(Mean(), numbered(1), numbered(1), best, worse, **given, resume="auto")
+    assert kept(best) == {2: 2.0}
+    assert best.best_model_path.endswith(name(2))
