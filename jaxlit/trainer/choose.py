@@ -71,7 +71,7 @@ def resolve_checkpoint(
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
+            say(f"resume: no checkpoint in {' or '.join(map(str, map(short_path, folders)))}, starting from scratch")
     if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
         raise CheckpointError(
             f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "
