@@ -126,7 +126,7 @@ class ModelCheckpoint(Callback):
         self._seen: int | None = None  # the version of the monitored value that was read last
         self._step = self._order = 0  # of the last step trigger; of the newest checkpoint in its folder
         self._saved_at: Any = None
-        self._resumed, self._fitting, self._validated = False, False, False
+        self._resumed, self._fitting, self._validated_at = False, False, -1  # the step of the last validation
         self._deadline, self._rests_until = math.inf, 0.0
         # The step of the newest checkpoint in the state that was restored, and of those in the folder only.
         self._known, self._unknown, self._epoch_over = None, set[int | None](), False
@@ -189,8 +189,8 @@ class ModelCheckpoint(Callback):
             self.on_safe_point(trainer, module, self._epoch_over, step in self._unknown)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Note that there has been a validation."""
-        self._validated |= not trainer.sanity_checking
+        """Note at which step there has been a validation."""
+        self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the next checkpoint by number of steps; the next step once one is written."""
@@ -209,17 +209,16 @@ class ModelCheckpoint(Callback):
         if self._saving is not None and self._saving.is_done and team().size == 1:
             self.finish(trainer)
         step, every = trainer.global_step, self.every_n_train_steps
-        fires = every is not None and step != self._step and step % every == 0
-        due = training_over or fires
+        due = fires = every is not None and step != self._step and step % every == 0
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
             # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
             rested = self._saving is None and time.monotonic() >= self._rests_until
             due = due or not self._relaxed or rested or team().size > 1
         if self.train_time_interval is not None:
             due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", time.monotonic() >= self._deadline)
-        if due:
+        if due or training_over:
             self._step = step if fires else self._step
-            self._save(trainer, epoch_over, forced=training_over)
+            self._save(trainer, epoch_over, due=due, forced=training_over)
             self._restart_clock()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
@@ -231,7 +230,7 @@ class ModelCheckpoint(Callback):
         if not (self.save_on_exception and self._fitting and kept and meets and begun):
             return
         try:
-            self._save(trainer, epoch_over=False, forced=True)
+            self._save(trainer, epoch_over=False, due=False, forced=True)
             self.finish(trainer)
         except Exception as error:
             _logger.warning("No checkpoint was written at the error: %s", error)
@@ -255,14 +254,14 @@ class ModelCheckpoint(Callback):
     def _restart_clock(self) -> None:
         self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)
 
-    def _save(self, trainer: "Trainer", epoch_over: bool, *, forced: bool) -> None:
+    def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, once the one before is there."""
         trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
         at = trainer.saver.position
         if at == self._saved_at:
             return
         self.finish(trainer)
-        score = None if self.monitor is None else self._score(trainer, epoch_over)
+        score = None if self.monitor is None else self._score(trainer, epoch_over, due)
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
@@ -337,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _worst(self) -> str:
         return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
-    def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
+    def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
         """Return the monitored value, None if there is no new one or it is not finite.
 
         Raises:
@@ -345,12 +344,13 @@ class ModelCheckpoint(Callback):
         """
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
-            if epoch_over and (self._validated or not trainer.num_val_batches):
+            if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
         number = metrics.version(name)
-        if number is not None and number == self._seen:
-            return None  # of a validation that has scored an earlier checkpoint
+        is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
+        if number is not None and (number == self._seen or is_older):
+            return None  # of an earlier checkpoint, or, where training is cut, of weights before these
         self._seen, value = number, float(metrics[name])
         return value if math.isfinite(value) else None
 

@@ -13,7 +13,7 @@ import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
 from kit.inside import files
-from kit.journal import hooks, raising
+from kit.journal import at_batch, hooks, raising
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
 from kit.trainers import fit, make_trainer, thinned
@@ -408,15 +408,24 @@ def test_a_resume_from_one_of_two_lets_the_other_save_too(killed: bool) -> None:
 def test_a_checkpoint_that_is_written_again_does_not_compete_with_itself() -> None:
     """The second value of the same step is worse than the first, and still the best of all other steps."""
     best, scores = ModelCheckpoint(monitor="score"), iter([5.0, 1.0, 2.0])
-    log = lambda trainer, module: module.log("score", next(scores))  # noqa: E731
-    fail = lambda trainer, module: trainer.global_step == 2 and raising(ZeroDivisionError)()  # noqa: E731
+    log = lambda self: self.log("score", next(scores))  # noqa: E731
+    fail = lambda self: self.trainer.global_step == 2 and raising(ZeroDivisionError)()  # noqa: E731
     given = {"default_root_dir": "run", "max_epochs": 2, "num_sanity_val_steps": 0}
-    again = hooks(on_validation_epoch_end=log, on_validation_end=fail)
     with pytest.raises(ZeroDivisionError):
-        fit(Mean(), numbered(1), numbered(1), best, again, **given)
+        fit(module(on_validation_epoch_end=log, on_validation_end=fail), numbered(1), numbered(1), best, **given)
     assert kept(best) == {2: 1.0}
     best = ModelCheckpoint(monitor="score")
-    worse = hooks(on_train_epoch_end=log)
-    fit(Mean(), numbered(1), numbered(1), best, worse, **given, resume="auto")
+    fit(module(on_train_epoch_end=log), numbered(1), numbered(1), best, **given, resume="auto")
     assert kept(best) == {2: 2.0}
     assert best.best_model_path.endswith(name(2))
+
+
+def test_a_cut_training_does_not_score_its_weights_by_an_older_validation() -> None:
+    """The value after the second of four batches is of no checkpoint: none is due before the epoch ends."""
+    given: Any = {"scores": [NAN, 1.0, NAN, 5.0], "per_epoch": 4, "val_check_interval": 2}
+    best, stop = ModelCheckpoint(monitor="score"), at_batch(2, lambda trainer, module: trainer.stop("here"))
+    assert train(best, stop, **given, epochs=1, check_val_every_n_epoch=None).written == [3]
+    assert kept(best) == {}
+    best = ModelCheckpoint(monitor="score")
+    train(best, **given, epochs=1, check_val_every_n_epoch=None, resume="auto")
+    assert kept(best) == {4: 5.0}
