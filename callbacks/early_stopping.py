@@ -1,19 +1,16 @@
 """Stop when a metric no longer improves."""
 
-import logging
 import math
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import MonitorCallback
+from jaxlit.reporting.terminal import say
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
-
-
-_logger = logging.getLogger("jaxlit")
 
 
 class EarlyStoppingReason(Enum):
@@ -49,7 +46,7 @@ class EarlyStopping(MonitorCallback):
         check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None, as in Lightning:
             at the end of each epoch if each validates at its end.
         strict: A missing metric is an error.
-        verbose: Log when the metric has improved, and by how much.
+        verbose: Print when the metric has improved, and by how much.
 
     Attributes:
         wait_count: Checks since the last improvement.
@@ -103,7 +100,7 @@ class EarlyStopping(MonitorCallback):
         reason, message = self.judge(value, blocked=blocked)
         if self.verbose and self.best_score != before and trainer.is_global_zero:
             by = f" by {abs(value - before):.4g}" if math.isfinite(before) else ""
-            _logger.info("%s improved%s to %.4g.", self.monitor, by, value)
+            say(f"{self.monitor} improved{by} to {value:.4g}.")
         if message:
             self.stopping_reason, self.stopping_reason_message = reason, message
             self.stopped_epoch = trainer.current_epoch

@@ -14,6 +14,7 @@ from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
+from jaxlit.checkpoints.position import Phase
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
@@ -104,8 +105,7 @@ class ModelCheckpoint(Callback):
             )
         self._sign = 1 if mode == "min" else -1
         self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
-        self.filename, self.monitor, self.mode = filename, monitor, mode
-        self.save_last = save_last
+        self.filename, self.monitor, self.mode, self.save_last = filename, monitor, mode, save_last
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
         no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
         self.every_n_epochs = 1 if no_trigger else every_n_epochs
@@ -126,8 +126,10 @@ class ModelCheckpoint(Callback):
         self._seen: int | None = None  # the version of the monitored value that was read last
         self._step = self._order = 0  # of the last step trigger; of the newest checkpoint in its folder
         self._saved_at: Any = None
-        self._resumed, self._fitting, self._validated = False, False, False
+        self._resumed, self._fitting, self._validated_at = False, False, -1  # the step of the last validation
         self._deadline, self._rests_until = math.inf, 0.0
+        # The step of the newest checkpoint in the state that was restored, and of those in the folder only.
+        self._known, self._unknown, self._epoch_over = None, set[int | None](), False
 
     @property
     def best_model_path(self) -> str:
@@ -145,18 +147,16 @@ class ModelCheckpoint(Callback):
         """Return where the checkpoints of a run go, whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
 
-    # When -------------------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a fit; a resume restores the state afterwards."""
-        if stage != "fit":
-            return
-        self._reset()
-        self._folder, self._fitting = self.folder(trainer.run_dir), True
+        if stage == "fit":
+            self._reset()
+            self._folder, self._fitting = self.folder(trainer.run_dir), True
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
-        self._resumed, self._step = True, trainer.global_step
+        self._resumed, self._step = True, min(self._step, trainer.global_step)
+        self._epoch_over = trainer.current_epoch > 0 and checkpoint["position"]["phase"] == Phase.EPOCH_START
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder that cannot be written, or a state that cannot be kept, before the first step.
@@ -183,10 +183,14 @@ class ModelCheckpoint(Callback):
             problem = error
         team().same_error("the folder of checkpoints", problem)
         self._restart_clock()
+        if (step := trainer.global_step) == self._known:
+            self._saved_at = trainer.saver.position if self.last_model_path else None
+        elif self._known is not None:  # another one wrote the checkpoint of the resume, before this one was asked
+            self.on_safe_point(trainer, module, self._epoch_over, step in self._unknown)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Note that there has been a validation."""
-        self._validated |= not trainer.sanity_checking
+        """Note at which step there has been a validation."""
+        self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the next checkpoint by number of steps; the next step once one is written."""
@@ -205,17 +209,16 @@ class ModelCheckpoint(Callback):
         if self._saving is not None and self._saving.is_done and team().size == 1:
             self.finish(trainer)
         step, every = trainer.global_step, self.every_n_train_steps
-        fires = every is not None and step != self._step and step % every == 0
-        due = training_over or fires
+        due = fires = every is not None and step != self._step and step % every == 0
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
             # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
             rested = self._saving is None and time.monotonic() >= self._rests_until
             due = due or not self._relaxed or rested or team().size > 1
         if self.train_time_interval is not None:
             due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", time.monotonic() >= self._deadline)
-        if due:
+        if due or training_over:
             self._step = step if fires else self._step
-            self._save(trainer, epoch_over, forced=training_over)
+            self._save(trainer, epoch_over, due=due, forced=training_over)
             self._restart_clock()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
@@ -227,7 +230,7 @@ class ModelCheckpoint(Callback):
         if not (self.save_on_exception and self._fitting and kept and meets and begun):
             return
         try:
-            self._save(trainer, epoch_over=False, forced=True)
+            self._save(trainer, epoch_over=False, due=False, forced=True)
             self.finish(trainer)
         except Exception as error:
             _logger.warning("No checkpoint was written at the error: %s", error)
@@ -251,16 +254,14 @@ class ModelCheckpoint(Callback):
     def _restart_clock(self) -> None:
         self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)
 
-    # Which ------------------------------------------------------------------------------------------
-
-    def _save(self, trainer: "Trainer", epoch_over: bool, *, forced: bool) -> None:
+    def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, once the one before is there."""
         trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
         at = trainer.saver.position
         if at == self._saved_at:
             return
         self.finish(trainer)
-        score = None if self.monitor is None else self._score(trainer, epoch_over)
+        score = None if self.monitor is None else self._score(trainer, epoch_over, due)
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
@@ -270,20 +271,21 @@ class ModelCheckpoint(Callback):
         except OSError as error:
             self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
             return
-        self.best_k_models.pop(path, None)
-        if is_best and score is not None:
+        if score is not None or path != self.last_model_path:  # else it is written again, before any later step
+            self.best_k_models.pop(path, None)
+        if score is not None and self._is_best(score):  # without the value of what it replaces
             self.best_k_models[path] = score
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]
         self.last_model_path, self._order = path, self._order + 1
         if trainer.nan_policy != "ignore" or trainer.saver.is_finite():
             self._newest_finite = path
-        self._replaced = sorted(self._names(self._before) - self._names(self.state_dict()))
+        replaced = self._names(self._before) - self._names(self.state_dict())
+        self._replaced = [] if self.save_top_k == -1 else sorted(replaced)
         try:
             self._saving = trainer.saver.begin(path, self._order, weights_only=self.save_weights_only)
         except CheckpointError as error:
-            self._failed(error)
-            return
+            return self._failed(error)
         except BaseException:
             self.load_state_dict(self._before)
             raise
@@ -297,10 +299,9 @@ class ModelCheckpoint(Callback):
             saving.wait()
         except Exception as error:
             self._saving = None
-            if not isinstance(error, CheckpointError):
-                raise
-            self._failed(error)
-            return
+            if isinstance(error, CheckpointError):
+                return self._failed(error)
+            raise
         self._saving = None  # only now: a Ctrl-C in the wait leaves it to the next one
         self._rests_until = time.monotonic() + 9 * saving.seconds  # writing takes a tenth of the time
         self._delete_replaced(trainer)
@@ -324,9 +325,7 @@ class ModelCheckpoint(Callback):
         _logger.warning("%s", error)
 
     def _names(self, state: dict[str, Any]) -> set[str]:
-        """Return the checkpoints that are deleted once a state no longer has them."""
-        if self.save_top_k == -1:
-            return set()
+        """Return the checkpoints of a state; unless all are kept, they are deleted once a later one lacks them."""
         return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
 
     def _is_best(self, score: float) -> bool:
@@ -337,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _worst(self) -> str:
         return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
-    def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
+    def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
         """Return the monitored value, None if there is no new one or it is not finite.
 
         Raises:
@@ -345,12 +344,13 @@ class ModelCheckpoint(Callback):
         """
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
-            if epoch_over and (self._validated or not trainer.num_val_batches):
+            if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
         number = metrics.version(name)
-        if number is not None and number == self._seen:
-            return None  # of a validation that has scored an earlier checkpoint
+        is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
+        if number is not None and (number == self._seen or is_older):
+            return None  # of an earlier checkpoint, or, where training is cut, of weights before these
         self._seen, value = number, float(metrics[name])
         return value if math.isfinite(value) else None
 
@@ -395,3 +395,6 @@ class ModelCheckpoint(Callback):
         # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]
+        self._known = disk.step_of(Path(state_dict["last_model"])) or 0
+        unknown = known.keys() - self._names(state_dict) - {*self._replaced}
+        self._unknown = {disk.step_of(Path(name)) for name in unknown}

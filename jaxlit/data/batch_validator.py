@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import jax
@@ -256,6 +256,8 @@ def check_batch(batch: Any, where: str) -> None:
             key = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
             keep = f"Pass Trainer(host_keys=({key!r},)) to keep {_name(path[:1])}"
             way = keep if key is not None else "Make the batch a dict with host_keys to keep it"
+            if is_dataclass(leaf):
+                way = f"Decorate {type(leaf).__name__} with jax.tree_util.register_dataclass, or else keep it"
             raise DataError(
                 f"{where}: {name} holds {shown(leaf, 60)}, which no device takes. {way} on the host, leave it out "
                 "of the batch, or make it numbers of at most 64 bits."

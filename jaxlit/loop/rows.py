@@ -106,8 +106,9 @@ def note_monitor(run: Run) -> None:
 
 
 def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
-    """Give a row to `on_log`, unless it is empty, and keep it in the history."""
+    """Give a row to `on_log`, unless it is empty, and keep that of a fit in the history."""
     if row:
         values = {k: float(v) for k, v in row.items()}
-        run.results.history.add(values, step)
+        if run.data.is_fit:
+            run.results.history.add(values, step)
         run.hooks.bind("on_log")({**values, "epoch": run.hooks.clock.epoch}, step)

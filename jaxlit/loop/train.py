@@ -37,8 +37,10 @@ def fit(run: Run) -> None:
     if not run.checkpoints.resumed:
         sanity_check(run)
     source, limit = run.data.training
+    # Training that stopped inside an epoch was saved before its end: rows, and a validation, may be left to do.
+    inside = run.checkpoints.resumed and run.position.phase > Phase.EPOCH_START and not run.control.interrupted
     # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
-    if run.done or (limit == 0 and source.length != 0):
+    if (run.done and not inside) or (limit == 0 and source.length != 0):
         run.print_signal()
         return
     note_monitor(run)
@@ -46,7 +48,8 @@ def fit(run: Run) -> None:
     run.meet()
     dispatch = Dispatch(run)
     try:
-        while not run.done:
+        while inside or not run.done:
+            inside = False
             train_epoch(run, dispatch)
         run.print_signal()  # one that came when the epoch had ended
     except BaseException as error:

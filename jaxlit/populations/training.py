@@ -20,6 +20,7 @@ from jaxlit.populations.options import Options
 from jaxlit.populations.population import Population, Row, Status
 from jaxlit.populations.programs import Programs
 from jaxlit.populations.saves import Saves, described, read_arrays
+from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
@@ -201,7 +202,7 @@ def stop_members(run: Run, stop: EarlyStopping) -> None:
         rule.best_score = before = worst if status.best_score is None else status.best_score
         _, message = rule.judge(value)
         if stop.verbose and rule.best_score != before:
-            _logger.info("%s: %s improved to %.4g.", member.name, stop.monitor, value)
+            say(f"{member.name}: {stop.monitor} improved to {value:.4g}.")
         status.wait_count, status.best_score = rule.wait_count, rule.best_score
         if message:
             status.end(message, run.progress.step)

@@ -60,6 +60,9 @@ def resolve_checkpoint(
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         own = Path(os.path.abspath(folder.path)) / FOLDER
         folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
+        if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
+            weights = {c.folder(folder.path) for c in savers if getattr(c, "save_weights_only", False)}
+            folders = [x for x in folders if x not in weights] or folders
         checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
@@ -71,7 +74,7 @@ def resolve_checkpoint(
             places = " or ".join(map(str, folders))
             raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
         if checkpoint is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {short_path(own)}, starting from scratch")
+            say(f"resume: no checkpoint in {' or '.join(map(str, map(short_path, folders)))}, starting from scratch")
     if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
         raise CheckpointError(
             f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "

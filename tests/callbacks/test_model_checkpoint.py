@@ -13,7 +13,7 @@ import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
 from kit.inside import files
-from kit.journal import hooks, raising
+from kit.journal import at_batch, hooks, raising
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses
 from kit.trainers import fit, make_trainer, thinned
@@ -378,3 +378,54 @@ def test_two_with_two_folders_keep_each_its_own() -> None:
     train(best, often, scores=[0.0] * 6, per_epoch=2, epochs=3, resume="auto")
     assert steps(listing(best)) == [6] and steps(listing(often)) == [1, 2, 3, 4, 6]
     assert kept(best) == {6: 0.0}
+
+
+def test_a_stop_between_two_epochs_keeps_the_best_score() -> None:
+    """The checkpoint of the first epoch's end is the best, and is written again before a step of the second."""
+    best = ModelCheckpoint(monitor="score")
+    stop = hooks(on_train_epoch_start=lambda trainer, module: trainer.current_epoch and trainer.stop("here"))
+    assert train(best, stop, scores=[1.0, 2.0, 3.0]).written == [1, 1]
+    assert kept(best) == {1: 1.0}
+    more = ModelCheckpoint(monitor="score")
+    train(more, scores=[1.0, 2.0, 3.0], resume="auto")
+    assert kept(more) == {1: 1.0} and steps(listing(more)) == [1, 3]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_resume_from_one_of_two_lets_the_other_save_too(killed: bool) -> None:
+    """The state of the second in the first one's checkpoint is that before its own checkpoint of that step."""
+    scores = [4.0, 1.0, 3.0, 2.0]
+    make = lambda: [ModelCheckpoint(monitor="score"), ModelCheckpoint("best", monitor="score", save_weights_only=True)]  # noqa: E731
+    train(*make(), scores=scores, epochs=2)
+    if killed:  # before the second had written it
+        Path("best", name(2)).rename("lost")
+    for epochs, left in ((2, [name(2)]), (4, [name(2), name(4)])):
+        train(*(both := make()), scores=scores, epochs=epochs, resume="auto")
+        assert kept(both[1]) == {2: 1.0}
+        assert listing(both[1]) == left
+
+
+def test_a_checkpoint_that_is_written_again_does_not_compete_with_itself() -> None:
+    """The second value of the same step is worse than the first, and still the best of all other steps."""
+    best, scores = ModelCheckpoint(monitor="score"), iter([5.0, 1.0, 2.0])
+    log = lambda self: self.log("score", next(scores))  # noqa: E731
+    fail = lambda self: self.trainer.global_step == 2 and raising(ZeroDivisionError)()  # noqa: E731
+    given = {"default_root_dir": "run", "max_epochs": 2, "num_sanity_val_steps": 0}
+    with pytest.raises(ZeroDivisionError):
+        fit(module(on_validation_epoch_end=log, on_validation_end=fail), numbered(1), numbered(1), best, **given)
+    assert kept(best) == {2: 1.0}
+    best = ModelCheckpoint(monitor="score")
+    fit(module(on_train_epoch_end=log), numbered(1), numbered(1), best, **given, resume="auto")
+    assert kept(best) == {2: 2.0}
+    assert best.best_model_path.endswith(name(2))
+
+
+def test_a_cut_training_does_not_score_its_weights_by_an_older_validation() -> None:
+    """The value after the second of four batches is of no checkpoint: none is due before the epoch ends."""
+    given: Any = {"scores": [NAN, 1.0, NAN, 5.0], "per_epoch": 4, "val_check_interval": 2}
+    best, stop = ModelCheckpoint(monitor="score"), at_batch(2, lambda trainer, module: trainer.stop("here"))
+    assert train(best, stop, **given, epochs=1, check_val_every_n_epoch=None).written == [3]
+    assert kept(best) == {}
+    best = ModelCheckpoint(monitor="score")
+    train(best, **given, epochs=1, check_val_every_n_epoch=None, resume="auto")
+    assert kept(best) == {4: 5.0}

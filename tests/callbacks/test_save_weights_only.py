@@ -1,6 +1,7 @@
 """Checkpoints with the module's arrays alone: for evaluations and new trainings, never to continue from."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_a_run_that_is_to_be_resumed_saves_more_than_weights() -> None:
     # The run's own folder has fewer batches: the resume takes it all the same, as nothing continues from the other.
     trainer = trained(*both, resume="auto", max_epochs=2)
     assert trainer.global_step == 6
+
+
+def test_a_run_with_weights_but_no_full_checkpoint_yet_starts_again(capsys: pytest.CaptureFixture[str]) -> None:
+    make = lambda: [ModelCheckpoint(save_weights_only=True, dirpath="weights"), ModelCheckpoint()]  # noqa: E731
+    expected = params_of(trained(*make(), resume="auto").module)
+    shutil.rmtree("run/checkpoints")  # killed after the first of the two had written
+    capsys.readouterr()
+    trainer = trained(*make(), resume="auto")
+    assert "resume: no checkpoint in run/checkpoints, starting from scratch" in capsys.readouterr().out
+    assert trainer.global_step == 3
+    assert_same(params_of(trainer.module), expected, rtol=0, atol=0)
 
 
 def test_the_last_lines_do_not_offer_to_resume(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """Batches on their way from a loader to the step: what is refused, what stays on the host, what compiles again."""
 
+from dataclasses import make_dataclass
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -103,6 +105,7 @@ BAD = {
     "dates": (replaced(id=np.array(["2020-01-01"] * 4, "datetime64[D]")), (ID, "datetime64", "host_keys")),
 }
 NOTHING = {"nothing": ({}, ("no array",)), "none": (None, ("no array",)), "a class": (Record, ("no device takes",))}
+NOTHING |= {"a dataclass": (make_dataclass("Rows", ["x"])(np.zeros(4)), ("Decorate Rows", "register_dataclass"))}
 NOTHING |= {"scalars": ({"x": 1.0, "scale": np.float32(2)}, ("These are rows: batch them",))}
 
 

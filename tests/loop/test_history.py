@@ -25,6 +25,8 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
     assert trainer.history["loss"][1].tolist() == losses
     weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
     assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
+    trainer.validate(Mean(), numbered(1))  # of another module, after the fit
+    assert trainer.history["val"][1].tolist() == [1 - w for w in weights]
     trainer.max_epochs = 1
     trainer.fit(Mean(), numbered(1))
     assert [*trainer.history] == ["loss", "lr"] and trainer.history["loss"][0].tolist() == [0]

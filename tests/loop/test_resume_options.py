@@ -1,6 +1,7 @@
 """Training continues exactly whatever the Trainer is told, and however it has ended."""
 
 import contextlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,28 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     fit(again, seed=1)
     assert look() == before
     assert final(again) == final(trainer)
+
+
+def test_training_that_ended_inside_an_epoch_keeps_its_last_rows(tmp_path: Path) -> None:
+    """Its checkpoint is from before the end of the epoch, whose rows are written again."""
+    given: dict[str, Any] = {"max_epochs": 2, "max_steps": 11, "enable_checkpointing": True}
+    first = fit(make_trainer("single", tmp_path / "run", **given))
+    rows, metrics = csv(first), dict(first.callback_metrics)
+    again = fit(make_trainer("single", tmp_path / "run", name="again", resume="auto", **given), seed=1)
+    assert csv(again) == rows and rows.count(b"\n10,") == 1
+    assert dict(again.callback_metrics) == metrics
+    assert final(again) == final(first)
+
+
+def test_a_validation_that_was_cut_at_the_last_step_is_finished(tmp_path: Path) -> None:
+    best = lambda: jl.callbacks.ModelCheckpoint(monitor="v")  # noqa: E731
+    model = lambda: module(validation=lambda self, batch: self.log("v", jnp.mean(batch["x"])))  # noqa: E731
+    given: dict[str, Any] = {"max_steps": 2, "val_check_interval": 2, "default_root_dir": tmp_path / "run"}
+    cut = hooks(on_validation_batch_end=lambda t, *_: t.sanity_checking or signal.raise_signal(signal.SIGINT))
+    trainer = kit_fit(model(), numbered(4), numbered(3), best(), cut, **given)
+    assert trainer.interrupted and "v" not in trainer.callback_metrics
+    trainer = kit_fit(model(), numbered(4), numbered(3), saver := best(), resume="auto", **given)
+    assert trainer.global_step == 2 and saver.best_model_score == np.mean([1, 2, 3])
 
 
 @pytest.mark.parametrize("name", thinned(("its own", "on_train_end", "on_fit_end", "after fit"), "its own", full=()))

@@ -109,6 +109,11 @@ def test_auto_in_an_empty_folder_begins_anew_and_says_so(made, capsys) -> None:
     assert "resume: run/checkpoints/step_00000001 (step 1, epoch 1)" in capsys.readouterr().out
 
 
+def test_a_start_from_scratch_names_every_folder_that_was_searched(capsys) -> None:
+    fit(Line(), numbered(1), None, ModelCheckpoint("elsewhere"), default_root_dir="run", resume="auto", max_epochs=1)
+    assert "resume: no checkpoint in elsewhere or run/checkpoints, starting from scratch" in capsys.readouterr().out
+
+
 def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0, 4.0, 5.0][t.global_step - 1]))
     make = lambda: make_trainer(  # noqa: E731
