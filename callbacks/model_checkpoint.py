@@ -103,15 +103,15 @@ class ModelCheckpoint(Callback):
             raise ArgumentError(
                 f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
-        self._sign = 1 if mode == "min" else -1
         self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
-        self.filename, self.monitor, self.mode, self.save_last = filename, monitor, mode, save_last
+        self.filename, self.monitor, self.mode, self._sign = filename, monitor, mode, 1 if mode == "min" else -1
+        self.save_last = check.boolean("save_last", save_last, owner=owner)
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
         no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
         self.every_n_epochs = 1 if no_trigger else every_n_epochs
         # Where only the newest is kept, not every epoch must write one.
         self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
-        self.save_on_exception = save_on_exception
+        self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
         self.exclusive = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None

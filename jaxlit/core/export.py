@@ -35,16 +35,14 @@ def export(
     """Return `predict_step` and its weights as serialized bytes that need only jax to run.
 
     The step is exported in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has
-    neither jaxlit nor flax. Sharded weights are gathered; all processes must call this. Both sides need
-    `pip install flatbuffers`. Random keys are exported as they are, so that each call draws the same numbers, and the
-    arguments `batch_idx` and `dataloader_idx` of a step are 0.
+    neither jaxlit nor flax. Sharded weights are gathered; all processes must call this. Each call draws the same random
+    numbers, and `batch_idx` and `dataloader_idx` are 0. Both sides need `pip install flatbuffers`.
 
     Args:
         module: The module.
         example: A batch for `predict_step`: arrays in dicts, lists and tuples.
         platforms: The platforms to run on: "cpu", "cuda", "rocm" and "tpu"; None for the platform of this process.
-        dynamic_batch: Accept batches of one row or more. If False, the number of rows is that of the example, for a
-            step that computes with it.
+        dynamic_batch: Accept batches of one row or more, not only of as many as the example has.
 
     Raises:
         ArgumentError: A platform is unknown, or flatbuffers is not installed.
@@ -78,21 +76,24 @@ def export(
         _check_plain(outputs, "output", name, ModuleError)
         return outputs
 
-    specs = abstract_batch(example)
-    if dynamic_batch:
-        specs = with_rows(specs, jax.export.symbolic_shape("batch")[0])  # type: ignore[arg-type]
+    return bytes(_exported(predict, name, abstract_batch(example), platforms, dynamic_batch).serialize())
+
+
+def _exported(predict: Any, name: str, batch: Any, platforms: Sequence[str] | None, dynamic_batch: bool) -> Any:
+    """Export a function of a batch, given as shapes, for its number of rows or for any."""
+    rows: Any = jax.export.symbolic_shape("batch")[0]
     try:
-        exported = jax.export.export(jax.jit(predict), platforms=platforms)(specs)
+        shapes = with_rows(batch, rows) if dynamic_batch else batch
+        return jax.export.export(jax.jit(predict), platforms=platforms)(shapes)
     except jax.errors.InconclusiveDimensionOperation as error:
         first = str(error).splitlines()[0].rstrip(".")
         raise ModuleError(f"{name} computes with the number of rows: {first}. {_ANY_ROWS}") from error
     except Exception as error:
         if dynamic_batch and not isinstance(error, JaxlitError):
-            with contextlib.suppress(Exception):
-                jax.eval_shape(predict, abstract_batch(example))
-                error.add_note(_ANY_ROWS)  # the step takes the example's number of rows
+            with contextlib.suppress(Exception):  # with the example's number of rows it works
+                jax.eval_shape(predict, batch)
+                error.add_note(_ANY_ROWS)
         raise
-    return bytes(exported.serialize())
 
 
 def _constants(variables: Any, name: str) -> Any:
