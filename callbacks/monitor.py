@@ -42,6 +42,7 @@ class MonitorCallback(Callback, ABC):
         self.strict = check.boolean("strict", strict, owner=owner)
         self._asked, self._at_epoch_end = asked, False
         self._fitting = self._validated = self._looked = False
+        self._first_step = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -63,6 +64,7 @@ class MonitorCallback(Callback, ABC):
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Find out when to check; each fit counts from zero."""
         self._fitting, self._validated, self._looked = stage == "fit", False, False
+        self._first_step = trainer.global_step
         interval = trainer.val_check_interval  # an int counts batches
         each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
         self._at_epoch_end = each_epoch if self._asked is None else self._asked
@@ -94,7 +96,10 @@ class MonitorCallback(Callback, ABC):
             )
 
     def _read(self, trainer: "Trainer") -> None:
-        self._looked, metrics = True, trainer.callback_metrics
+        metrics = trainer.callback_metrics
+        if self.monitor not in metrics and trainer.global_step == self._first_step:
+            return  # a stop inside the first window: no step has logged anything yet
+        self._looked = True
         if self.monitor in metrics:
             self.check(trainer, float(metrics[self.monitor]))
         elif self.strict:

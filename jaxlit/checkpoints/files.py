@@ -70,6 +70,13 @@ class Checkpoint:
         """The (name, shape, dtype) of each array."""
         return [(name, tuple(shape), dtype) for name, shape, dtype in self.state["arrays"]]
 
+    @property
+    def weights(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The same, but a parameter's name is that of what validations saw in its place, such as an average."""
+        seen = self.state.get("evaluated") or {}
+        names = seen | {kept: name for name, kept in seen.items()}
+        return [(names.get(name, name), shape, dtype) for name, shape, dtype in self.specs]
+
     def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
         """Read some of the arrays, each straight into its sharding.
 

@@ -89,6 +89,7 @@ NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_
 _OPTIONAL = {
     "added_hparams": dict,
     "accumulate_set": (_is_count, _is_count),
+    "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
     "not_finite": NOT_FINITE,
     "pending_before": [_ROW],
 }

@@ -113,7 +113,7 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         held.append((path, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
     skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
-    pairs, rows = match(checkpoint.specs, wanted, skip=skip, cast=True)
+    pairs, rows = match(checkpoint.weights, wanted, skip=skip, cast=True)
     name = type(module).__name__
     if rows and not pairs and not strict:
         raise CheckpointError(

@@ -45,8 +45,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
         CheckpointError: It does not fit: a table says what differs.
     """
     checkpoint, reset_optimizer = resume.checkpoint, resume.reset_optimizer
-    saved, wanted = checkpoint.specs, engine.state.spec.entries
     evaluates, filled = engine.evaluates_only, checkpoint.state["position"]["filled"]
+    saved, wanted = checkpoint.weights if evaluates else checkpoint.specs, engine.state.spec.entries
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
     saved_keys, wanted_keys = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))

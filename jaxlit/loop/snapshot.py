@@ -46,7 +46,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        "arrays": [engine.state.spec.entries[i] for i in arrays_of(run, weights_only)],
+        **_arrays(run, weights_only),
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
@@ -85,9 +85,30 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
 
 
 def arrays_of(run: Run, weights_only: bool) -> list[int]:
-    """Return the indices of the arrays in a checkpoint: all, or those of the module."""
-    names = enumerate(name for name, _, _ in run.engine.state.spec.entries)
-    return [i for i, name in names if not weights_only or name.startswith("module.")]
+    """Return the indices of the arrays in a checkpoint: all, or those that are the module's in an evaluation."""
+    names = [name for name, _, _ in run.engine.state.spec.entries]
+    if not weights_only:
+        return [*range(len(names))]
+    evaluated = _evaluated(run)
+    return [evaluated.get(i, i) for i, name in enumerate(names) if name.startswith("module.")]
+
+
+def _arrays(run: Run, weights_only: bool) -> dict[str, Any]:
+    """Return what describes the arrays in a checkpoint."""
+    entries, evaluated = run.engine.state.spec.entries, _evaluated(run)
+    if weights_only:  # under the names of the parameters whose place they take
+        params = {k: i for i, k in evaluated.items()}
+        return {"arrays": [(entries[params.get(i, i)][0], *entries[i][1:]) for i in arrays_of(run, weights_only)]}
+    names = {entries[i][0]: entries[k][0] for i, k in evaluated.items()}
+    return {"arrays": entries} | ({"evaluated": names} if names else {})
+
+
+def _evaluated(run: Run) -> dict[int, int]:
+    """Return by the index of a parameter that of the array which evaluations see in its place, such as an average."""
+    spec = run.engine.state.spec
+    pairs = zip(jax.tree.leaves(spec.index.params), jax.tree.leaves(spec.eval_params), strict=True)
+    # After a fit the parameters are the averages, or what the user has written to the module since.
+    return {} if run.times.ended is not None else {i: k for i, k in pairs if i != k}
 
 
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:

@@ -157,3 +157,17 @@ def test_a_resume_between_validation_and_epoch_end_checks() -> None:
     whole = fit(module(**flat), numbered(1), numbered(1), stops(), save, **given)
     resumed = fit(module(**flat), numbered(1), numbered(1), stops(), ckpt_path="half", **given)
     assert whole.current_epoch == resumed.current_epoch == 3
+
+
+def test_a_stop_inside_the_first_window_is_no_missing_metric(caplog) -> None:
+    def train(stop_in: int, **given: Any) -> Any:
+        stop = hooks(on_train_batch_end=lambda t, *_: t.stop("now") if t.current_epoch == stop_in else None)
+        logged = lambda self, batch: self.log("loss", 1.0, on_step=False, on_epoch=True) or jnp.sum(self.w[...])  # noqa: E731
+        return fit(module(logged), numbered(4), None, EarlyStopping("loss"), stop, accumulate_grad_batches=2, **given)
+
+    assert train(0).global_step == 0
+    assert "was never checked" in warnings_of(caplog)[-1]
+    saved = train(9, default_root_dir="whole").checkpoint_callback.last_model_path
+    resumed = train(1, max_epochs=2, ckpt_path=saved)
+    assert resumed.global_step == 2
+    assert resumed.stop_reason == "now"

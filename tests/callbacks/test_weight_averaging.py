@@ -14,7 +14,7 @@ from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
-from jaxlit.callbacks import EMA, LambdaCallback, WeightAveraging
+from jaxlit.callbacks import EMA, LambdaCallback, ModelCheckpoint, WeightAveraging
 from jaxlit.errors import ArgumentError, ModuleError
 
 BATCHES, RATE = random(10), 0.1
@@ -79,6 +79,21 @@ def test_an_average_is_that_of_numpy_everywhere(name: str, strategy: str) -> Non
     assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-4)  # what is trained has another one
     (later,) = trainer.validate(model, BATCHES)
     assert later["val"] == pytest.approx(loss(average), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "alone"),
+    thinned([(s, x) for s in ("fsdp", "single") for x in (False, True)], ("fsdp", False), ("single", True)),
+)
+def test_a_checkpoint_is_evaluated_and_loaded_with_the_average(strategy: str, alone: bool) -> None:
+    make, weights, saves = linear, by_hand(20), ModelCheckpoint(save_weights_only=alone, save_top_k=-1)
+    fit(make(), BATCHES, None, EMA(0.9), saves, strategy=splitting(strategy), max_epochs=2, default_root_dir="run")
+    for steps in (10, 20):
+        path, average = f"run/checkpoints/step_{steps:08d}", ema(weights[:steps], 0.9)
+        (seen,) = make_trainer(strategy=splitting(strategy), **BARE).validate(make(), BATCHES, ckpt_path=path)
+        assert seen["val"] == pytest.approx(loss(average), rel=1e-5)
+        loaded = type(make()).load_from_checkpoint(path)
+        np.testing.assert_allclose(loaded.kernel[...], average[0], rtol=1e-5, atol=1e-6)
 
 
 def test_an_average_of_16_bit_weights_has_32_bits() -> None:
