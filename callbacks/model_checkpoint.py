@@ -395,6 +395,6 @@ class ModelCheckpoint(Callback):
         # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]
-        self._known = disk.step_of(Path(state_dict["last_model"])) or 0
+        self._known = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
         unknown = known.keys() - self._names(state_dict) - {*self._replaced}
         self._unknown = {disk.step_of(Path(name)) for name in unknown}

@@ -121,6 +121,18 @@ class ModuleSync:
         if adopt:  # the hook may have replaced a Variable or a part by another of the same structure
             self._variables = self.engine.state.variables(self.module)
         self.touched = False  # looking at the graph touches the module as well
+        self._take(where, adopt)
+
+    def take_later_writes(self) -> None:
+        """Take over what the caller has written to the module's Variables since the run has ended.
+
+        Raises:
+            StateError: It has another shape or dtype.
+        """
+        if id(self.module) not in watchers:  # in a hook of a later run, the arrays are those that it evaluates
+            self._take("The program, after fit,", True)
+
+    def _take(self, where: str, adopt: bool) -> None:
         written = {}
         for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
             array = variable.get_raw_value()
@@ -177,7 +189,8 @@ class ModuleSync:
                 if not self._structure_has_changed():
                     self._follow_replaced()
                 if not self._came_with:
-                    self._leave(self.engine.strategy.gather(self._given))
+                    self._given = self.engine.strategy.gather(self._given)
+                    self._leave(self._given)
                 self.touched = False  # what is written from now on belongs to the module alone
             for (_, variable), mine, first, last in zip(
                 self._variables, self._came_with, self._first, self._given, strict=False

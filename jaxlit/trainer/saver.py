@@ -86,7 +86,10 @@ class Saver:
             )
         if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        run.hooks.take_writes("trainer.saver.begin")
+        if run.times.ended is None or run.hooks.live is None:
+            run.hooks.take_writes("trainer.saver.begin")
+        else:
+            run.hooks.live.take_later_writes()
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))

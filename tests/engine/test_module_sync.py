@@ -309,6 +309,20 @@ def test_a_variable_that_a_batch_hook_replaced_has_the_trained_array(caplog: pyt
     assert "blocks[0].bias was replaced in a batch hook" in caplog.text
 
 
+@pytest.mark.parametrize("strategy", thinned(FOUR, FOUR[0], full=FOUR[1:]))
+def test_a_checkpoint_after_fit_has_what_was_written_to_the_module_since(strategy) -> None:
+    trainer = fit(model := Linear(), random(2), strategy=splitting(strategy))
+    model.kernel[...] = model.kernel[...] * 0.5
+    expected = np.array(model.kernel[...])
+    model.eval()
+    for _ in range(2):
+        trainer.save_checkpoint("saved")
+        np.testing.assert_array_equal(Linear.load_from_checkpoint("saved").kernel[...], expected)
+    model.kernel.set_value(jnp.ones(7))
+    with pytest.raises(StateError, match=r"The program, after fit, wrote float32\[7\] to kernel"):
+        trainer.save_checkpoint("other")
+
+
 def test_a_call_in_training_mode_is_refused_with_what_to_call_instead() -> None:
     calls = hooks("Online", on_validation_batch_end=lambda t, m, outputs, batch, *_: m(batch["x"]))
     words = (r"Online\.on_validation_batch_end wrote to norm\.mean\.", "training mode", r"trainer\.apply\(fn, x\)")
