@@ -126,10 +126,10 @@ class ModelCheckpoint(Callback):
         self._seen: int | None = None  # the version of the monitored value that was read last
         self._step = self._order = 0  # of the last step trigger; of the newest checkpoint in its folder
         self._saved_at: Any = None
-        self._resumed, self._fitting, self._validated_at = False, False, -1  # the step of the last validation
-        self._deadline, self._rests_until = math.inf, 0.0
-        # The step of the newest checkpoint in the state that was restored, and of those in the folder only.
-        self._known, self._unknown, self._epoch_over = None, set[int | None](), False
+        self._resumed, self._fitting = False, False
+        self._deadline, self._rests_until, self._validated_at = math.inf, 0.0, -1  # the step of the last validation
+        # The step of the newest checkpoint in the state that was restored, and the steps in the folder alone.
+        self._restored_step, self._steps_in_folder, self._at_epoch_end = None, set[int | None](), False
 
     @property
     def best_model_path(self) -> str:
@@ -156,7 +156,7 @@ class ModelCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
         self._resumed, self._step = True, min(self._step, trainer.global_step)
-        self._epoch_over = trainer.current_epoch > 0 and checkpoint["position"]["phase"] == Phase.EPOCH_START
+        self._at_epoch_end = trainer.current_epoch > 0 and checkpoint["position"]["phase"] == Phase.EPOCH_START
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder that cannot be written, or a state that cannot be kept, before the first step.
@@ -183,10 +183,10 @@ class ModelCheckpoint(Callback):
             problem = error
         team().same_error("the folder of checkpoints", problem)
         self._restart_clock()
-        if (step := trainer.global_step) == self._known:
+        if (step := trainer.global_step) == self._restored_step:
             self._saved_at = trainer.saver.position if self.last_model_path else None
-        elif self._known is not None:  # another one wrote the checkpoint of the resume, before this one was asked
-            self.on_safe_point(trainer, module, self._epoch_over, step in self._unknown)
+        elif self._restored_step is not None:  # another one wrote that checkpoint, before this one was asked
+            self.on_safe_point(trainer, module, self._at_epoch_end, step in self._steps_in_folder)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Note at which step there has been a validation."""
@@ -241,8 +241,6 @@ class ModelCheckpoint(Callback):
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Wait for the checkpoint that is being written."""
-        if stage != "fit":
-            return
         self._fitting = False
         try:
             self.finish(trainer)
@@ -384,6 +382,7 @@ class ModelCheckpoint(Callback):
             "replaced": self._replaced,
             "seen": self._seen,
             "step": self._step,
+            "validated_at": self._validated_at,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -395,6 +394,7 @@ class ModelCheckpoint(Callback):
         # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
         self._seen, self._step = state_dict["seen"], state_dict["step"]
-        self._known = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
-        unknown = known.keys() - self._names(state_dict) - {*self._replaced}
-        self._unknown = {disk.step_of(Path(name)) for name in unknown}
+        self._restored_step = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
+        self._validated_at = state_dict.get("validated_at", -1)
+        others = known.keys() - self._names(state_dict) - {*self._replaced}
+        self._steps_in_folder = {disk.step_of(Path(name)) for name in others}

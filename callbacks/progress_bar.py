@@ -273,14 +273,16 @@ class ProgressBar(Callback):
     def _print_compiled(self, trainer: "Trainer") -> None:
         """Print the seconds of each program that was compiled, and for what change of the batches if it was again."""
         before, self._compiled = self._compiled, trainer.compile_seconds
-        new = {name: total - before.get(name, 0.0) for name, total in self._compiled.items()}
-        again = {name: " again" if name in before else "" for name in new}
-        if each := [f"{name}{again[name]} in {clock(x)}" for name, x in new.items() if x >= _LEAST_COMPILING]:
-            known, self._changes = self._changes, trainer.batch_changes
-            changes = [
-                x for argument, text in self._changes.items() if text != known.get(argument) for x in text.split("; ")
-            ]
-            why = f": {changes[0]}{f' and {len(changes) - 1} more' if len(changes) > 1 else ''}" if changes else ""
+        known, self._changes = self._changes, trainer.batch_changes
+        each, why = list[str](), ""
+        for name, total in self._compiled.items():
+            if (seconds := total - before.get(name, 0.0)) >= _LEAST_COMPILING:
+                each.append(f"{name}{' again' if name in before else ''} in {clock(seconds)}")
+        new = [text for loader, text in self._changes.items() if text != known.get(loader)]
+        if new and all(" again " in x for x in each):  # what compiles for the first time does so for no change
+            first, *more = new[0].split("; ")
+            why = f": {first}{f' and {len(more)} more' if more else ''}"
+        if each:
             self._close(join(f"compiled {', '.join(each)}{why}".split(), between=" "))
 
     def _conclude(self, trainer: "Trainer") -> None:

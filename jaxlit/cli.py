@@ -251,7 +251,11 @@ def _parser_class() -> Any:
                 elif not (hint := "" if ends else advice("Trainer()").get(name.removeprefix("trainer."), "")):
                     hint = did_you_mean(ends[0] if ends else f"{dashes}{name}", ends or known)
             elif short := re.search(r"Expected a dot import path string: (\w+)", message):
-                hint = "" if "Unknown strategy" in message or short[1] in names else did_you_mean(short[1], names)
+                hint = (
+                    ""
+                    if "Unknown strategy" in message or short[1] in {*names, *strategy_names()}
+                    else did_you_mean(short[1], names)
+                )
             elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):
                 known = [*inspect.signature(getattr(importlib.import_module(wrong[1]), wrong[2])).parameters]
                 hint = f"{did_you_mean(wrong[3], known)} {wrong[2]} takes {', '.join(known) or 'no arguments'}."
@@ -278,7 +282,7 @@ def _plain(message: str) -> str:
     what = _WHERE.sub("", _NOISE.sub("", message.replace(' in "<unicode string>",', " in")))
     what = " ".join(what.split()).lstrip("- ")
     if (last := _TYPE.match(message)) and (not what or "Got value" in what):
-        names = re.sub(r"<class '|'>|\b[a-z_.]+\.(?=[A-Z])|_Name, ", "", last[1] or last[2])
+        names = re.sub(r"<class '|'>|([a-z_.]+\.)?_Name, |\b[a-z_.]+\.(?=[A-Z])", "", last[1] or last[2])
         what = f"takes {names.replace('NoneType', 'null')}, got {last[3]}"
         what += f". A list is written [{last[3]}]" if "Sequence" in names else ""
     where = dict.fromkeys("".join(x) for x in _WHERE.findall(message))

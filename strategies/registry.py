@@ -87,7 +87,8 @@ def strategy_names() -> list[str]:
 def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
     """Return the class that a name stands for, and the arguments that it gives to the class."""
     make = _registry[name]
-    return type(make()), dict(getattr(make, "keywords", {}))
+    cls = getattr(make, "func", make)
+    return cls if isinstance(cls, type) else type(make()), dict(getattr(make, "keywords", {}))
 
 
 def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> Strategy:

@@ -17,12 +17,12 @@ from jaxlit.shown import shown
 class Rules:
     r"""Which mesh axes the dims of arrays are split over.
 
-    A rule of a path is the partition of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`, in a YAML
-    file a list: `[null, tp]`. The expression is searched for in the array's path in the module, such as
-    `blocks[0].attention.query.kernel`, and the first that matches applies. A rule of a name gives the mesh axes of a
-    dim of this name, where the module names its dims (`nnx.with_partitioning`, `out_sharding`):
-    `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim with the name of a mesh axis needs no rule. If two
-    dims of an array go to one axis, the first is split.
+    A rule of a path is the partition of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`, or a list with
+    None or a list in it, as YAML has them: `[null, tp]`, `[[tp]]`. The expression is searched for in the array's path
+    in the module, such as `blocks[0].attention.query.kernel`, and the first that matches applies. A rule of a name
+    gives the mesh axes of a dim of this name, where the module names its dims (`nnx.with_partitioning`,
+    `out_sharding`): `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim with the name of a mesh axis needs
+    no rule. If two dims of an array go to one axis, the first is split.
 
     Args:
         rules: By path or name, as above.
@@ -43,11 +43,12 @@ class Rules:
         if not isinstance(rules, Mapping | None):
             raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {shown(rules)}.")
         for key, value in (rules or {}).items():
-            axes = (value,) if isinstance(value, str) else value
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no str: {key!r}.")
             if isinstance(value, list):  # of a YAML file or a command line, which have neither partitions nor tuples
-                value = P(*(tuple(x) if isinstance(x, list) else x for x in value))
+                is_path = not all(isinstance(x, str) for x in value)
+                value = P(*(tuple(x) if isinstance(x, list) else x for x in value)) if is_path else tuple(value)
+            axes = (value,) if isinstance(value, str) else value
             if isinstance(value, P):
                 if P.UNCONSTRAINED in value:
                     raise ArgumentError(

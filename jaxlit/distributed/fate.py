@@ -134,18 +134,16 @@ class Fate:
     def check(self) -> None:
         """Raise PeerError if another process has failed."""
         if self.failure is not None:
-            raise self._peer_error(self.failure)
+            raise PeerError(f"{self.failure.text}. So this process ends as well.")
 
     def explained(self, error: BaseException) -> BaseException:
         """Return a PeerError in place of what jax raises from a collective whose peer has failed, else the error."""
         if self.failure is None or self._error is not None or not _is_by_a_peer(error):
             return error
-        told = self._peer_error(self.failure)
-        told.__cause__ = error
-        return told
-
-    def _peer_error(self, failure: Failure) -> PeerError:
-        return PeerError(f"{failure.text}. So this process ends as well.")
+        try:
+            raise PeerError(f"{self.failure.text}. So this process ends as well.") from error
+        except PeerError as peer_error:
+            return peer_error
 
     @property
     def seconds_left(self) -> float | None:

@@ -88,6 +88,7 @@ class Setup:
     window: Window
     checkpoints: Checkpoints
     times: TimeLimits = field(default_factory=TimeLimits)
+    has_failed: bool = False
 
     @property
     def module(self) -> TrainModule:
@@ -105,10 +106,10 @@ class Setup:
         hook, position = self.hooks.log.hook, self.position
         return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
 
-    def fail(self, error: BaseException) -> BaseException:
-        """End the other processes of the job, unless they raise the same error; returns what to raise in its place."""
+    def fail(self, error: BaseException) -> None:
+        """Note an error, and end the other processes of the job, unless they raise the same."""
+        self.has_failed = True
         self.times.team.fail(error, f"in {noted_place(error)}" if noted_place(error) else self.place)
-        return self.times.team.explained(error)
 
     @property
     def log_every(self) -> int:

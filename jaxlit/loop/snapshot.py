@@ -28,13 +28,13 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     Args:
         run: The fit.
         ask: Whether `on_save_checkpoint` is called.
-        weights_only: Whether the arrays are those of the module alone, see `arrays_of`.
+        weights_only: Whether the arrays are those of the module alone, see `stored`.
 
     Raises:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
-    engine, strategy = run.engine, run.engine.strategy
-    data, ask_for = run.data.loaders.datamodule, run.hooks.ask
+    engine, strategy, data = run.engine, run.engine.strategy, run.data.loaders.datamodule
+    entries, ask_for = engine.state.spec.entries, run.hooks.ask
     rows = [[_pack(x), {k: float(v) for k, v in window.items()}, step] for x, window, step in run.results.pending]
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
@@ -46,7 +46,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "loaders": _loaders(run),
         # A resume makes no sanity check, so nothing of one is kept.
         "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
-        **_arrays(run, weights_only),
+        "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only).items()],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
@@ -66,14 +66,19 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
-    # Rows of a dispatch of several steps, and hyperparameters that the module's constructor does not take.
+    # Rows of a dispatch of several steps; hyperparameters that the module's constructor does not take; the window that
+    # the Trainer was given, and that hooks have set for later epochs.
     seldom: dict[str, Any] = {"pending_before": rows[:-1], "added_hparams": added, "not_finite": run.unchecked.bad}
     numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
-    if {*numbers} != {run.window.batches}:
-        seldom["accumulate_set"] = numbers  # what the Trainer was given, and what hooks have set for later epochs
+    seldom["accumulate_set"] = None if {*numbers} == {run.window.batches} else numbers
+    seldom["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
     state |= {key: x for key, x in seldom.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
+    return _json(state)
+
+
+def _json(state: dict[str, Any]) -> dict[str, Any]:
     try:
         return to_json(state)
     except NotJSONError as error:
@@ -84,23 +89,13 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         ) from None
 
 
-def arrays_of(run: Run, weights_only: bool) -> list[int]:
-    """Return the indices of the arrays in a checkpoint: all, or those that are the module's in an evaluation."""
+def stored(run: Run, weights_only: bool) -> dict[int, str]:
+    """Return by index the name of each array in a checkpoint; of weights only, an average has its parameter's name."""
     names = [name for name, _, _ in run.engine.state.spec.entries]
     if not weights_only:
-        return [*range(len(names))]
+        return dict(enumerate(names))
     evaluated = _evaluated(run)
-    return [evaluated.get(i, i) for i, name in enumerate(names) if name.startswith("module.")]
-
-
-def _arrays(run: Run, weights_only: bool) -> dict[str, Any]:
-    """Return what describes the arrays in a checkpoint."""
-    entries, evaluated = run.engine.state.spec.entries, _evaluated(run)
-    if weights_only:  # under the names of the parameters whose place they take
-        params = {k: i for i, k in evaluated.items()}
-        return {"arrays": [(entries[params.get(i, i)][0], *entries[i][1:]) for i in arrays_of(run, weights_only)]}
-    names = {entries[i][0]: entries[k][0] for i, k in evaluated.items()}
-    return {"arrays": entries} | ({"evaluated": names} if names else {})
+    return {evaluated.get(i, i): name for i, name in enumerate(names) if name.startswith("module.")}
 
 
 def _evaluated(run: Run) -> dict[int, int]:
@@ -108,7 +103,7 @@ def _evaluated(run: Run) -> dict[int, int]:
     spec = run.engine.state.spec
     pairs = zip(jax.tree.leaves(spec.index.params), jax.tree.leaves(spec.eval_params), strict=True)
     # After a fit the parameters are the averages, or what the user has written to the module since.
-    return {} if run.times.ended is not None else {i: k for i, k in pairs if i != k}
+    return {} if run.times.ended is not None and not run.has_failed else {i: k for i, k in pairs if i != k}
 
 
 def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:

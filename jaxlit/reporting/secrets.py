@@ -12,17 +12,26 @@ from jaxlit.reporting.terminal import say
 PLACEHOLDER = "<redacted>"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # of API_KEY, apiKey or api-key
-# The last word is what a name is about: a key_dim is no key, a password_file no password.
-_SECRET = re.compile(
-    r"(^|_)(auth|authorization|bearer|connection_string|cookies?|cred(ential)?s?|dsn|jwt|t?otp|pass|pass(code|phrase|wd)|"
-    r"(pg)?passwords?|pgpass|pat|pwd?|sas|secrets?|(access|api|auth)?token|(access|api|private)key|[a-z]+_keys?)$"
-)
-_AFTER = re.compile("(_(backup|base|header|id|live|new|old|prod|str|test|v|value))+$")  # api_key_v2
-_ORDINARY = re.compile(
-    "(^|_)(attention|audio|backward|band|batch|bos|cache|cls|data|dropout|eos|feature|first|forward|group|hash|high|image|"
-    "index|init|input|label|last|loss|low|mask|max|metric|min|monitor|next|num|output|pad|params|primary|prng|query|random|"
-    "rng|sample|sep|sort|special|start|stop|target|text|unk|value|video|word)_(keys?|pass|token)$"
-)
+# Sure signs, wherever they are in a name.
+_SURE = re.compile(r"passw|passphrase|passcode|pgpass|secret(?!ar)|credential|(api|access|auth|private)_?(key|token)$")
+# The last word is what a name is about: a label_key is no key, a forward_pass no password, a pad_token no token.
+_BEFORE = {
+    "key": "access anthropic api auth aws azure deploy encryption gcp hf license master openai private secret session "
+    "signing ssh storage stripe wandb",
+    "pass": "admin auth database db email ftp imap ldap login mail mongo mysql pg postgres proxy redis root smtp sql "
+    "ssh sudo user vpn wifi",
+    "token": "access api auth aws bearer bot csrf db dev github gitlab hf hub id my npm oauth openai personal prod "
+    "refresh secret service session slack user wandb",
+}
+_WORDS = {
+    "sure": "pwd bearer jwt authorization creds cookie cookies otp totp",
+    "last": "auth dsn pat pw sas",
+    "about": "alg algorithm audience column dir directory enabled endpoint env expires expiry field file folder format "
+    "issuer length limit manager max method min mode name path policy provider required scheme scope scopes size sock "
+    "store strategy timeout ttl type uri url validator var variable version",
+    "after": "backup header id live new old prod str string test v value",  # api_key_v2
+}
+_SURE_WORDS, _LAST, _ABOUT, _AFTER = (set(words.split()) for words in _WORDS.values())
 _USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/]*@")  # with a password
 _told: set[str] = set()  # paths of secrets, in this run
 
@@ -36,8 +45,16 @@ def is_secret(name: str) -> bool:
         >>> is_secret("OPENAI_API_KEY"), is_secret("token_dropout")
         (True, False)
     """
-    name = _AFTER.sub("", "_".join(_WORD.findall(name)).lower())
-    return _SECRET.search(name) is not None and not _ORDINARY.search(name)
+    words = [word.lower() for word in _WORD.findall(name)]
+    while words and words[-1] in _AFTER:
+        words.pop()
+    if not words or words[-1] in _ABOUT:
+        return False
+    if not _SURE_WORDS.isdisjoint(words) or any(_SURE.search(word) for word in words):
+        return True
+    last, others = words[-1].removesuffix("s") if words[-1] == "keys" else words[-1], set(words[:-1])
+    before = set(_BEFORE.get(last, "").split())
+    return last in _LAST or bool(others & before) or (last in ("pass", "token") and not others)
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:

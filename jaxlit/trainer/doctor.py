@@ -28,7 +28,7 @@ _PACKAGES = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 _PLUGINS = ["jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin", "libtpu"]
 _WRITTEN_BYTES = 8 * 2**20
 _SHORTEST_SECRET = 6  # characters; a shorter one would be found in other words
-# Those whose values are shown: what changes numbers, or where programs run. Of others the name tells enough.
+# Those whose values are shown: what changes numbers, or where programs run. For all others the name is enough.
 _SHOWN = re.compile(
     r"(CUDA|HIP|ROCR|TPU)_VISIBLE_(DEVICES|CHIPS)|(OMP|MKL|OPENBLAS)_NUM_THREADS|LD_PRELOAD|XDG_CACHE_HOME|XLA_FLAGS|"
     r"LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|NCCL_(ALGO|DEBUG|PROTO)|XLA_PYTHON_CLIENT_(ALLOCATOR|MEM_FRACTION|PREALLOCATE)"

@@ -54,7 +54,7 @@ def make_plan(
         if isinstance(values, str) or not values:
             raise ArgumentError(f"{owner}({name}=...) takes a list of at least one, got {values!r}.")
     for each in asked:
-        resolve_strategy(each, None)  # a wrong name is no row
+        resolve_strategy(each, None)  # before any row is compiled
     for each in counts:
         check.integer("devices", each, low=1, also=(None,), owner=owner)
     for name, value in (("batch_size", batch_size), ("rows_per_device", rows_per_device)):

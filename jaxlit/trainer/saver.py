@@ -97,7 +97,7 @@ class Saver:
             others = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *others]) + 1
         draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
-        leaves = [run.engine.state.leaves[i] for i in snapshot.arrays_of(run, weights_only)]
+        leaves = [run.engine.state.leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)

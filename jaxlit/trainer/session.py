@@ -259,13 +259,15 @@ class Session:
                     if run.data.is_fit:
                         hooks("on_fit_end")
             except BaseException as raised:
-                error = setup.fail(explained(raised, self.current))
+                setup.fail(error := explained(raised, self.current))
+                error = team().explained(error)
                 # Every callback is called and torn down, whatever another one raises meanwhile.
                 hooks.call_all("on_exception", error, error)
             # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
             error = self.saver.finish(hooks.call_all("teardown", stage.method, error))
             if error is not None:
-                raise setup.fail(error)
+                setup.fail(error)
+                raise error
             self.control.take(team().decide(self.control.asked or ()))  # the last place for a signal
             return results
 

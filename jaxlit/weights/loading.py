@@ -25,6 +25,8 @@ from jaxlit.weights.sources import dotted, read_arrays
 _logger = logging.getLogger("jaxlit")
 
 _HEAD = ("in the source", "in the module")
+_SHAPE = jax.ShapeDtypeStruct
+_NEEDED = (nnx.Variable, _SHAPE)
 _NO_WEIGHTS = nnx.Any(nnx.RngState, nnx.metrics.MetricState, nnx.Intermediate, nnx.Cache)
 
 
@@ -46,7 +48,7 @@ class LoadedWeights:
 
 
 def weights_of(module: nnx.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the (name in files, path, Variable, array) of each weight of a module; an array attribute is both.
+    """Yield the (name in files, path, leaf, array) of each weight of a module; a leaf is a Variable or an array.
 
     Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
 
@@ -55,14 +57,21 @@ def weights_of(module: nnx.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     """
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set[str]()
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        if not (no_weights(path, leaf) or (is_key(leaf) and not isinstance(leaf, nnx.Variable))):
-            if (name := dotted(path)) in names:
-                raise CheckpointError(
-                    f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
-                )
-            names.add(name)
-            x = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-            yield name, path, leaf, jnp.asarray(x) if isinstance(x, (bool, int, float, complex)) else x
+        x, is_variable = leaf, isinstance(leaf, nnx.Variable)
+        if is_variable:
+            x = leaf.get_value()
+        elif is_key(x) or not (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number)):
+            continue  # an attribute of another kind, such as an array of texts
+        if no_weights(path, leaf):
+            continue
+        if (name := dotted(path)) in names:
+            raise CheckpointError(
+                f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
+            )
+        names.add(name)
+        # A numpy attribute becomes a jax array when it is loaded or trained, and has its dtype in a file too.
+        is_plain = isinstance(x, (bool, int, float, complex)) or (not is_variable and isinstance(x, np.ndarray))
+        yield name, path, leaf, jnp.asarray(x) if is_plain else x
 
 
 def load_weights(
@@ -76,9 +85,8 @@ def load_weights(
 
     Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. Files are read shard by shard: a
     sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must call this.
-    A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes.
-    For a module that the Trainer builds, pass a function to `fit`:
-    `init_from=lambda module: jl.load_weights(module, path, rename)`.
+    A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes. Pass a
+    function to `fit` for one that it builds: `init_from=lambda module: jl.load_weights(module, path, rename)`.
 
     Args:
         module: Any NNX module.
@@ -87,8 +95,8 @@ def load_weights(
         rename: A mapping of regular expressions to rules. The first expression that matches the entire name of an
             array applies. Its rule is the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a
             `jl.WeightRule`, or None to skip the array. A name that no expression matches is the name of a leaf.
-        strict: Refuse weights that do not match the leaves of the module exactly, before anything changes. If False,
-            load those that match by name and shape, and warn about the others.
+        strict: Refuse weights that do not match the module exactly, before anything changes. If False, load those that
+            match by name and shape, and warn about the others.
 
     Returns:
         Which arrays were loaded and which were not.
@@ -107,7 +115,8 @@ def load_weights(
         arrays = {name: x for name, (_, _, x) in leaves.items()}
         assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, x in arrays.items()})
         # An array attribute is often a constant that only `__init__` knows.
-        arrays = {name: x for name, x in arrays.items() if leaves[name][1] is not x or name in assigned.arrays}
+        needed = {*assigned.arrays} | {name for name, (_, x, _) in leaves.items() if isinstance(x, _NEEDED)}
+        arrays = {name: x for name, x in arrays.items() if name in needed}
         report = _compare(arrays, assigned)
         _check(report, assigned, arrays, type(module).__name__, source, strict)
     except JaxlitError as error:
@@ -149,7 +158,7 @@ def _check(
     if not report.left:
         return
     rows, left = comparison(report.left, _HEAD), [leaf for leaf, _, _ in report.left if leaf in arrays]
-    if not strict and report.taken and not any(isinstance(arrays[leaf], jax.ShapeDtypeStruct) for leaf in left):
+    if not strict and report.taken and not any(isinstance(arrays[leaf], _SHAPE) for leaf in left):
         _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
         return
     idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
@@ -165,7 +174,7 @@ def _check(
 
 def place(source: Any, like: Any) -> jax.Array:
     """Return an array of a source with the dtype and sharding of the array `like`."""
-    like = like if isinstance(like, jax.ShapeDtypeStruct) else jnp.asarray(like)
+    like = like if isinstance(like, _SHAPE) else jnp.asarray(like)
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         # A copy of this shard only: jax may keep using the memory that it is given.

@@ -411,6 +411,16 @@ def test_a_resume_from_one_of_two_lets_the_other_save_too(killed: bool) -> None:
         assert listing(both[1]) == left
 
 
+def test_the_second_of_two_keeps_the_score_of_the_step_at_which_a_training_is_cut() -> None:
+    given: Any = {"scores": [NAN, 3.0, NAN, 5.0], "per_epoch": 4, "val_check_interval": 2, "epochs": 9}
+    make = lambda: [ModelCheckpoint(monitor="score"), ModelCheckpoint("best", monitor="score")]  # noqa: E731
+    for _ in range(2):
+        train(*(both := make()), **given, max_steps=2, resume="auto")
+        assert kept(both[1]) == {2: 3.0}
+    train(*(both := make()), **given, max_steps=4, resume="auto")
+    assert kept(both[1]) == {2: 3.0} and steps(listing(both[1])) == [2, 4]
+
+
 def test_a_checkpoint_that_is_written_again_does_not_compete_with_itself() -> None:
     """The second value of the same step is worse than the first, and still the best of all other steps."""
     best, scores = ModelCheckpoint(monitor="score"), iter([5.0, 1.0, 2.0])

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import Stream, numbered, random
-from kit.journal import Rows, at_batch
+from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
@@ -94,6 +94,16 @@ def test_a_checkpoint_is_evaluated_and_loaded_with_the_average(strategy: str, al
         assert seen["val"] == pytest.approx(loss(average), rel=1e-5)
         loaded = type(make()).load_from_checkpoint(path)
         np.testing.assert_allclose(loaded.kernel[...], average[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_checkpoint_after_an_error_has_the_average_too() -> None:
+    fail = hooks(on_train_batch_end=lambda trainer, *_: trainer.global_step == 7 and 1 / 0)
+    trainer = make_trainer(EMA(0.5), fail, **BARE | {"max_epochs": 1})
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(linear(), BATCHES)
+    trainer.save_checkpoint("failed")
+    loaded = type(linear()).load_from_checkpoint("failed")
+    np.testing.assert_allclose(loaded.kernel[...], ema(by_hand(7), 0.5)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_an_average_of_16_bit_weights_has_32_bits() -> None:

@@ -19,13 +19,15 @@ SECRETS = (
     "client_secret secrets password db_password passwd PGPASSWORD pwd PGPASS passphrase credential",
     "aws_credentials bearer Authorization auth private_key secret_access_key aws_access_key_id",
     "ssh_key jwt model.api_key secret_value pass db_pass smtpPass otp totp access_key_v2 api_key_prod api_keys",
-    "db_token session_key GITHUB_PAT dsn SENTRY_DSN connection_string connectionString sas JAX_FOO_TOKEN stripe_key",
+    "db_token session_key GITHUB_PAT dsn SENTRY_DSN sas stripe_key dbpassword mysecret",
+    "password_hash GOOGLE_CREDENTIALS_JSON",
 )
 ORDINARY = (
     "tokenizer author authors key key_dim keypoints keyword monkey num_tokens token_dropout token_type",
     "pad_token eos_token label_key sort_key secretary hash_key_type api_key_env password_file",
     "credentials_path tokens_per_batch compass bypass authentic passage forward_pass low_pass jwt_algorithm",
     "password_policy authorization_required session_id keys num_keys key_size max_tokens mask_token rng_key string",
+    "caption_key prompt_key x_key obs_keys action_key state_key class_key blank_token prompt_token end_token",
 )
 
 

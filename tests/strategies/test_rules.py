@@ -98,6 +98,8 @@ MESH = {"data": 2, "fsdp": 2, "tp": 2}
         ({"embed": "tp", "mlp": "tp"}, ("embed", "mlp"), P("tp", None)),  # an axis is taken once
         ({"embed": None}, ("embed", None), P(None, None)),
         ({"kernel": [None, ["fsdp", "tp"]]}, None, P(None, ("fsdp", "tp"))),  # of a YAML file
+        ({"kernel": [["fsdp"]]}, None, P(("fsdp",))),
+        ({"embed": None, "mlp": ["fsdp", "tp"]}, ("embed", "mlp"), P(None, ("fsdp", "tp"))),
         ({}, ("fsdp", "tp"), P("fsdp", "tp")),  # names of the mesh need no rule
         ({}, ("embed", "tp"), P(None, "tp")),
         ({}, ("heads", "kv"), P(None, "fsdp")),  # names that nobody knows: by size

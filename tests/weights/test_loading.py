@@ -199,6 +199,7 @@ class Scaled(nnx.Module):
     def __init__(self, scale: float = 2.0) -> None:
         self.w, self.tables = nnx.Param(jnp.ones((3, 2))), nnx.List([jnp.full(4, scale)])
         self.rate, self.key = nnx.Param(0.5), jax.random.key(0)
+        self.rows, self.names = np.linspace(0, scale, 3), np.array(["a", "b"])  # float64, and texts
 
 
 def test_array_attributes_and_numbers_are_weights_but_no_source_needs_them() -> None:
@@ -207,10 +208,14 @@ def test_array_attributes_and_numbers_are_weights_but_no_source_needs_them() -> 
         "w": [[1.0, 1.0]] * 3,
         "tables.0": [7.0] * 4,
         "rate": 0.5,
+        "rows": [0.0, 3.5, 7.0],
     }
     loaded = jl.load_weights(module := Scaled(), "x.safetensors")
     np.testing.assert_array_equal(module.tables[0], np.full(4, 7.0))
-    assert len(loaded.taken) == 3
+    assert len(loaded.taken) == 4
+    jl.save_weights(module, "again.safetensors")
+    np.testing.assert_array_equal(module.rows, np.float32([0.0, 3.5, 7.0]))
+    assert len(jl.load_weights(Scaled(), "again.safetensors").taken) == 4
     loaded = jl.load_weights(module := Scaled(), {"w": np.zeros((3, 2)), "rate": np.float32(3)})
     assert sorted(name for name, _, _ in loaded.taken) == ["rate", "w"] and not loaded.left
     np.testing.assert_array_equal(module.tables[0], np.full(4, 2.0))
@@ -223,6 +228,10 @@ def test_a_module_of_shapes_receives_arrays() -> None:
         jl.load_weights(module, {name: x for name, x in weights.items() if name != "outer.bias"}, RENAME, strict=False)
     jl.load_weights(module, weights, RENAME)
     assert_same(params_of(module), params_of(by_hand(weights)))
+    delattr(scaled := Scaled(), "names")
+    shapes = nnx.eval_shape(lambda: scaled)
+    with pytest.raises(CheckpointError, match="rows +nothing"):
+        jl.load_weights(shapes, {"w": np.zeros((3, 2)), "rate": np.float32(3), "tables.0": np.ones(4)})
 
 
 def test_a_kernel_of_torch_that_no_rule_transposes_is_named() -> None:
