@@ -282,7 +282,7 @@ def _plain(message: str) -> str:
     what = _WHERE.sub("", _NOISE.sub("", message.replace(' in "<unicode string>",', " in")))
     what = " ".join(what.split()).lstrip("- ")
     if (last := _TYPE.match(message)) and (not what or "Got value" in what):
-        names = re.sub(r"<class '|'>|([a-z_.]+\.)?_Name, |\b[a-z_.]+\.(?=[A-Z])", "", last[1] or last[2])
+        names = re.sub(r"<class '[\w.]+\._Name'>, |<class '|'>|\b[a-z_.]+\.(?=[A-Z])", "", last[1] or last[2])
         what = f"takes {names.replace('NoneType', 'null')}, got {last[3]}"
         what += f". A list is written [{last[3]}]" if "Sequence" in names else ""
     where = dict.fromkeys("".join(x) for x in _WHERE.findall(message))
