@@ -3,9 +3,10 @@
 import ast
 import doctest
 import html
-import importlib
+import importlib.util
 import inspect
 import json
+import pkgutil
 import re
 import runpy
 from pathlib import Path
@@ -18,12 +19,15 @@ import jaxlit as jl
 from jaxlit.strategies import registry
 
 ROOT = Path(__file__).parent.parent
-MODULES = sorted(
-    f"{package}.{path.stem}"
-    for package, folder in (("jaxlit", "jaxlit"), *((f"jaxlit.{x}", x) for x in ("strategies", "callbacks")))
-    for path in (ROOT / folder).glob("*.py")
-    if path.stem != "__init__"
-)
+
+
+def with_examples() -> list[str]:
+    """Return the modules with examples, as they are imported: an installed library has all its parts in one folder."""
+    names = [
+        module.name for module in pkgutil.walk_packages(jl.__path__, "jaxlit.") if not module.name.endswith("__main__")
+    ]
+    specs = [spec for spec in map(importlib.util.find_spec, names) if spec is not None and spec.origin]
+    return sorted(spec.name for spec in specs if ">>>" in Path(str(spec.origin)).read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +35,7 @@ def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registry", dict(registry._registry))
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", with_examples())
 def test_docstring_examples_run(name: str) -> None:
     assert doctest.testmod(importlib.import_module(name), raise_on_error=True).failed == 0
 

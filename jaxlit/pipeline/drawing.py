@@ -20,8 +20,8 @@ def chart(schedule: Schedule, num_microbatches: int) -> str:
     Example:
         >>> import jaxlit as jl
         >>> print(jl.pipeline.chart(jl.strategies.Std1F1B(2), 2))
-        rank 0  F0 F1 .  B0 B0 B1 B1
-        rank 1  .  F0 B0 B0 F1 B1 B1
+        rank 0  F0 F1 .  .  B0 B0 .  B1 B1
+        rank 1  .  F0 B0 B0 F1 B1 B1 .  .
     """
     simulation = simulate(schedule, num_microbatches)
     share = schedule.num_ranks / schedule.num_stages
