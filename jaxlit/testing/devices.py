@@ -23,7 +23,7 @@ def fake_devices(count: int) -> None:
 
     Example:
         >>> import jaxlit as jl
-        >>> jl.testing.fake_devices(1)
+        >>> jl.testing.fake_devices(8)
     """
     if not jax_runs():
         flags = re.sub(rf"{_FLAG}=\d+", "", os.environ.get("XLA_FLAGS", ""))
