@@ -85,7 +85,7 @@ def strategy_names() -> list[str]:
 
 
 def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
-    """Return the class that a name stands for, and the arguments that it gives to the class."""
+    """Return the class of a strategy's name, and the arguments that the name implies."""
     make = _registry[name]
     cls = getattr(make, "func", make)
     return cls if isinstance(cls, type) else type(make()), dict(getattr(make, "keywords", {}))

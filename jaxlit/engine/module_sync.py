@@ -126,17 +126,20 @@ class ModuleSync:
     def take_later_writes(self) -> None:
         """Take over what the caller has written to the module's Variables since the run has ended.
 
+        Random generators stay as training left them: a call of the module draws from them, and a resume would draw
+        other numbers than a training that continues.
+
         Raises:
             StateError: It has another shape or dtype.
         """
         if id(self.module) not in watchers:  # in a hook of a later run, the arrays are those that it evaluates
-            self._take("The program, after fit,", True)
+            self._take("The program, after fit,", True, but=nnx.RngState)
 
-    def _take(self, where: str, adopt: bool) -> None:
+    def _take(self, where: str, adopt: bool, but: Any = ()) -> None:
         written = {}
         for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
             array = variable.get_raw_value()
-            if array is given:
+            if array is given or isinstance(variable, but):
                 continue
             if not adopt:
                 calls = isinstance(variable, (nnx.BatchStat, nnx.RngState))

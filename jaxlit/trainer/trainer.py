@@ -319,10 +319,10 @@ class Trainer(TrainerProperties):
     def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
-        After a fit it has what was written to the module's Variables since. In several processes all must call it. In a
-        hook, the callbacks whose hook comes later count as if it had run; `on_safe_point` is where nothing is left to
-        do. A batch hook between the steps of one dispatch, see `steps_per_execution`, has it written after the
-        dispatch.
+        After a fit it has what was written to the module since, but to random generators. In several processes all must
+        call it. In a hook, the callbacks whose hook comes later count as if it had run; `on_safe_point` is where
+        nothing is left to do. A batch hook between the steps of one dispatch, see `steps_per_execution`, has it written
+        after the dispatch.
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.

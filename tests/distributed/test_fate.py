@@ -207,8 +207,8 @@ def test_what_jax_raises_as_a_peer_has_failed_is_a_peer_error() -> None:
     broken = RuntimeError("INTERNAL: [external/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]")
     assert fate.explained(broken) is broken
     fate.failure = Failure("process 1 on b failed after step 6: ValueError: bad sample 123", 1, False)
-    told = fate.explained(broken)
-    assert isinstance(told, jl.errors.PeerError) and told.__cause__ is broken and "bad sample 123" in str(told)
+    error = fate.explained(broken)
+    assert isinstance(error, jl.errors.PeerError) and error.__cause__ is broken and "bad sample 123" in str(error)
     for other in (RuntimeError("INTERNAL: no memory"), KeyError("gloo")):
         assert fate.explained(other) is other
 

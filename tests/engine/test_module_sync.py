@@ -323,6 +323,17 @@ def test_a_checkpoint_after_fit_has_what_was_written_to_the_module_since(strateg
         trainer.save_checkpoint("other")
 
 
+def test_a_checkpoint_after_fit_draws_what_a_longer_training_draws() -> None:
+    trainer = fit(model := Net(rate=0.5, rngs=nnx.Rngs(0)), random(2))
+    drawn = int(model.drop.rngs.count[...])
+    model(random(1)[0]["x"])
+    assert int(model.drop.rngs.count[...]) == drawn + 1
+    trainer.save_checkpoint("saved")
+    resumed = fit(Net(rate=0.5, rngs=nnx.Rngs(1)), random(2), ckpt_path="saved", max_epochs=1)
+    assert int(resumed.module.drop.rngs.count[...]) == drawn
+    np.testing.assert_array_equal(resumed.module.norm.mean[...], model.norm.mean[...])
+
+
 def test_a_call_in_training_mode_is_refused_with_what_to_call_instead() -> None:
     calls = hooks("Online", on_validation_batch_end=lambda t, m, outputs, batch, *_: m(batch["x"]))
     words = (r"Online\.on_validation_batch_end wrote to norm\.mean\.", "training mode", r"trainer\.apply\(fn, x\)")
