@@ -274,12 +274,11 @@ class ProgressBar(Callback):
         """Print the seconds of each program that was compiled, and for what change of the batches if it was again."""
         before, self._compiled = self._compiled, trainer.compile_seconds
         known, self._changes = self._changes, trainer.batch_changes
-        each, why = list[str](), ""
-        for name, total in self._compiled.items():
-            if (seconds := total - before.get(name, 0.0)) >= _LEAST_COMPILING:
-                each.append(f"{name}{' again' if name in before else ''} in {clock(seconds)}")
-        new = [text for loader, text in self._changes.items() if text != known.get(loader)]
-        if new and all(" again " in x for x in each):  # what compiles for the first time does so for no change
+        seconds = {name: total - before.get(name, 0.0) for name, total in self._compiled.items()}
+        seconds = {name: x for name, x in seconds.items() if x >= _LEAST_COMPILING}
+        each = [f"{name}{' again' if name in before else ''} in {clock(x)}" for name, x in seconds.items()]
+        new, why = [text for loader, text in self._changes.items() if text != known.get(loader)], ""
+        if new and seconds.keys() <= before.keys():  # what compiles for the first time does so for no change
             first, *more = new[0].split("; ")
             why = f": {first}{f' and {len(more)} more' if more else ''}"
         if each:

@@ -233,6 +233,11 @@ def _parser_class() -> Any:
         def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
             self.files.append(str(path))
             given = super().parse_string(content, path, *args, **kwargs)
+            for name in _CLASSES:
+                if name in given and not hasattr(given[name], "items"):
+                    self.error(
+                        f"{name} takes arguments by name, such as `trainer: {{max_epochs: 3}}`, got {given[name]!r}"
+                    )
             self.files.append("")
             return given
 

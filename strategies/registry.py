@@ -34,7 +34,7 @@ def _pipeline(*args: Any) -> Strategy:
 
 
 _registry: dict[str, Callable[..., Strategy]] = {
-    "auto": partial(Auto),
+    "auto": partial(Auto),  # as those below: "auto:3" is refused
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": FSDP,

@@ -296,6 +296,7 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         (["--config=value.yaml"], ["error: value.yaml: trainer.max_epochs: takes ", "int", ", got x\n"]),
         (["--config=empty.yaml"], ["error: empty.yaml: takes arguments by name, such as `trainer: {max_epochs: 3}`\n"]),
         (["--config=list.yaml"], ["error: list.yaml: takes arguments by name"]),
+        (["--config=number.yaml"], ["error: number.yaml: trainer takes arguments by name, such as ", "got 3\n"]),
         (["--width=4"], ["--width=4", "Did you mean '--model.width'?"]),
         (["--lr=4"], ["--lr=4", "configure_optimizers"]),
         (["--trainer.callbacks+=EarlyStopping"], ["error: trainer.callbacks: EarlyStopping: ", " required: monitor\n"]),
@@ -324,7 +325,7 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
 )
 def test_a_wrong_argument_is_named(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     files = {"wrong": "trainer: {max_epoch: 1}\n", "flow": "a: {b: 1\nc: d\n", "value": "trainer: {max_epochs: x}\n"}
-    for name, content in {**files, "empty": "", "list": "- a\n"}.items():
+    for name, content in {**files, "empty": "", "list": "- a\n", "number": "trainer: 3"}.items():
         Path(f"{name}.yaml").write_text(content)
     text = refused(capsys, "fit", *args)
     for word in words:

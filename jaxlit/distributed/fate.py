@@ -138,12 +138,12 @@ class Fate:
 
     def explained(self, error: BaseException) -> BaseException:
         """Return a PeerError in place of what jax raises from a collective whose peer has failed, else the error."""
-        if self.failure is None or self._error is not None or not _is_by_a_peer(error):
-            return error
         try:
-            raise PeerError(f"{self.failure.text}. So this process ends as well.") from error
+            if self._error is None and _is_by_a_peer(error):
+                self.check()
         except PeerError as peer_error:
-            return peer_error
+            peer_error.__cause__, error = error, peer_error
+        return error
 
     @property
     def seconds_left(self) -> float | None:

@@ -13,6 +13,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.plain_attributes import MODES, list_changes
 from jaxlit.core.side_tables import watchers
 from jaxlit.errors import StateError
+from jaxlit.leaf_names import leaf_name
 from jaxlit.shown import shown
 
 if TYPE_CHECKING:
@@ -133,6 +134,9 @@ class ModuleSync:
             StateError: It has another shape or dtype.
         """
         if id(self.module) not in watchers:  # in a hook of a later run, the arrays are those that it evaluates
+            leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Variable))
+            now = {leaf_name(path): leaf for path, leaf in leaves}  # a part may have been replaced
+            self._variables = [(name, now.get(name, leaf)) for name, leaf in self._variables]
             self._take("The program, after fit,", True, but=nnx.RngState)
 
     def _take(self, where: str, adopt: bool, but: Any = ()) -> None:

@@ -102,7 +102,8 @@ def _evaluated(run: Run) -> dict[int, int]:
     """Return by the index of a parameter that of the array which evaluations see in its place, such as an average."""
     spec = run.engine.state.spec
     pairs = zip(jax.tree.leaves(spec.index.params), jax.tree.leaves(spec.eval_params), strict=True)
-    # After a fit the parameters are the averages, or what the user has written to the module since.
+    # After a fit a checkpoint has the parameters as they are: `WeightAveraging` has left the average in them, and the
+    # caller may have written others since.
     return {} if run.times.ended is not None and not run.has_failed else {i: k for i, k in pairs if i != k}
 
 

@@ -122,13 +122,13 @@ def load_weights(
     except JaxlitError as error:
         problem = error
     team().same_error("loading weights", problem)
-    for name, _, _ in report.taken:
-        path, leaf, x = leaves[name]
-        array = place(assigned.arrays[name], x)
+    attributes = []
+    for path, leaf, x, array in ((*leaves[name], assigned.arrays[name]) for name, _, _ in report.taken):
         if isinstance(leaf, nnx.Variable):
-            leaf.set_value(array)
+            leaf.set_value(place(array, x))
         else:
-            nnx.update(module, nnx.from_flat_state([(path, array)]))
+            attributes.append((path, place(array, x)))
+    nnx.update(module, nnx.from_flat_state(attributes))
     if jax.process_index() == 0:
         size = count(sum(leaves[name][2].size for name, _, _ in report.taken))
         whose = f"the {len(arrays)} arrays of {type(module).__name__}"
@@ -163,8 +163,8 @@ def _check(
         return
     idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
     hint = "Map their names in rename= to names of leaves, or to None to skip them."
-    shapes = {leaf: assigned.arrays[leaf].shape for leaf in left if leaf in assigned.arrays}
-    if turned := [leaf for leaf, shape in shapes.items() if shape == arrays[leaf].shape[::-1] != arrays[leaf].shape]:
+    shapes = {leaf: (assigned.arrays[leaf].shape, arrays[leaf].shape) for leaf in left if leaf in assigned.arrays}
+    if turned := [leaf for leaf, (x, y) in shapes.items() if len(x) == 2 and x == y[::-1] != y]:
         rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
         hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
     if strict and report.taken:

@@ -133,6 +133,20 @@ def test_programs_that_are_compiled_again_are_named(make_trainer, capsys):
     ]
 
 
+def test_no_change_of_batches_is_named_where_a_program_compiles_for_the_first_time(make_trainer, capsys):
+    trainer, bar = make_trainer(batch_changes={"train": "batch was int32[4], is int32[3]"}), ProgressBar()
+    trainer.start(bar)
+    bar.on_train_epoch_start(trainer, trainer.module)
+    for seconds in ({"train_step": 1.0}, {"train_step": 2.0}, {"train_step": 3.0, "eval_step": 1.0}):
+        trainer.compile_seconds = seconds
+        batch(trainer, bar)
+    assert epoch_lines(capsys, "compiled ") == [
+        "compiled train_step in 1.0 s",
+        "compiled train_step again in 1.0 s",  # the change is that of before
+        "compiled train_step again in 1.0 s, eval_step in 1.0 s",
+    ]
+
+
 def test_a_smaller_last_batch_is_named_as_what_compiles_again(capsys, monkeypatch):
     monkeypatch.setattr("jaxlit.callbacks.progress_bar._LEAST_COMPILING", 0.0)
     trainers.fit(Mean(), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 2), enable_progress_bar=True)

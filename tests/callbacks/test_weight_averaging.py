@@ -106,6 +106,13 @@ def test_a_checkpoint_after_an_error_has_the_average_too() -> None:
     np.testing.assert_allclose(loaded.kernel[...], ema(by_hand(7), 0.5)[0], rtol=1e-5, atol=1e-6)
 
 
+def test_a_checkpoint_after_fit_has_what_was_written_in_place_of_the_average() -> None:
+    trainer = fit(model := linear(), BATCHES, None, EMA(0.5))
+    model.kernel[...] = jnp.full(model.kernel.shape, 5.0)
+    trainer.save_checkpoint("written")
+    np.testing.assert_array_equal(type(model).load_from_checkpoint("written").kernel[...], model.kernel[...])
+
+
 def test_an_average_of_16_bit_weights_has_32_bits() -> None:
     callback = EMA(0.999)
     seen: list[Any] = []

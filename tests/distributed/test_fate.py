@@ -211,6 +211,8 @@ def test_what_jax_raises_as_a_peer_has_failed_is_a_peer_error() -> None:
     assert isinstance(error, jl.errors.PeerError) and error.__cause__ is broken and "bad sample 123" in str(error)
     for other in (RuntimeError("INTERNAL: no memory"), KeyError("gloo")):
         assert fate.explained(other) is other
+    fate._error = broken  # this process has failed itself, and first
+    assert fate.explained(broken) is broken
 
 
 @pytest.mark.full

@@ -318,6 +318,9 @@ def test_a_checkpoint_after_fit_has_what_was_written_to_the_module_since(strateg
     for _ in range(2):
         trainer.save_checkpoint("saved")
         np.testing.assert_array_equal(Linear.load_from_checkpoint("saved").kernel[...], expected)
+    model.kernel = nnx.Param(2 * expected)
+    trainer.save_checkpoint("replaced")
+    np.testing.assert_array_equal(Linear.load_from_checkpoint("replaced").kernel[...], 2 * expected)
     model.kernel.set_value(jnp.ones(7))
     with pytest.raises(StateError, match=r"The program, after fit, wrote float32\[7\] to kernel"):
         trainer.save_checkpoint("other")

@@ -239,6 +239,12 @@ def test_a_kernel_of_torch_that_no_rule_transposes_is_named() -> None:
     expected = r"inner\.kernel has its dims in reverse.*jl\.WeightRule\('inner\.kernel', transpose=True\)"
     with pytest.raises(CheckpointError, match=expected):
         jl.load_weights(Net(rngs=nnx.Rngs(0)), foreign(), dict([*rename.items()][::-1]))
+    conv = nnx.Conv(2, 2, (3, 3), use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(CheckpointError, match=r"Map their names in rename="):  # its dims are not only reversed
+        jl.load_weights(conv, {"kernel": np.zeros((2, 2, 3, 3))})
+    square = nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(CheckpointError, match=r"Map their names in rename="):
+        jl.load_weights(square, {"kernel": np.zeros((2, 2), np.int8)})
     with pytest.raises(ArgumentTypeError, match=r"rename= takes a mapping of regular expressions to rules, got \[\("):
         jl.load_weights(Net(rngs=nnx.Rngs(0)), foreign(), [("a", "b")])  # type: ignore[arg-type]
 
