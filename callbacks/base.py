@@ -77,8 +77,9 @@ class Callback(Traits):
         on_validation_end()
     ```
 
-    A training that is resumed makes no sanity check, and continues after what its checkpoint has seen: in mid-epoch
-    `on_train_epoch_start` does not run again.
+    Checkpoints are taken in `on_safe_point` alone; one that another hook asks for is written after the next one. Before
+    a checkpoint the newest row is logged. A training that is resumed makes no sanity check, and continues after that
+    safe point: in mid-epoch `on_train_epoch_start` does not run again. A validation that a stop has cut begins again.
 
     `trainer.validate`, `test` and `predict` call `prepare_data`, `setup`, the loader hook, then what is in
     `validate` above with `test` or `predict` in place of `validation`, and `teardown`.
@@ -206,7 +207,7 @@ class Callback(Traits):
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Run between two batches, or after an epoch: nothing that belongs to them is left to do.
 
-        Their rows are known and the validation that was due is over; only an interrupt leaves it in its middle. It
+        Their rows are known and the validation that was due is over; only an interrupt leaves it to a resume. It
         does not run after the last batch of an epoch, but at the epoch's end. What a checkpoint should hold of the
         module must be written before.
 

@@ -14,7 +14,6 @@ from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.folder_lock import FolderLock
 from jaxlit.checkpoints.naming import check_filename, filled
-from jaxlit.checkpoints.position import Phase
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
@@ -156,7 +155,8 @@ class ModelCheckpoint(Callback):
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
         self._resumed, self._step = True, min(self._step, trainer.global_step)
-        self._at_epoch_end = trainer.current_epoch > 0 and checkpoint["position"]["phase"] == Phase.EPOCH_START
+        position = checkpoint["position"]
+        self._at_epoch_end = trainer.current_epoch > 0 and not (position["batch_idx"] or position["over"])
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder that cannot be written, or a state that cannot be kept, before the first step.

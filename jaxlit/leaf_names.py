@@ -25,7 +25,8 @@ def keys_of(path: Sequence[Any]) -> list[Any]:
 def leaf_name(path: Sequence[Any]) -> str:
     """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
     name = ""
-    for key in keys_of(path):
+    for part in path:
+        key = getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))
         if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like several
             name += f"[{key!r}]"
         else:

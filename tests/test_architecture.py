@@ -29,7 +29,7 @@ ROOMS = _ROOMS.split()
 # Where users look.
 FACES = ("jaxlit", "callbacks", "distributed", "integrations", "pipeline", "strategies", "testing", "trainer")
 
-MAX_FILE, MAX_FUNCTION = 400, 60
+MAX_FILE, MAX_FUNCTION = 700, 60
 
 
 class Import(NamedTuple):

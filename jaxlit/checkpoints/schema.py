@@ -7,10 +7,9 @@ for lists of that length, a dict of schemas by key, or with the key `...` for al
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxlit.checkpoints.position import Phase, Validating
 from jaxlit.errors import CheckpointError
 
-FORMAT = 2  # of state.json; one of another is refused
+FORMAT = 3  # of state.json; one of another is refused
 
 
 def _is_count(x: Any) -> bool:
@@ -29,16 +28,9 @@ def _maybe(schema: Any) -> tuple[None, Any]:
     return (None, schema)
 
 
-# The fields of `Position` and `Evaluation` that state.json holds as they are; `jaxlit.loop.snapshot` writes the others.
+# The fields of `Position` that state.json holds as they are; `jaxlit.loop.snapshot` writes the others.
 _COUNTS = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled")
-POSITION = dict.fromkeys(_COUNTS, _is_count) | {"over": bool, "phase": _one_of(*map(int, Phase))}
-EVALUATION = {
-    "loader": _is_count,
-    "batch_idx": _is_count,
-    "found": [{...: _is_number}],
-    "row": {...: _is_number},
-    "phase": _one_of(*map(int, Validating)),
-}
+POSITION = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(("over", "validated"), bool)
 
 _ANY = object
 _METRIC = {
@@ -54,25 +46,20 @@ _TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight":
 _ARRAY = {"shape": [_is_count], "data": str}
 _LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _maybe(dict)}]}
 
-_ROW = (_maybe(_ARRAY), {...: _is_number}, _is_count)
-
 STATE = {
     "format": _is_count,
     "global_step": _is_count,
     "epoch": _is_count,
     "position": POSITION,
-    "loaders": {"training": _maybe(_LOADER), "validation": _maybe(_LOADER)},
-    "evaluation": _maybe(EVALUATION | {"sums": _maybe((_ARRAY, _is_count)), "metrics": [_METRIC]}),
+    "loaders": {"training": _maybe(_LOADER)},
     "arrays": [(str, [_is_count], str)],
     "optimizer": str,
     "metrics": [_METRIC],
     "latest": _maybe(_ARRAY),
-    "pending": _maybe(_ROW),
     "results": [(str, _METRIC, _is_number, bool, bool, _maybe(_is_count))],
     "log": {
         "window": [(str, _TOTAL)],
         "epoch": [(str, _TOTAL)],
-        "evaluation": [(str, _maybe(_is_count), _TOTAL)],
     },
     "callbacks": {...: dict},
     "datamodule": dict,
@@ -91,7 +78,6 @@ _OPTIONAL = {
     "accumulate_set": (_is_count, _is_count),
     "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
     "not_finite": NOT_FINITE,
-    "pending_before": [_ROW],
 }
 
 
@@ -120,8 +106,8 @@ def check_state(state: Mapping[str, Any], where: str) -> None:
             raise CheckpointError(f"{where} has two values of {key!r}, {state[key]} and {position[key]}.")
     names = [name for name, _, _ in state["arrays"]]
     _expect(len(set(names)) == len(names), names, f"{where}['arrays']")
-    fresh = not any(position[key] for key in ("batch_idx", "filled", "over"))
-    _expect(position["phase"] > Phase.EPOCH_START or fresh, position, f"{where}['position']")
+    inside = position["batch_idx"] > 0 or position["over"]
+    _expect(inside or (position["validated"] and not position["filled"]), position, f"{where}['position']")
     check_loaders(state["loaders"], f"{where}['loaders']")
 
 

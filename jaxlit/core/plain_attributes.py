@@ -29,10 +29,11 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
     for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Variable) or not (isinstance(node, of) and hasattr(node, "__dict__")):
             continue
+        if "_pytree__" in str(path):  # nnx keeps its own books as attributes too
+            continue
         for name, value in list(vars(node).items()):
-            # nnx keeps its own books as attributes too.
-            is_book = any(str(part).startswith("_pytree__") for part in (*path, name))
-            if not (name in MODES or is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
+            is_book = name in MODES or name.startswith("_pytree__")
+            if not (is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
                 yield leaf_name((*path, name)), vars(node), name
 
 

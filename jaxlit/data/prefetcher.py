@@ -5,7 +5,7 @@ import queue
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, final
 
 from jaxlit.background import Background
@@ -25,15 +25,17 @@ _TIMED = 8  # draws that are timed before choosing
 _AHEAD = 2  # batches that the thread keeps ready under prefetch="auto"
 
 
+@final
 class Batch(NamedTuple):
-    """A batch of an epoch, ready for its step.
+    """What a dispatch takes: a batch of an epoch, ready for its step, or several.
 
     Attributes:
-        arrays: What the step takes, on the devices.
-        host: What hooks are given: the batch of the loader, with its host keys.
-        index: Its number in the epoch, from 0.
-        is_last: Whether it is the last one of the epoch.
-        position: The loader's state after it.
+        arrays: What the step takes, on the devices; of several batches a `Stack`.
+        host: What hooks are given: the batch of the loader, with its host keys; of several, a sequence of them.
+        index: The number of the first in the epoch, from 0.
+        is_last: Whether the last one is the last of the epoch.
+        position: The loader's state after it; of several, a sequence of them.
+        count: How many batches.
     """
 
     arrays: Any
@@ -41,27 +43,7 @@ class Batch(NamedTuple):
     index: int
     is_last: bool
     position: Any
-
-
-@final
-class Batches(NamedTuple):
-    """Batches of an epoch for one dispatch.
-
-    Attributes:
-        arrays: A `Stack` of what their steps take, on the devices.
-        host: What hooks are given, one a batch.
-        inputs: What each step would take, on the host.
-        index: The number of the first in the epoch, from 0.
-        is_last: Whether the last one is the last of the epoch.
-        positions: The loader's state after each.
-    """
-
-    arrays: Any
-    host: Any
-    inputs: Any
-    index: int
-    is_last: bool
-    positions: Sequence[Any]
+    count: int = 1
 
 
 class Dispatches(Protocol):
@@ -144,7 +126,7 @@ class Prefetcher:
 
     def dispatches(
         self, source: Source, epoch: int, limit: int | None, start: int, steps: Dispatches
-    ) -> Iterator[Batch | Batches]:
+    ) -> Iterator[Batch]:
         """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
         left, validator = None if limit is None else max(limit - start, 0), self._validator_of(source)
         # Which batches come next is known when they are due: where a thread is asked for, it draws them one by one.
@@ -157,49 +139,40 @@ class Prefetcher:
         self._open.add(batches)
         return batches
 
-    def one_by_one(self, batches: Batches, count: int) -> Iterator[Batch]:
-        """Place the first batches of several one by one."""
-        triples = zip(batches.inputs, batches.host, batches.positions, strict=True)
-        for i, (batch, host, position) in enumerate(itertools.islice(triples, count)):
-            is_last = batches.is_last and i == len(batches.positions) - 1
-            yield Batch(self._placed(batch), host, batches.index + i, is_last, position)
-
     def _placed(self, batch: Any) -> Any:
         return batch if self._place is None else self._place(batch)
 
-    def _grouped(
-        self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches
-    ) -> Iterator[Batch | Batches]:
+    def _grouped(self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches) -> Iterator[Batch]:
         """Stack batches of a kind, as many as a dispatch takes."""
         group, kind, alike, fits = list[Batch](), validator.kind, True, False
-        together = lambda: Batches(  # noqa: E731
-            *(None, [x.host for x in group], [x.arrays for x in group], group[0].index),
-            *(group[-1].is_last, [x.position for x in group]),
-        )
         try:
             for batch in draws:
                 if not group:
                     kind, alike, fits = validator.kind, type(batch.arrays) is not ReplicatedBatch, steps.fits()
                 alike = alike and validator.kind is kind
                 group += (batch,)
-                if fits and alike and len(group) < steps.size and not batch.is_last:
-                    continue
-                batches, whole = together(), fits and alike and len(group) == steps.size
-                group = []
+                whole = fits and alike and len(group) == steps.size
                 if whole:
-                    yield batches._replace(arrays=self._placed(stacked(batches.inputs)))
+                    arrays, hosts, indices, _, positions, _ = zip(*group, strict=True)
+                    placed = self._placed(stacked(arrays))
+                    yield Batch(placed, hosts, indices[0], batch.is_last, positions, len(group))
+                elif fits and alike and not batch.is_last:
+                    continue
                 else:
-                    yield from self.one_by_one(batches, len(batches.positions))
+                    yield from self._one_by_one(group)
+                group = []
         except Exception:  # of the loader: the batches before it come first
-            if group:
-                yield from self.one_by_one(together(), len(group))
+            yield from self._one_by_one(group)
             raise
         finally:
             draws.close()  # type: ignore[attr-defined]
 
+    def _one_by_one(self, group: list[Batch]) -> Iterator[Batch]:
+        return (batch._replace(arrays=self._placed(batch.arrays)) for batch in group)
+
     def _gathered(
         self, source: Source, gather: Callable[[int, int], Any], start: int, total: int, steps: Dispatches
-    ) -> Iterator[Batch | Batches]:
+    ) -> Iterator[Batch]:
         """Take the batches of a dispatch from arrays at once."""
         validator, index, source.waited = self._validator_of(source), start, 0.0
         watchdog = self._watchdog
@@ -221,8 +194,7 @@ class Prefetcher:
             if type(batch) is Stack:
                 index += size
                 after = range(index - size + 1, index + 1)
-                inputs = validator.narrow(batch)
-                yield Batches(self._placed(inputs), batch, inputs, index - size, index == total, after)
+                yield Batch(self._placed(validator.narrow(batch)), batch, index - size, index == total, after, size)
                 continue
             try:
                 host, batch = validator(batch)
@@ -280,7 +252,7 @@ class Prefetcher:
                     if agreement is not None:
                         self.example, batch = agreement(batch, at, last=drawn is _OVER)
                         placed = batch if place is None else place(batch)
-                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at))  # not its own Python
+                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at, 1))  # not its own Python
                 if type(drawn) is not tuple:
                     if isinstance(drawn, Failed):
                         raise located(drawn.error, source.argument, self._epoch(), k)

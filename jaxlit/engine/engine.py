@@ -20,6 +20,7 @@ from jaxlit.core.hparams import share_hparams
 from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import collecting
 from jaxlit.core.module import TrainModule
+from jaxlit.core.plain_attributes import copied, each_attribute, same
 from jaxlit.core.precision import Precision, cast
 from jaxlit.core.pure_module import PureModule, Traced
 from jaxlit.core.rates import Rates
@@ -32,13 +33,12 @@ from jaxlit.distributed.same_job import same_job
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import epoch_starter, init_state
 from jaxlit.engine.diagnosis import Diagnosis
-from jaxlit.engine.program_key import program_key
 from jaxlit.engine.state import StateSpec, state_spec
 from jaxlit.engine.step_traces import trace_step
 from jaxlit.engine.training import Training, outputs_of, training_of
 from jaxlit.engine.window_start import WindowBackup
 from jaxlit.fingerprint import array_text, stable_text
-from jaxlit.leaf_names import leaf_name, named_leaves
+from jaxlit.leaf_names import is_key, leaf_name, named_leaves
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.program import EACH, ArraySpec, Program
 
@@ -78,7 +78,6 @@ class Engine:
         state: The arrays.
         outputs_with_rows: Whether each output of `fused_steps` has one row for each row of a batch, a pytree like them.
         pure: The module taken apart.
-        key: All that its programs depend on, see `program_key`.
     """
 
     def __init__(
@@ -93,8 +92,9 @@ class Engine:
     ) -> None:
         self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, options is None
         self.nan_policy = "raise" if options is None else options.nan_policy
-        self.key = program_key(module, strategy, precision)
-        self.pure = PureModule(self.key[0][-1], options.optimizer.wrt if options else nnx.Param, module, precision)
+        self.precision, self._made_of = precision, _contents(module, precision)
+        graphdef = nnx.graphdef(module)
+        self.pure = PureModule(graphdef, options.optimizer.wrt if options else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
         variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
         self.training: Training | None = None
@@ -110,6 +110,8 @@ class Engine:
         self.state = spec.make(init, variables, donate=take_ownership)
         self.outputs_with_rows: Any = None
         self._restored: Table | None = None  # the training metrics of a checkpoint
+        # Of an evaluation: by index, an array of the module and the one in the state that was placed from it.
+        self._placed: dict[int, tuple[Any, jax.Array]] = {}
         self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
         # All that are kept, the one that was used last at the end; and those of this run.
         self._kept_evaluations: dict[_Key, deque[_EvalProgram]] = {}
@@ -118,11 +120,35 @@ class Engine:
         self._next_epoch = epoch_starter(strategy.replicated)
         # prepare_training adds train_step, micro_step, window_start and diagnose: they need the first batch.
 
-    def evaluator(self) -> "Engine":
-        """Return an engine for one run of evaluations, of the same programs and arrays; those of this one stay."""
-        # Shallow: programs are shared, and so are arrays, which no evaluation donates.
-        engine = copy.copy(self)
+    def serves(self, module: TrainModule, precision: Precision, debug: bool) -> bool:
+        """Return whether the programs of this engine are those of the module as it is now.
+
+        What a step reads from elsewhere, such as a global, is compiled into it, as by `jax.jit`.
+        """
+        options = (self.module, self.precision, self.debug) == (module, precision, debug)
+        # A step or a restore that failed leaves no arrays.
+        return options and self.state.is_complete and _is_same(self._made_of, _contents(module, precision))
+
+    def evaluator(self, module: TrainModule | None = None) -> "Engine":
+        """Return an engine for one run of evaluations, of the same programs, with the arrays of the module now.
+
+        Args:
+            module: The module; None to evaluate the arrays of this engine.
+        """
+        engine = copy.copy(self)  # shallow: programs are shared
         engine.state, engine.evaluates_only, engine._evaluations = self.state.branch(), True, {}
+        state, engine._placed = engine.state, dict(self._placed)
+        for _, leaf, i in [] if module is None else state.module_leaves(module):
+            array = leaf.get_raw_value()
+            known, placed = self._placed.get(i, (None, None))
+            # A numpy array may have been written to in place: its identity shows nothing.
+            if array is known and placed is state.leaves[i] and isinstance(array, jax.Array):
+                continue
+            # Nothing is copied of an array that is already in its shards, as no evaluation donates it.
+            data = jax.random.key_data(array) if is_key(array) else array
+            # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.
+            state.put(i, data.astype(state.spec.arrays[i].dtype))
+            engine._placed[i] = (array, state.leaves[i])
         return engine
 
     # Training ---------------------------------------------------------------------------------------
@@ -268,14 +294,6 @@ class Engine:
             for place, array in zip(places, made, strict=True):
                 state.leaves[place] = array
 
-    def place_sums(self, table: Any, count: int) -> list[jax.Array]:
-        """Put the metrics of an evaluation, as `eval_sums` makes them, onto the devices."""
-        # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [
-            jax.device_put(table, self.state.spec.replica_sharding),
-            jax.device_put(np.int32(count), self.strategy.replicated),
-        ]
-
     # Evaluation -------------------------------------------------------------------------------------
 
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
@@ -327,7 +345,12 @@ class Engine:
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        return self.place_sums(self.state.spec.stacked(self.eval_trace(stage, loader).table.empty_sums()), 0)
+        table = self.state.spec.stacked(self.eval_trace(stage, loader).table.empty_sums())
+        # The count of batches is a token as well: waiting for it is waiting for the step.
+        return [
+            jax.device_put(table, self.state.spec.replica_sharding),
+            jax.device_put(np.int32(0), self.strategy.replicated),
+        ]
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
@@ -383,3 +406,32 @@ class Engine:
         run = self.strategy.compile(replace(program, donate=()) if self.debug else program)
         run = run_eagerly(run, program) if jax.config.jax_disable_jit else run  # type: ignore[attr-defined]
         return CompiledProgram(program.name, run, step)
+
+
+def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
+    """Return what programs of a module depend on: its graph, its arrays' shapes and dtypes, and its plain attributes.
+
+    Attributes are copied, because the graph does not notice what is written into a list or a dict.
+    """
+    arrays = list[Any]()
+    for x in jax.tree.leaves(nnx.as_pure(nnx.state(module))):
+        dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
+        is_held = precision.held is not None and jnp.issubdtype(dtype, jnp.floating)
+        arrays.append((x.shape, precision.held if is_held else dtype))
+    attributes: dict[Any, Any] = copied({path: at[name] for path, at, name in each_attribute(module)})
+    # A class in a notebook may be given other methods, and IPython's autoreload puts new code into the old function.
+    for cls in {cls for _, node in nnx.iter_graph(module) for cls in type(node).__mro__}:
+        if cls.__module__.partition(".")[0] not in ("builtins", "flax", "jax", "jaxlit"):
+            for name, method in vars(cls).items():
+                if hasattr(method, "__get__"):
+                    # The function in a property, a classmethod or a jax.jit has the code.
+                    wrapped = getattr(method, "fget", getattr(method, "__wrapped__", method))
+                    attributes[cls, name] = (method, getattr(wrapped, "__code__", None))
+    return (nnx.graphdef(module), arrays, jax.config.jax_disable_jit), attributes  # type: ignore[attr-defined]
+
+
+def _is_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    try:
+        return a[0] == b[0] and same(a[1], b[1])
+    except Exception:  # an attribute's own comparison, for example of arrays
+        return False

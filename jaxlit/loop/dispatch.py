@@ -4,19 +4,17 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxlit.checkpoints.position import Phase
-from jaxlit.data.prefetcher import Batches
+from jaxlit.data.prefetcher import Batch
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import ArgumentError
-from jaxlit.loop.due import StepHooks
-from jaxlit.loop.host_sums import Logged
-from jaxlit.loop.results import Row
-from jaxlit.loop.rows import row_of_step
+from jaxlit.loop.hooks import Hook
+from jaxlit.loop.results import Outputs, Row
+from jaxlit.loop.rows import rows_of_step
 from jaxlit.loop.run import Run
 
 _logger = logging.getLogger("jaxlit")
@@ -57,6 +55,14 @@ class Dispatch:
                 "which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' or 'shard_map'."
             )
         window, epoch = self._run.window.batches, self._run.control.num_training_batches
+        if given != 1 and (starts := self._run.hooks.bind("on_train_batch_start")):
+            # It runs before its step, and may end the epoch there: the steps after it must not have been taken.
+            self.decided, self.size = True, 1
+            if "steps" not in self._run.control.noted:
+                self._run.control.noted.add("steps")
+                text = "steps_per_execution=%s: %s.on_train_batch_start runs before each step, so each is a dispatch."
+                _logger.info(text, given, starts.functions[0].owner)
+            return
         if given == "auto":
             self.size = max(int(min(self.size, epoch)) // window * window, 1)
             return
@@ -69,7 +75,7 @@ class Dispatch:
     def fits(self) -> bool:
         """Return whether the next `size` batches may be one dispatch: nothing is due before its end."""
         run, position, due, control = self._run, self._run.position, self._run.due, self._run.control
-        if self.size == 1 or position.filled or position.phase > Phase.BATCH_START:
+        if self.size == 1 or position.filled:
             return False
         if control.interrupted or control.should_stop:
             return False
@@ -146,132 +152,92 @@ class StepOutputs(Mapping[str, Any]):
         return 1 + len(self.outputs)
 
 
-class Refused(NamedTuple):
-    """A dispatch of which nothing was taken: at one of its batches a hook ends the epoch."""
-
-    batch: int  # its number in the dispatch
-    logged: list[Logged]  # what the hooks that begin the batches have logged, those of this batch last
-
-
-def take_steps(run: Run, batches: Batches, *, begin: bool) -> list[Row] | Refused:
-    """Take the optimizer steps of several batches in one dispatch, between the hooks of all of them.
+def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
+    """Dispatch the step of a batch, of the accumulation window or of the optimizer, and call the hook that ends it.
 
     Args:
-        run: The run.
-        batches: The batches.
-        begin: Whether they are the first of the epoch.
+        run: The run, whose position moves after the batch.
+        batch: The batch.
+        ends: Its `on_train_batch_end`, if anything has one.
+    """
+    engine, position = run.engine, run.position
+    # A later check may end training before this step.
+    if engine.nan_policy == "raise" and not position.filled:
+        run.unchecked.starts += ((position.global_step, position.batch_idx, position.data),)
+        if engine.window_start is not None:
+            engine.window_start.keep()
+    stepping = batch.is_last or position.filled + 1 >= run.window.batches
+    if not stepping:
+        logs, loss, outputs = engine.micro_step(batch.arrays)
+    elif position.global_step + 1 < run.due.next or not run.tracing.every:
+        logs, loss, outputs = engine.train_step(batch.arrays)
+    else:
+        logs, loss, outputs = run.tracing.step(engine, batch.arrays, position.global_step)
+    # Only reading one of these waits for the device; the prefetcher waits for its token before it reuses a host buffer.
+    run.results.latest = run.prefetcher.token = logs
+    position.advance(batch.position, stepping=stepping, last=batch.is_last)
+    if run.hooks.live is not None:
+        run.hooks.live.stale = True
+    if ends is None:
+        return
+    try:
+        ends(Outputs(logs, loss, outputs), batch.host, batch.index)
+    except Exception:
+        if stepping:  # it is taken, and has its row
+            run.results.pending = [*run.results.pending, *rows_of_step(run, position.global_step - 1)]
+        raise
+
+
+def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
+    """Take the optimizer steps of several batches in one dispatch, then call the hooks that end each of them.
+
+    Args:
+        run: The run, whose position moves with the hooks, from batch to batch; the arrays are those after all of them.
+        batch: The batches.
+        last: The `on_train_batch_end` of the last step; the steps before it have that of each step.
 
     Returns:
-        The rows of its steps.
+        The rows of the steps.
     """
-    position, hooks, results = run.position, run.hooks, run.results
-    window, first, step = run.window.batches, position.batch_idx, position.global_step
-    count, latest, data = len(batches.positions), results.latest, position.data
-    steps = count // window
-    each = run.due.of_steps(step, steps)
-    begun = start_batches(run, batches, each) if each else []
-    if isinstance(begun, Refused):
-        return begun
-    if begin:
-        run.begin_steps()
-    logs, loss, outputs = run.engine.fused_steps(window, batches.arrays)
-    results.latest, run.prefetcher.token = (logs, steps - 1), logs
-    position.advance(batches.positions[-1], stepping=steps, last=batches.is_last, batches=count)
-    if hooks.live is not None:
-        hooks.live.stale = True
-    period = run.in_flight.period
-    if position.total_batch_idx // period > (position.total_batch_idx - count) // period:
-        run.in_flight.wait(logs)
-    log = hooks.log
-    logged = log.so_far() if log.window or log.epoch else None
+    position, results, window, count = run.position, run.results, run.window.batches, batch.count
+    steps, first, each = count // window, position.global_step, run.due.each[1]
     if run.engine.nan_policy == "raise":
-        places = [data, *batches.positions[window - 1 : -1 : window]]
-        run.unchecked.starts += [
-            [step + i, first + i * window, 0, at, (logs, i - 1) if i else latest, logged] for i, at in enumerate(places)
-        ]
+        data = [position.data, *batch.position[window - 1 : -1 : window]]
+        run.unchecked.starts += [(first + i, position.batch_idx + i * window, at) for i, at in enumerate(data)]
+    logs, loss, outputs = run.engine.fused_steps(window, batch.arrays)
+    results.latest, run.prefetcher.token = (logs, steps - 1), logs
+    if run.hooks.live is not None:
+        run.hooks.live.stale = True
     rows: list[Row] = []
-    try:
-        end_batches(run, batches, each, begun, rows, StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows))
-    except BaseException:
+    if each is None and last is None:
+        position.advance(batch.position[-1], stepping=steps, last=batch.is_last, batches=count)
+        every, stops = run.log_every, run.control.should_stop
+        for i in range(steps):
+            if (every and (first + i + 1) % every == 0) or (stops and i + 1 == steps):
+                results.latest = logs, i
+                rows += rows_of_step(run, first + i)
+        results.latest = logs, steps - 1
+        return rows
+    seen, failed = StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows), None
+    for k, (host, data) in enumerate(zip(batch.host, batch.position, strict=True)):
+        is_last, i = k + 1 == count, k // window
+        position.advance(data, stepping=(k + 1) % window == 0, last=batch.is_last and is_last)
+        results.latest, run.hooks.log.batch = (logs, i), host
+        ends = last if i + 1 == steps else each
+        if ends is not None and failed is None:
+            try:
+                ends(replace(seen, step=i, batch=k), host, batch.index + k)
+            except BaseException as error:  # the steps are taken: those after it have their rows
+                failed = error
+        if not position.filled:
+            rows += rows_of_step(run, first + i, last=is_last)
+    if failed is not None:
         results.pending = [*results.pending, *rows]
-        raise
-    finally:
-        results.latest = (logs, steps - 1)
-        hooks.clock.follow(position)
-    if hooks.live is not None and not hooks.live.stale and "module" not in run.control.noted:
+        raise failed
+    if run.hooks.live is not None and not run.hooks.live.stale and "module" not in run.control.noted:
         run.control.noted.add("module")
         text = (
             "A batch hook has read the module in a dispatch of %d batches: it has the weights after all of its steps."
         )
         _logger.info(text, count)
     return rows
-
-
-def start_batches(run: Run, batches: Batches, each: list[StepHooks]) -> list[Logged] | Refused:
-    """Call the hooks that begin the batches of a dispatch, and return what each batch's have logged."""
-    log, clock, position, window = run.hooks.log, run.hooks.clock, run.position, run.window.batches
-    before, begun = log.take(), list[Logged]()
-    try:
-        for k, host in enumerate(batches.host):
-            if (starts := each[k // window][0]) is not None:
-                clock.global_step, clock.batch_idx = position.global_step + k // window, position.batch_idx + k
-                log.batch = host
-                if starts(host, batches.index + k):
-                    return Refused(k, [*begun, log.take()])
-            begun.append(log.take())
-    finally:  # after an error as well: what is saved then is the state before the dispatch
-        log.go_back(before)
-        clock.follow(position)
-    return begun
-
-
-def end_batches(
-    run: Run,
-    batches: Batches,
-    each: list[StepHooks],
-    begun: list[Logged],
-    rows: list[Row],
-    outputs: StepOutputs,
-) -> None:
-    """Call the hooks that end the batches of a dispatch, and make the rows of its steps.
-
-    Args:
-        run: The run, whose position is after the dispatch.
-        batches: The batches.
-        each: The hooks of each step; nothing if there are none.
-        begun: What the hooks that begin the batches have logged.
-        rows: Takes the rows.
-        outputs: What the steps have returned.
-    """
-    results, log, clock, window = run.results, run.hooks.log, run.hooks.clock, run.window.batches
-    count, every = len(batches.positions), run.log_every
-    steps = count // window
-    step, first = run.position.global_step - steps, run.position.batch_idx - count
-    starts = run.unchecked.starts[-steps:] if run.engine.nan_policy == "raise" else None
-    failed: BaseException | None = None
-    if not each:  # only rows
-        for i in range(every - step % every - 1, steps, every) if every else ():
-            results.latest, clock.global_step = (outputs.logs, i), step + i + 1
-            rows += [row for row in [row_of_step(run)] if row is not None]
-    for k, host in enumerate(batches.host) if each else ():
-        i, ends = k // window, each[k // window][1]
-        log.give(begun[k])
-        if k % window == 0:
-            results.latest = (outputs.logs, i)
-            if starts is not None and (log.window or log.epoch):
-                starts[i][5] = log.so_far()
-        clock.global_step, clock.batch_idx = step + (k + 1) // window, first + k + 1
-        if ends is not None and failed is None:
-            log.batch = host
-            try:
-                ends(replace(outputs, step=i, batch=k), host, first + k)
-            except BaseException as error:  # the steps are taken: those after it have their rows
-                failed = error
-        if (k + 1) % window == 0:
-            rows += [row for row in [row_of_step(run, last=k + 1 == count)] if row is not None]
-    if failed is not None:
-        raise failed
-    if not each and run.control.should_stop:
-        clock.global_step, results.latest = step + steps, (outputs.logs, steps - 1)
-        if not (every and clock.global_step % every == 0):
-            rows += [row for row in [row_of_step(run)] if row is not None]

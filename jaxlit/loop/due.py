@@ -95,11 +95,6 @@ class Due:
         if self._forgotten != forgotten:  # meanwhile
             self.next = 0
 
-    def of_steps(self, step: int, count: int) -> list[StepHooks]:
-        """Return the hooks of each of several optimizer steps after `step`; nothing where none has any."""
-        last = self.at(step + count)  # a dispatch ends where a callback acts
-        return [] if self.each[:2] == last[:2] == (None, None) else [*[self.each] * (count - 1), last]
-
     @staticmethod
     def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int, now: float) -> tuple[float, float]:
         """Return the step and the time at which a callback acts next."""

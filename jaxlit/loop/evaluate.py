@@ -2,11 +2,11 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from jaxlit.checkpoints.position import Evaluation, Validating
 from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
 from jaxlit.distributed.exchange import fetch
@@ -14,6 +14,16 @@ from jaxlit.errors import LogError
 from jaxlit.loop.rows import log_row
 from jaxlit.loop.run import Run
 from jaxlit.loop.run_data import Loader, count
+
+
+@dataclass
+class Found:
+    """What an evaluation has found so far."""
+
+    metrics: list[dict[str, float]] = field(default_factory=list)  # of the loaders
+    row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
+    table: Any = None  # the columns of the sums
+    sums: list[Any] | None = None  # of the loader at hand, see Engine.eval_step
 
 
 def sanity_check(run: Run) -> None:
@@ -31,12 +41,12 @@ def sanity_check(run: Run) -> None:
             evaluate(run, "validation", loaders)
         run.hooks("on_sanity_check_end")
     finally:
-        run.control.sanity_checking, run.evaluation = False, None
+        run.control.sanity_checking = False
         run.results.clear()
 
 
 def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, float]]:
-    """Run the validation or test step over loaders, or over the rest of them after a checkpoint.
+    """Run the validation or test step over loaders.
 
     Args:
         run: The run.
@@ -47,57 +57,51 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
         The metrics of each loader; none if the run was interrupted.
     """
     hooks, log, part = run.hooks, run.hooks.log, run.begin("evaluation")
-    now = run.evaluation = run.evaluation or Evaluation()
-    if now.phase <= Validating.START:
-        now.phase = Validating.EPOCH_START
-        hooks(f"on_{stage}_start")
-    if now.phase <= Validating.EPOCH_START:
-        now.phase = Validating.BATCH_START
-        hooks(f"on_{stage}_epoch_start")
-    for idx, loader in [*enumerate(loaders)][now.loader :]:
+    now = Found()
+    log.begin_evaluation()
+    hooks(f"on_{stage}_start")
+    hooks(f"on_{stage}_epoch_start")
+    for idx, loader in enumerate(loaders):
         log.loader = idx if len(loaders) > 1 else None
-        run_loader(run, stage, idx, loader, keep=False)
-        if run.control.interrupted:  # run.evaluation stays: a checkpoint saves it, and a resume continues in it
+        run_loader(run, stage, idx, loader, now, keep=False)
+        if run.control.interrupted:  # a resume begins it again
             run.begin(part)
             return []
-        end_loader(run, now)
+        end_loader(run, idx, now)
     log.loader = None  # the hooks below log for all loaders
-    if now.phase <= Validating.EPOCH_END:
-        now.phase = Validating.ROW
-        hooks(f"on_{stage}_epoch_end")
+    hooks(f"on_{stage}_epoch_end")
     for total in log.take_evaluation(None):  # of hooks outside of the loaders: in the metrics of each
-        _put(now, total.metric, total.metric.epoch_name, float(total), now.found)
-    if now.phase <= Validating.ROW and not run.control.sanity_checking:
-        now.phase = Validating.DONE
-        log_row(run, now.row, max(hooks.clock.global_step - 1, 0))
-    # Before the hook: a checkpoint that it takes continues after the validation.
-    run.evaluation = None
+        _put(now, total.metric, total.metric.epoch_name, float(total), now.metrics)
+    if not run.control.sanity_checking:
+        if run.data.is_fit:
+            run.position.validated = True  # before the row, so that an error in a logger brings no second one
+        log_row(run, now.row, max(run.position.global_step - 1, 0))
     hooks(f"on_{stage}_end")
     run.begin(part)
-    return now.found
+    return now.metrics
 
 
-def end_loader(run: Run, now: Evaluation) -> None:
-    """Show a loader's metrics, of its steps and of its batch hooks, and move to the next loader.
+def end_loader(run: Run, idx: int, now: Found) -> None:
+    """Show a loader's metrics, of its steps and of its batch hooks.
 
     Raises:
         LogError: A name has two values.
     """
-    now.found.append({})
-    values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(now.loader)]
+    now.metrics.append({})
+    values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(idx)]
     if now.sums is not None:  # an empty loader has no metrics
         values = [*zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True), *values]
     for metric, value in values:
         if metric.on_epoch:
             end = run.hooks.log.suffix(metric)
-            _put(now, metric, metric.epoch_name + end, value, now.found[-1:])
+            _put(now, metric, metric.epoch_name + end, value, now.metrics[-1:])
             run.results.put_epoch(metric, value, end)
-    now.advance_loader()
+    now.sums = now.table = None
 
 
-def _put(now: Evaluation, metric: Metric, name: str, value: float, loaders: list[dict[str, float]]) -> None:
+def _put(now: Found, metric: Metric, name: str, value: float, loaders: list[dict[str, float]]) -> None:
     """Add a value to the metrics of some loaders and to the row."""
-    if any(name in metrics for metrics in now.found):  # of all loaders
+    if any(name in metrics for metrics in now.metrics):  # of all loaders
         raise LogError(
             f"self.log({metric.name!r}, ...) gives {name!r} to two values, of two loaders or of a step and a hook. "
             "Rename one of them, or leave add_dataloader_idx=False out."
@@ -117,14 +121,14 @@ def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list
     run.control.num_predict_batches = [count(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
-    outputs = [run_loader(run, stage, idx, loader, keep=keep) for idx, loader in enumerate(loaders)]
+    outputs = [run_loader(run, stage, idx, loader, Found(), keep=keep) for idx, loader in enumerate(loaders)]
     run.hooks("on_predict_epoch_end")
     run.hooks("on_predict_end")
     return outputs
 
 
-def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) -> list[Any]:
-    """Run an evaluation step over one loader, from the batch that the current evaluation has reached.
+def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, keep: bool) -> list[Any]:
+    """Run an evaluation step over one loader.
 
     Returns:
         With `keep` each batch's outputs as numpy.
@@ -133,18 +137,15 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     # None for a hook that no callback has, so that a batch pays no call.
     starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
-    now = run.evaluation or Evaluation()  # a prediction has none: no checkpoint can be taken in it
     sums, kept, waiting = None, [], None
-    for batch in prefetcher.batches(source, 0, limit, now.batch_idx):
+    for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = batch.host
-        if now.phase <= Validating.BATCH_START:
-            now.phase = Validating.STEP
-            if starts is not None:
-                starts(batch.host, batch.index, idx)
+        if starts is not None:
+            starts(batch.host, batch.index, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
-        now.advance(sums, batch.position)  # before the hook: a checkpoint that it takes has this batch
+        now.sums = sums
         if values is not None:
             run.results.show_evaluation(now.table, values, hooks.log.suffix)
         if ends is not None:
@@ -165,17 +166,14 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, *, keep: bool) ->
     return kept + ([_to_host(*waiting)] if waiting is not None else [])
 
 
-def first_sums(run: Run, now: Evaluation, stage: str, loader: int | None) -> list[Any]:
+def first_sums(run: Run, now: Found, stage: str, loader: int | None) -> list[Any]:
     """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
     engine, part = run.engine, run.begin("compile")
     engine.prepare_eval(stage, run.prefetcher.example, loader)
     run.begin(part)
-    table = (traced := engine.eval_trace(stage, loader)).table
+    traced = engine.eval_trace(stage, loader)
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
-    # The sums of a checkpoint, unless the step logs other metrics now.
-    known = now.sums is not None and now.table is not None and now.table.metrics == table.metrics
-    now.sums = engine.place_sums(*now.sums) if known and now.sums else engine.eval_sums(stage, loader)
-    now.table = table
+    now.table, now.sums = traced.table, engine.eval_sums(stage, loader)
     return now.sums
 
 

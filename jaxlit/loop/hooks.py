@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.position import HookClock
+from jaxlit.checkpoints.position import Position
 from jaxlit.core.log import ACTIVE
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, did_you_mean
@@ -30,6 +30,8 @@ _HOOKS = {
 
 _logger = logging.getLogger("jaxlit")
 
+_OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+_OF_DATAMODULE = ("prepare_data", "setup", "teardown", "on_exception")
 # Hooks that are not given the module.
 _WITHOUT_MODULE = ("on_log", "on_trace")
 # What a logger refuses there is a mistake in what it was given, and nothing has been trained yet.
@@ -121,7 +123,7 @@ class Hooks:
         callbacks: The callbacks, in order.
         log: What `self.log` fills in hooks.
         datamodule: The DataModule, whose hooks come first.
-        clock: How far the hooks are.
+        position: How far the run is.
     """
 
     def __init__(
@@ -131,20 +133,22 @@ class Hooks:
         callbacks: Sequence[Callback],
         log: "HostLog",
         datamodule: DataModule | None,
-        clock: HookClock,
+        position: Position,
     ) -> None:
         self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
-        self.datamodule, self.clock = datamodule, clock
+        self.datamodule, self.position = datamodule, position
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
-        self.deferred: list[Callable[[], None]] | None = None  # what waits for the end of a dispatch of several steps
+        self.deferred: list[Callable[[], None]] | None = None  # checkpoints that wait for a safe point
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
         for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
-        for name in vars(Callback):
-            if name.startswith("on_") or name in ("setup", "teardown"):
-                self._find(name)  # a wrong signature is refused now, not in the middle of training
+            attributes = vars(owner) if isinstance(owner, Callback) else {}
+            for name in _OF_DATAMODULE if owner is datamodule else _OF_CALLBACK:
+                method = getattr(type(owner), name, None)
+                if name in attributes or (callable(method) and method is not getattr(Callback, name, None)):
+                    _adapted(owner, name)  # a wrong signature is refused now, not in the middle of training
 
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
@@ -159,7 +163,7 @@ class Hooks:
         if name in ("on_train_epoch_end", "on_safe_point"):
             owners.sort(key=lambda c: isinstance(c, Callback) and c.runs_last)  # stable: those keep their order
         # Loader hooks return something, so their users call them.
-        if name in ("prepare_data", "setup", "teardown", "on_exception") and self.datamodule is not None:
+        if name in _OF_DATAMODULE and self.datamodule is not None:
             owners.insert(0, self.datamodule)
         return [TimedFunction(owner, _adapted(owner, name)) for owner in owners]
 
@@ -189,10 +193,10 @@ class Hooks:
             hook: The hook.
             args: Its arguments.
         """
-        clock, name = self.clock, f"{type(owner).__name__}.{hook}"
+        position, name = self.position, f"{type(owner).__name__}.{hook}"
         # Arguments of a batch hook: (batch, batch_idx), at the end (outputs, batch, batch_idx).
-        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else clock.batch_idx
-        at = f"in epoch {clock.epoch}, batch {batch} (global_step {clock.global_step})"
+        batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
+        at = f"in epoch {position.epochs}, batch {batch} (global_step {position.global_step})"
         # A NonFiniteError is not the logger's: it may have saved a checkpoint, which checks the steps.
         ends = isinstance(error, NonFiniteError) or (isinstance(error, JaxlitError) and hook in _BEFORE_TRAINING)
         if ends or not (isinstance(owner, Callback) and owner.may_fail and isinstance(error, Exception)):
@@ -274,10 +278,12 @@ def _refuse_gone(owner: Any) -> None:
     gone = dict(advice("hook"))
     if not isinstance(owner, Callback):
         gone |= dict.fromkeys(("trace_step", "on_trace"), "Put it into a Callback.")
-    for name in (x for x in dir(type(owner)) if callable(getattr(type(owner), x, None))):
+    for name in dir(type(owner)):
+        if not (name in gone or name.startswith("on_")) or not callable(getattr(type(owner), name, None)):
+            continue
         hint = f" {gone[name]}" if name in gone else ""
         # A user's helper may begin with on_ as well: only a name that is nearly a hook is a misspelling.
-        if not hint and name.startswith("on_") and name not in _HOOKS:
+        if not hint and name not in _HOOKS:
             hint = did_you_mean(name, _HOOKS, 0.9)
         if hint:
             raise ModuleError(f"{type(owner).__name__}.{name} would never be called.{hint}")

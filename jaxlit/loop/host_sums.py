@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -60,9 +60,6 @@ class Total:
             self.total = value if self.total is None else reduce(self.total, value)
             self.weight += weight
         self.waiting.clear()
-
-
-Logged = tuple[dict[str, Total], ...]  # of the window, of the epoch
 
 
 class HostLog:
@@ -155,14 +152,12 @@ class HostLog:
         return {
             "window": [[name, total.state_dict()] for name, total in self.window.items()],
             "epoch": [[name, total.state_dict()] for name, total in self.epoch.items()],
-            "evaluation": [[*key, total.state_dict()] for key, total in self._evaluation.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.window = {name: Total.from_state(total) for name, total in state["window"]}
         self.epoch = {name: Total.from_state(total) for name, total in state["epoch"]}
-        self._evaluation = {(name, loader): Total.from_state(total) for name, loader, total in state["evaluation"]}
 
     def take_window(self) -> dict[str, Total]:
         """Return the values of the optimizer step that ended, by their names in rows, and begin the next."""
@@ -174,32 +169,17 @@ class HostLog:
         for total in self.epoch.values():
             self._results.put_epoch(total.metric, total)
 
-    def take_epoch(self) -> dict[str, Total]:
-        """Return the epoch's values by their names in rows, and begin the next epoch."""
-        totals, self.epoch = self.epoch, {}
-        return {t.metric.epoch_name: t for t in totals.values() if t.metric.logger}
+    def row_of_epoch(self) -> dict[str, Total]:
+        """Return the epoch's values by their names in rows."""
+        return {t.metric.epoch_name: t for t in self.epoch.values() if t.metric.logger}
 
-    def take(self) -> Logged:
-        """Return what hooks have logged of the window and of the epoch, and begin both again."""
-        logged, self.window, self.epoch = (self.window, self.epoch), {}, {}
-        return logged
+    def begin_epoch(self) -> None:
+        """Forget the epoch before."""
+        self.epoch = {}
 
-    def give(self, logged: Logged) -> None:
-        """Add what `take` has returned, of batches after those that are logged."""
-        for mine, theirs in zip((self.window, self.epoch), logged, strict=True):
-            for key, total in theirs.items():
-                if key in mine:
-                    mine[key].waiting += total.waiting
-                else:
-                    mine[key] = total
-
-    def so_far(self) -> Logged:
-        """Return what hooks have logged of the window and of the epoch, for `go_back`."""
-        return tuple({k: replace(x, waiting=[*x.waiting]) for k, x in y.items()} for y in (self.window, self.epoch))
-
-    def go_back(self, logged: Logged | None) -> None:
-        """Forget what was logged since; None for all."""
-        self.window, self.epoch = logged or ({}, {})
+    def begin_evaluation(self) -> None:
+        """Forget an evaluation that was cut."""
+        self._evaluation = {}
 
     def take_evaluation(self, loader: int | None) -> list[Total]:
         """Return what was logged for the batches of a loader, None for all else, and forget it."""

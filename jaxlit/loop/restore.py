@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.checkpoints.position import Phase
 from jaxlit.checkpoints.weights import match, report
 from jaxlit.core.device_sums import table_of
 from jaxlit.engine.engine import Engine
@@ -92,7 +91,7 @@ def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     position = checkpoint.state["position"]
     stated, counted = [position[k] for k in ("global_step", "epoch", "batch_idx")], engine.state.counters()
     # Between epochs the arrays still count in the one before.
-    count = 3 if position["phase"] > Phase.EPOCH_START else 1
+    count = 3 if position["batch_idx"] or position["over"] else 1
     if stated[:count] != counted[:count]:
         raise CheckpointError(
             f"{checkpoint.path} is at (step, epoch, batch) {stated[:count]}, but its arrays are at {counted[:count]}."

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -42,7 +41,7 @@ def check_finite(run: Run) -> None:
         run.unchecked.warned_of = bad  # warned of once
         _logger.warning("%s The update was skipped.", what)
     elif policy == "rollback":
-        rewind(run, _checkpoint_before(run, what), what)
+        roll_back(run, _checkpoint_before(run, what), what)
     else:
         raise NonFiniteError(
             f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
@@ -50,47 +49,38 @@ def check_finite(run: Run) -> None:
         )
 
 
-def rewind(run: Run, to: Checkpoint | Start, why: str) -> None:
-    """Undo the newest optimizer steps: their arrays, counts, and what was logged since.
+def roll_back(run: Run, to: Checkpoint, why: str) -> None:
+    """Return to a checkpoint of this training, while the data continue after the batches that were used.
 
     Args:
         run: The run.
-        to: A checkpoint of this training, while the data continue after the batches that were used; or the start of a
-            step of this epoch, from where the data are used again.
+        to: The checkpoint.
         why: What happened, for the log.
     """
     engine, position = run.engine, run.position
-    if isinstance(to, Checkpoint):
-        load_engine(engine, Resume(to))
-        was = Position(**to.state["position"])
-        _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
-        same_epoch = position.go_back(was)
-        # The arrays count as their checkpoint does, but the batches since then stay used.
-        engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
-        engine.clear_window()
-        if not same_epoch:
-            engine.clear_sums()
-        run.hooks.log.take_window()
-        run.results.history.clear(was.global_step)
-    else:
-        if to.filled and run.checkpoints.resume is not None:  # only the checkpoint has the gradients of that window
-            saved = read(run.checkpoints.resume.checkpoint.path)  # it may be deleted or damaged by now
-            load_engine(engine, replace(run.checkpoints.resume, checkpoint=saved))
-        else:
-            engine.go_back(to.step, position.epoch, to.batch_idx)
-        position.move_before(to.step, to.batch_idx, to.filled, to.data)
-        run.results.latest = run.results.latest if to.latest is None else to.latest
-        run.hooks.log.go_back(to.logged)
-        run.evaluation = None
+    load_engine(engine, Resume(to))
+    was = Position(**to.state["position"])
+    _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
+    same_epoch = position.go_back(was)
+    # The arrays count as their checkpoint does, but the batches since then stay used.
+    engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
+    engine.clear_window()
+    if not same_epoch:
+        engine.clear_sums()
+    run.results.history.clear(was.global_step)
+    _forget_later(run)
+    run.hooks("on_load_checkpoint", dict(to.state))  # last: a hook may read all of the above
+
+
+def _forget_later(run: Run) -> None:
+    """Forget what was logged and noted of the steps that are undone."""
+    run.hooks.log.take_window()
     run.results.pending, run.unchecked.warned_of = [], -1
     run.unchecked.starts.clear()
-    run.hooks.clock.follow(position)
-    run.tracing.forget(position.global_step)
+    run.tracing.forget(run.position.global_step)
     run.due.forget()
     if run.hooks.live is not None:
         run.hooks.live.stale = True
-    if isinstance(to, Checkpoint):  # last: a hook may read all of the above
-        run.hooks("on_load_checkpoint", dict(to.state))
 
 
 def _checkpoint_before(run: Run, what: str) -> Checkpoint:
@@ -139,20 +129,23 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     if not after or after[0].step != bad:
         return
     start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
-    reloaded = start.filled > 0 and run.checkpoints.resume is not None and not run.checkpoints.resume.reset_optimizer
-    rewind(run, start, "")
+    engine.go_back(bad, position.epoch, start.batch_idx)
+    position.move_before(*start)
+    _forget_later(run)
     took = None
     if isinstance(error, NonFiniteError):
         text, took = _diagnose(run, start.batch_idx, end)
         before = run.checkpoints.resume and run.checkpoints.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."
         error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
-    if reloaded:  # the optimizer's state is the checkpoint's again
-        took = []
-    elif took is None:  # not known: name all that the step may have changed
+    if took is None:  # not known: name all that the step may have changed
         took = engine.diagnose.took(None)
-    batches = [start.batch_idx, end]
-    run.unchecked.bad = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": took}
+    run.unchecked.bad = {
+        "step": bad,
+        "epoch": position.epoch,
+        "batches": [start.batch_idx, end],
+        "optimizer": took,
+    }
 
 
 def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
@@ -176,9 +169,8 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         return f"\n{which} could not be run again: {error!r:.300}", None
     bad = [k for k, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
     if not bad:
-        window = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
-            f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): {window}the "
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): the "
             "loader gave other data, the step draws other numbers each time, or gradients overflow when added up."
         ), None
     (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])

@@ -15,27 +15,27 @@ from jaxlit.loop.run import Run
 _logger = logging.getLogger("jaxlit")
 
 
-def row_of_step(run: Run, *, last: bool = True) -> Row | None:
-    """Return the row of the optimizer step, to be read one step late, when its values are ready.
+def rows_of_step(run: Run, step: int, *, last: bool = True) -> list[Row]:
+    """Return the row of an optimizer step, to be read one step late, when its values are ready; nothing for no row.
 
     Args:
         run: The run.
+        step: The step, from 0.
         last: Whether training stops after it if a stop was asked for: the last step has a row.
     """
-    control, clock, log = run.control, run.hooks.clock, run.hooks.log
+    control, log = run.control, run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
     every = control.log_every if isinstance(every, str) else every
-    step = clock.global_step - 1
     # The table stays on the device: reading it now would wait for the step, and the device for the next dispatch.
-    if every and (clock.global_step % every == 0 or (last and control.should_stop)):
+    if every and ((step + 1) % every == 0 or (last and control.should_stop)):
         if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
-        return run.results.latest, window, step
+        return [(run.results.latest, window, step)]
     # Values of a trace_step have the interval of their callback: they get a row even if the step would have none.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:
-        return None, traced, step
-    return (None, {}, step) if run.tracing.seen else None
+        return [(None, traced, step)]
+    return [(None, {}, step)] if run.tracing.seen else []
 
 
 def log_pending(run: Run) -> None:
@@ -111,4 +111,4 @@ def log_row(run: Run, row: Mapping[str, float | Total], step: int) -> None:
         values = {k: float(v) for k, v in row.items()}
         if run.data.is_fit:
             run.results.history.add(values, step)
-        run.hooks.bind("on_log")({**values, "epoch": run.hooks.clock.epoch}, step)
+        run.hooks.bind("on_log")({**values, "epoch": run.position.epochs}, step)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxlit.checkpoints.position import Evaluation, Position
+from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.core.module import TrainModule
@@ -16,31 +16,23 @@ from jaxlit.engine.engine import Engine
 from jaxlit.engine.in_flight import Bound
 from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
-from jaxlit.loop.host_sums import Logged
 from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import Results
 from jaxlit.loop.run_data import RunData
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.time_limits import TimeLimits
 from jaxlit.loop.tracing import Tracing
-from jaxlit.notes import noted_place
 from jaxlit.reporting.terminal import say
 
 _logger = logging.getLogger("jaxlit")
 
 
 class Start(NamedTuple):
-    """Where an optimizer step begins; after a resume inside its window, where training continues.
-
-    The loop notes it as a plain tuple, which costs no call.
-    """
+    """Where an optimizer step begins. The loop notes it as a plain tuple, which costs no call."""
 
     step: int
     batch_idx: int
-    filled: int  # batches of the step that the checkpoint holds
     data: Any  # the loader's state
-    latest: Any  # the newest metrics
-    logged: Logged | None  # what hooks have logged
 
 
 @dataclass
@@ -50,6 +42,11 @@ class Window:
     given: int  # the Trainer's argument, before any hook
     batches: int  # in this epoch
     left: int | None = None  # the argument when the loops ended, which a teardown may set back
+
+    @classmethod
+    def of(cls, settings: Settings) -> "Window":
+        """Return the window of a run that begins."""
+        return cls(settings.accumulate_grad_batches, settings.accumulate_grad_batches)
 
 
 @dataclass
@@ -76,8 +73,8 @@ class Checkpoints:
 
 
 @dataclass(kw_only=True)
-class Setup:
-    """What a run has before its loaders are open and its engine is made, as in `prepare_data` and `setup`."""
+class Run:
+    """One fit, validate, test or predict: what its loops share."""
 
     settings: Settings
     control: Control
@@ -87,8 +84,18 @@ class Setup:
     data: RunData
     window: Window
     checkpoints: Checkpoints
-    times: TimeLimits = field(default_factory=TimeLimits)
-    has_failed: bool = False
+    times: TimeLimits
+    engine: Engine
+    prefetcher: Prefetcher
+    unchecked: Unchecked = field(default_factory=Unchecked)
+    part: str = "start"  # of the run's time, see `LoopPart`
+    spent: dict[str, float] = field(default_factory=dict)  # seconds of the parts before, without what others time
+
+    def __post_init__(self) -> None:
+        self.in_flight = Bound(self.settings.steps_in_flight(self.engine.strategy.mesh.size))
+        self.tracing = Tracing(self.hooks, self.log_every if self.data.is_fit else 0)
+        self.due = Due(self.hooks, self.tracing)
+        self._counted = 0.0  # seconds that are in a part
 
     @property
     def module(self) -> TrainModule:
@@ -98,42 +105,18 @@ class Setup:
     @property
     def progress(self) -> tuple[Any, ...]:
         """A value that changes whenever the run moves; any thread may read it."""
-        return self.hooks.log.hook, self.position.total_batch_idx, self.position.phase
+        return self.hooks.log.hook, self.position.total_batch_idx, self.position.epoch, self.prefetcher.drawn
 
     @property
     def place(self) -> str:
         """How far the run is, in words."""
-        hook, position = self.hooks.log.hook, self.position
-        return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
-
-    def fail(self, error: BaseException) -> None:
-        """Note an error, and end the other processes of the job, unless they raise the same."""
-        self.has_failed = True
-        self.times.team.fail(error, f"in {noted_place(error)}" if noted_place(error) else self.place)
+        return place_of(self.hooks, self.position)
 
     @property
     def log_every(self) -> int:
         """The optimizer steps between rows, 0 for none."""
         every = self.settings.log_every_n_steps
         return self.control.log_every if isinstance(every, str) else every
-
-
-@dataclass(kw_only=True)
-class Run(Setup):
-    """One fit, validate, test or predict: what its loops share."""
-
-    engine: Engine
-    prefetcher: Prefetcher
-    tracing: Tracing
-    due: Due
-    evaluation: Evaluation | None = None  # the validation that runs, or that a stop has cut
-    unchecked: Unchecked = field(default_factory=Unchecked)
-    part: str = "start"  # of the run's time, see `LoopPart`
-    spent: dict[str, float] = field(default_factory=dict)  # seconds of the parts before, without what others time
-
-    def __post_init__(self) -> None:
-        self.in_flight = Bound(self.settings.steps_in_flight(self.engine.strategy.mesh.size))
-        self._counted = 0.0  # seconds that are in a part
 
     def begin(self, part: str) -> str:
         """Count the time from now on to another part, and return the part before."""
@@ -143,11 +126,6 @@ class Run(Setup):
         self.spent[before] = self.spent.get(before, 0.0) + took
         self._counted += took
         return before
-
-    @property
-    def progress(self) -> tuple[Any, ...]:
-        """A value that changes whenever the run moves; any thread may read it."""
-        return *super().progress, self.prefetcher.drawn
 
     @property
     def done(self) -> bool:
@@ -233,3 +211,9 @@ class Run(Setup):
         if self.data.val_every is None:
             return last
         return self.batches_to_validation == self.data.val_every
+
+
+def place_of(hooks: Hooks, position: Position) -> str:
+    """Return how far a run is, in words."""
+    hook = hooks.log.hook
+    return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"

@@ -2,9 +2,11 @@
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxlit.control import Control
+from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.source import Source
 from jaxlit.errors import ArgumentError
@@ -110,3 +112,17 @@ def validation_interval(settings: Settings, source: Source, limit: int | None) -
             f"{limit}, or check_val_every_n_epoch=None to count batches across epochs."
         )
     return interval
+
+
+def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
+    """Return the loaders of a run.
+
+    Args:
+        settings: The Trainer's arguments.
+        stage: What runs.
+        given: By stage, what was passed to the method and the argument's name.
+        datamodule: The DataModule, if one was passed.
+    """
+    validator = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
+    overfit = stage.method == "fit" and bool(settings.overfit_batches)
+    return Loaders(stage.method, given, datamodule, settings.limits, validator=validator, overfit=overfit)

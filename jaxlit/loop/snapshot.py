@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.position import Evaluation, Position
-from jaxlit.checkpoints.schema import EVALUATION, FORMAT, POSITION
+from jaxlit.checkpoints.schema import FORMAT, POSITION
 from jaxlit.core.device_sums import table_of
 from jaxlit.core.hparams import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.exchange import fetch
 from jaxlit.errors import CheckpointError, DataError, in_all
-from jaxlit.loop.run import Run, Setup
+from jaxlit.loop.hooks import Hooks
+from jaxlit.loop.run import Run
+from jaxlit.loop.settings import Settings
 from jaxlit.to_json import NotJSONError, to_json
 
 
@@ -35,27 +36,22 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     """
     engine, strategy, data = run.engine, run.engine.strategy, run.data.loaders.datamodule
     entries, ask_for = engine.state.spec.entries, run.hooks.ask
-    rows = [[_pack(x), {k: float(v) for k, v in window.items()}, step] for x, window, step in run.results.pending]
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
         "format": FORMAT,
         "global_step": run.position.global_step,
         "epoch": run.position.epoch,
-        "position": _plain(run.position),
+        "position": {name: getattr(run.position, name) for name in POSITION},
         "loaders": _loaders(run),
-        # A resume makes no sanity check, so nothing of one is kept.
-        "evaluation": None if run.control.sanity_checking else _evaluation(run.evaluation),
         "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only).items()],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": _pack(run.results.latest),
-        # A row is read one step late: without this one a resume would lose it.
-        "pending": rows[-1] if rows else None,
         "results": run.results.state_dict(),
-        # What hooks have logged since the last row of the step, the epoch or the validation.
-        "log": run.hooks.log.state_dict(),
+        # What hooks have logged since the last row of the step or the epoch; those before a first batch run again.
+        "log": run.hooks.log.state_dict() if run.position.inside else {"window": [], "epoch": []},
         # Without that of a callback that fails to return it and is disabled.
         "callbacks": {key: x for key, x in states.items() if x is not None},
         "datamodule": {} if data is None else ask_for(data, "state_dict", data.state_dict),
@@ -66,9 +62,9 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
-    # Rows of a dispatch of several steps; hyperparameters that the module's constructor does not take; the window that
-    # the Trainer was given, and that hooks have set for later epochs.
-    seldom: dict[str, Any] = {"pending_before": rows[:-1], "added_hparams": added, "not_finite": run.unchecked.bad}
+    # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
+    # have set for later epochs.
+    seldom: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
     numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
     seldom["accumulate_set"] = None if {*numbers} == {run.window.batches} else numbers
     seldom["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
@@ -104,17 +100,17 @@ def _evaluated(run: Run) -> dict[int, int]:
     pairs = zip(jax.tree.leaves(spec.index.params), jax.tree.leaves(spec.eval_params), strict=True)
     # After a fit a checkpoint has the parameters as they are: `WeightAveraging` has left the average in them, and the
     # caller may have written others since.
-    return {} if run.times.ended is not None and not run.has_failed else {i: k for i, k in pairs if i != k}
+    return {} if run.times.ended is not None and not run.times.has_failed else {i: k for i, k in pairs if i != k}
 
 
-def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
+def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved, known, data = dict(state["callbacks"]), run.hooks.keyed(), run.data.loaders.datamodule
+    saved, known, data = dict(state["callbacks"]), hooks.keyed(), hooks.datamodule
     owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
     owners += [] if data is None else [(data, state["datamodule"])]
     for owner, kept in owners:
         try:
-            run.hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
+            hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{type(owner).__name__}.load_state_dict cannot load its state from the checkpoint: {error!r}. The "
@@ -124,20 +120,17 @@ def load_callbacks(run: Setup, state: Mapping[str, Any]) -> list[str]:
     return [key for key, kept in saved.items() if kept and key not in known]
 
 
-def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) -> None:
-    """Make a loader continue where the checkpoint was taken.
+def load_loader(source: Source, state: Mapping[str, Any]) -> None:
+    """Make the training loader continue where the checkpoint was taken.
 
     Args:
         source: The loader.
         state: The checkpoint's.
-        stage: "training", or "validation" for the one of an evaluation that was cut.
-        idx: The loader's number in its stage.
 
     Raises:
         DataError: It is another loader than the one that was saved, or cannot continue here.
     """
-    saved = state["loaders"][stage]
-    if saved is None or saved["idx"] != idx:
+    if (saved := state["loaders"]["training"]) is None:
         return
     theirs, before, processes = saved["states"], state["processes"], jax.process_count()
     if before == processes:  # each process continues with its share, the only one that was read
@@ -155,21 +148,26 @@ def load_loader(source: Source, state: Mapping[str, Any], stage: str, idx: int) 
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
-def keeps_accumulation(run: Setup, state: Mapping[str, Any]) -> bool:
+def keeps_accumulation(given: int, settings: Settings, state: Mapping[str, Any]) -> bool:
     """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
 
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
+
+    Args:
+        given: `Trainer(accumulate_grad_batches=...)`, before any hook.
+        settings: The Trainer's arguments now.
+        state: The checkpoint's.
     """
-    given, _ = state.get("accumulate_set") or (state["accumulate"], None)
-    return 1 < given == run.window.given == run.settings.accumulate_grad_batches
+    before, _ = state.get("accumulate_set") or (state["accumulate"], None)
+    return 1 < before == given == settings.accumulate_grad_batches
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
-    """Restore what hooks had logged, the metrics, the row that was not read yet, and a validation that was cut."""
+    """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
     run.checkpoints.resumed, run.unchecked.warned_of = True, run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
-    keeps, given = keeps_accumulation(run, state), run.settings.accumulate_grad_batches
+    keeps, given = keeps_accumulation(run.window.given, run.settings, state), run.settings.accumulate_grad_batches
     run.window.batches = state["accumulate"] if keeps or state["position"]["filled"] else given
     if keeps and (numbers := state.get("accumulate_set")):
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
@@ -179,43 +177,17 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
-    rows = [] if state["pending"] is None else [*state.get("pending_before", []), state["pending"]]
-    run.results.pending = [(None if x is None else _unpack(x), window, int(step)) for x, window, step in rows]
-    if (saved := state["evaluation"]) is not None:
-        now = run.evaluation = Evaluation(**{k: saved[k] for k in EVALUATION})
-        if saved["sums"] is not None:  # the validation was cut in the middle of a loader
-            now.table = table_of(saved["metrics"])
-            sums, count = _unpack(saved["sums"][0]), int(saved["sums"][1])
-            now.sums = [now.table.refit(sums, run.engine.strategy.replica.stack_size), count]
 
 
 def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of this process's loaders."""
-    position, now = run.position, run.evaluation
-    states: dict[str, Any] = {"training": None, "validation": None}
-    if run.data.train:
-        source, epoch, at = run.data.training[0], position.epoch, position.data
-        if position.over:  # nothing is left of this epoch: the loader begins the next
-            epoch, at = epoch + 1, source.between_epochs(at)
-        states["training"] = {"idx": 0, "states": [source.state_dict(epoch, at)]}
-    if now is not None and now.loader < len(run.data.val) and not run.control.sanity_checking:
-        source, _ = run.data.val[now.loader]
-        states["validation"] = {"idx": now.loader, "states": [source.state_dict(0, now.data)]}
-    return states
-
-
-def _evaluation(now: Evaluation | None) -> dict[str, Any] | None:
-    if now is None:
-        return None
-    if now.sums is None or now.table is None:
-        return _plain(now) | {"sums": None, "metrics": []}
-    # The columns with them: a step that logs other metrics since must not add to these.
-    sums = [_pack(now.sums[0]), int(fetch(now.sums[1]))]
-    return _plain(now) | {"sums": sums, "metrics": [asdict(metric) for metric in now.table.metrics]}
-
-
-def _plain(x: Position | Evaluation) -> dict[str, Any]:
-    return {name: getattr(x, name) for name in (POSITION if isinstance(x, Position) else EVALUATION)}
+    if not run.data.train:
+        return {"training": None}
+    source, position = run.data.training[0], run.position
+    epoch, at = position.epoch, position.data
+    if position.over:  # nothing is left of this epoch: the loader begins the next
+        epoch, at = epoch + 1, source.between_epochs(at)
+    return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
 
 
 def _pack(array: Any) -> dict[str, Any] | None:

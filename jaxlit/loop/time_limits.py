@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxlit.control import Control
 from jaxlit.distributed.team import team
 from jaxlit.loop.settings import Settings
+from jaxlit.notes import noted_place
 
 
 class Limit(NamedTuple):
@@ -25,12 +26,14 @@ class TimeLimits:
         team: The processes, and the seconds since the run began.
         waits: Whether something waits for a time; an attribute, because each step reads it.
         ended: When the run ended, by `time.monotonic()`; None while it continues.
+        has_failed: Whether it has raised an error.
     """
 
     def __init__(self) -> None:
         self.team, self.waits, self._started = team(), False, time.monotonic()
         self._checked = 0.0  # seconds at the newest check
         self.ended: float | None = None
+        self.has_failed = False
         self._limits: list[Limit] = []
         self._next_validation: float | None = None
 
@@ -49,6 +52,11 @@ class TimeLimits:
     def seconds(self) -> float:
         """How long the run took, or has taken so far."""
         return (time.monotonic() if self.ended is None else self.ended) - self._started
+
+    def fail(self, error: BaseException, place: str) -> None:
+        """Note an error, and end the other processes of the job, unless they raise the same."""
+        self.has_failed = True
+        self.team.fail(error, f"in {noted_place(error)}" if noted_place(error) else place)
 
     def begin(self, settings: Settings) -> None:
         """Begin to count `max_time` and a `val_check_interval` that is a duration."""

@@ -8,7 +8,9 @@ from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach, trainer_of
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, OutOfMemoryError
-from jaxlit.loop.run import Setup
+from jaxlit.loop.hooks import Hooks
+from jaxlit.loop.run_data import RunData
+from jaxlit.loop.settings import Settings
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.table import size
@@ -16,7 +18,7 @@ from jaxlit.trainer.step_cost import AbstractStep, StepCost, bytes_of_module, sh
 from jaxlit.trainer.step_options import first_example, step_options
 
 
-def choose(auto: Auto, run: Setup) -> Strategy:
+def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strategy:
     """Return the first candidate that fits, with the reason.
 
     A candidate is compiled unless it is certain not to fit. The program of the one that fits is in the compile cache
@@ -24,20 +26,22 @@ def choose(auto: Auto, run: Setup) -> Strategy:
 
     Args:
         auto: The strategy, set up.
-        run: The fit, whose loaders are open.
+        settings: The Trainer's arguments.
+        hooks: The hooks of the fit.
+        data: Its loaders, which are open.
     """
     # Devices of one kind may report other limits.
-    limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(run.module)) or 0, 0)))
-    module, example = shapes_of(run.module), _example(run)
-    attach(module, trainer_of(run.module))
-    options = step_options(run, example)
+    limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(hooks.module)) or 0, 0)))
+    module, example = shapes_of(hooks.module), _example(data)
+    attach(module, trainer_of(hooks.module))
+    options = step_options(settings, hooks, example)
     like: StepCost | None = None  # what the newest that was compiled takes
     chosen: Strategy | None = None
     names, reason, last = "", "", [*auto.candidates()][-1]
     for name, strategy in auto.candidates().items():
         strategy.setup(auto.mesh.size)
         try:
-            step = AbstractStep(module, strategy, options, Precision(run.settings.precision))
+            step = AbstractStep(module, strategy, options, Precision(settings.precision))
         except ArgumentError:  # `remat` of a step without a scan
             continue
         needs: float = _least(step, None if name == last else like)
@@ -58,13 +62,13 @@ def choose(auto: Auto, run: Setup) -> Strategy:
     return chosen
 
 
-def _example(run: Setup) -> Any:
+def _example(data: RunData) -> Any:
     """Return the shapes and dtypes of the first batch, as a hook of the user's prepares it."""
-    source, _ = run.data.training
-    validator = run.data.loaders.validator_of(source)
+    source, _ = data.training
+    validator = data.loaders.validator_of(source)
     if validator.example is None and source.first is not None:
         validator(copy.deepcopy(source.first))  # which the hook may change in place
-    return first_example(run)
+    return first_example(data)
 
 
 def _least(step: AbstractStep, like: StepCost | None) -> int:

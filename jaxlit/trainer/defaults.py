@@ -23,6 +23,7 @@ from jaxlit.notes import noting_place
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.shown import shown
+from jaxlit.to_json import to_json
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ def all_callbacks(settings: Settings) -> Given:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
     added = without(callbacks, [*given, *loggers])
     return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
+
+
+def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
+    """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
+    loggers = [c for c in callbacks.callbacks if c.is_logger or c in callbacks.loggers]
+    lists = {"callbacks": callbacks.callbacks, "logger": loggers}
+    named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
+    return to_json({**given, **named}, lenient=True)
 
 
 def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:

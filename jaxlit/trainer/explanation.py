@@ -7,7 +7,7 @@ import jax
 
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
-from jaxlit.loop.run import Run, Setup
+from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import ProgramCost
@@ -83,13 +83,13 @@ class Explanation:
 
 
 @out_of_meshes
-def explain(run: Setup | None, compiles: Mapping[str, float]) -> Explanation:
+def explain(run: Run | None, compiles: Mapping[str, float]) -> Explanation:
     """Return where the time of a run went, how its state is sharded, and what its programs cost.
 
     Raises:
         ArgumentError: There was none.
     """
-    if not isinstance(run, Run):
+    if run is None:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from on_fit_start on.")
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]
     hooks = sorted((HookTime(*x) for x in spent), key=lambda hook: -hook.seconds)
@@ -104,9 +104,9 @@ def explain(run: Setup | None, compiles: Mapping[str, float]) -> Explanation:
 
 
 @out_of_meshes
-def step_flops(run: Setup | None) -> dict[str, Flops]:
+def step_flops(run: Run | None) -> dict[str, Flops]:
     """Return the operations of each step that a run has taken, by its name; of several loaders' the first one's."""
-    if not isinstance(run, Run):
+    if run is None:
         return {}
     counted = {
         program.name: program.flops // program.steps for program in reversed(run.engine.programs) if program.flops

@@ -16,16 +16,16 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.loop.hooks import overrides
-from jaxlit.loop.run_data import count
+from jaxlit.loop.run_data import count, make_loaders
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.programs.hardware import Hardware, hardware_of, resolve_hardware
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.auto import Auto, candidates, memory_limit
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
-from jaxlit.trainer.building import check_model, make_loaders
 from jaxlit.trainer.plan import Plan, PlanRow
 from jaxlit.trainer.plan_process import cost_elsewhere
+from jaxlit.trainer.refusals import check_model
 from jaxlit.trainer.step_cost import bytes_of_module, cost_of_step, explained, shapes_of
 from jaxlit.trainer.trial import trial_of
 

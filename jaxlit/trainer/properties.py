@@ -19,7 +19,6 @@ from jaxlit.engine.hyperparams import Hyperparams
 from jaxlit.errors import ArgumentError, did_you_mean
 from jaxlit.loop.history import History
 from jaxlit.loop.results import MetricView
-from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.porting import advice
@@ -186,7 +185,7 @@ class TrainerProperties(Arguments):
     @property
     def datamodule(self) -> Any:
         """The DataModule of the newest run, None without one."""
-        return None if self._session.current is None else self._session.current.data.loaders.datamodule
+        return None if self._session.loaders is None else self._session.loaders.datamodule
 
     @property
     def is_running(self) -> bool:
@@ -202,18 +201,18 @@ class TrainerProperties(Arguments):
     def current_epoch(self) -> Any:
         """The epoch, from 0, traced inside a step; after `fit` the number of epochs."""
         collector = active_collector()  # a step is traced once: a plain number would be a constant of it
-        return self._session.clock.epoch if collector is None else collector.epoch
+        return self._session.position.epochs if collector is None else collector.epoch
 
     @property
     def global_step(self) -> Any:
         """Optimizer steps taken; traced inside a step."""
         collector = active_collector()
-        return self._session.clock.global_step if collector is None else collector.step
+        return self._session.position.global_step if collector is None else collector.step
 
     @property
     def batches_done(self) -> int:
         """Batches of this epoch whose steps were taken."""
-        return self._session.clock.batch_idx
+        return self._session.position.batch_idx
 
     @property
     def state(self) -> TrainState:
@@ -251,7 +250,7 @@ class TrainerProperties(Arguments):
     def data_wait(self) -> float:
         """Seconds of this epoch in which the devices only waited for a batch."""
         run = self._session.current
-        return run.data.training[0].waited if isinstance(run, Run) and run.data.train else 0.0
+        return run.data.training[0].waited if run is not None and run.data.train else 0.0
 
     @property
     def compile_seconds(self) -> dict[str, float]:
@@ -261,7 +260,7 @@ class TrainerProperties(Arguments):
     @property
     def batch_changes(self) -> dict[str, str]:
         """By loader, how its batches have last changed in shape or dtype, for which a step is compiled again."""
-        return {} if (run := self._session.current) is None else run.data.loaders.changes
+        return {} if self._session.loaders is None else self._session.loaders.changes
 
     @property
     def step_flops(self) -> dict[str, Flops]:

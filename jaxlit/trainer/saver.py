@@ -14,6 +14,7 @@ from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import CheckpointError
 from jaxlit.loop import snapshot
 from jaxlit.loop.rewind import check_finite
+from jaxlit.loop.rows import log_pending
 from jaxlit.loop.run import Run
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import add_note
@@ -81,8 +82,8 @@ class Saver:
         run = self._training()
         if run.hooks.deferred is not None:
             raise CheckpointError(
-                "trainer.saver.begin is called in a batch hook between the steps of a dispatch, whose arrays are those "
-                "after all of them. Call it in on_safe_point, or trainer.save_checkpoint, which waits for them."
+                f"trainer.saver.begin is called in {run.hooks.log.hook or 'a hook'}, where no training can be "
+                "continued. Call it in on_safe_point, or trainer.save_checkpoint, which waits for that."
             )
         if not run.engine.state.is_complete:
             raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
@@ -90,6 +91,7 @@ class Saver:
             run.hooks.take_writes("trainer.saver.begin")
         else:
             run.hooks.live.take_later_writes()
+        log_pending(run)  # it holds no row that is still to be logged
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
@@ -156,12 +158,12 @@ class Saver:
         snapshot.take(self._training(), ask=False)
 
     def check_finite(self) -> None:
-        """Look now at whether every step was finite, as `nan_policy` says; it may go back to an earlier checkpoint.
+        """Look at a safe point whether every step was finite, as `nan_policy` says; it may go back to a checkpoint.
 
         Raises:
             NonFiniteError: A step was not, and the policy is to raise.
         """
-        if (run := self._fitted()) is not None:
+        if (run := self._fitted()) is not None and run.hooks.deferred is None:
             check_finite(run)
 
     def is_finite(self) -> bool:
@@ -189,10 +191,9 @@ class Saver:
     def position(self) -> tuple[Any, ...]:
         """A value for how far training is: two checkpoints of one position would be the same."""
         run = self._training()
-        now, position = run.evaluation, run.position
-        inside = (now.loader, now.batch_idx, now.phase) if now else None
-        # After a rewind the phase is STEP, as in no other checkpoint: so one with `not_finite` is written.
-        return (position.epoch, position.total_batch_idx, position.phase, position.over, inside)
+        position = run.position
+        # One with `not_finite` is another one.
+        return (position.epoch, position.total_batch_idx, position.over, position.validated, run.unchecked.bad is None)
 
     def _training(self) -> Run:
         if (run := self._fitted()) is None:

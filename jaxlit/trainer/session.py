@@ -1,60 +1,77 @@
-"""How a run is set up and torn down, and what a Trainer keeps between its runs."""
+"""A run of a Trainer, from its first check to its last teardown, and what the Trainer keeps for the next run."""
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.checkpoints.position import HookClock, Position
+from jaxlit.checkpoints.position import Position
 from jaxlit.control import Control
-from jaxlit.core.module import TrainModule
+from jaxlit.core.module import TrainModule, call_step, is_overridden
+from jaxlit.core.precision import Precision
 from jaxlit.core.side_tables import attach
-from jaxlit.core.stage import STAGES, Stage
+from jaxlit.core.stage import Stage
 from jaxlit.data.loaders import Loaders
+from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.exchange import READS_ARE_COMPARED, once_per_node
 from jaxlit.distributed.team import team
+from jaxlit.engine.compile_cache import use_compile_cache
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.lazy import lazy
+from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError
+from jaxlit.loop import snapshot
 from jaxlit.loop.compile_log import CompileLog
-from jaxlit.loop.due import Due
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.host_sums import HostLog
-from jaxlit.loop.restore import Resume
+from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.results import Results
-from jaxlit.loop.run import Checkpoints, Run, Setup, Window
-from jaxlit.loop.run_data import RunData
+from jaxlit.loop.run import Checkpoints, Run, Window, place_of
+from jaxlit.loop.run_data import RunData, make_loaders
 from jaxlit.loop.settings import Settings
-from jaxlit.loop.tracing import Tracing
-from jaxlit.loop.train import fit as loop_fit
+from jaxlit.loop.time_limits import TimeLimits
 from jaxlit.mesh_context import out_of_meshes
 from jaxlit.notes import note_step
 from jaxlit.reporting.media_folder import MediaFolder
 from jaxlit.reporting.secrets import tell_again
+from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import check_accumulation, check_fit, check_fitting, make_loaders
-from jaxlit.trainer.choose import Start, resolve_checkpoint, resolve_weights
-from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, without
-from jaxlit.trainer.engines import Engines
-from jaxlit.trainer.failures import explained, rescue
-from jaxlit.trainer.opening import (
-    begin_fit,
-    check_loaders,
-    open_fit,
-    prefetcher_of,
-    restore_callbacks,
-    warn_of_bad_step,
+from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.trainer.auto_choice import choose
+from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.endings import explained, interruptible, rescue
+from jaxlit.trainer.refusals import (
+    Request,
+    check_accumulation,
+    check_end,
+    check_first_batches,
+    check_fit,
+    check_fitting,
+    check_job,
+    check_model,
+    check_reload,
+    check_window,
+    check_windows,
     warn_of_eval_mode,
 )
-from jaxlit.trainer.run_folder import RunFolder
+from jaxlit.trainer.run_folder import RunFolder, resolve_checkpoint, resolve_weights
 from jaxlit.trainer.saver import Saver
-from jaxlit.trainer.signals import interruptible
+from jaxlit.trainer.step_options import first_example, step_options
+
+_logger = logging.getLogger("jaxlit")
+
+
+class Built(NamedTuple):
+    """The newest module that was built of a lazy one."""
+
+    model: lazy
+    module: TrainModule
+    seed: int | None  # of its weights; None once a fit has trained them
 
 
 class Session:
@@ -62,7 +79,8 @@ class Session:
 
     Args:
         trainer: The Trainer, for hooks.
-        settings: Its arguments.
+        settings: Its arguments. Programs are stored where they say from now on: a module that is made next compiles
+            some as well.
         given: Its callbacks.
         config: The arguments as they were given, as JSON values.
 
@@ -72,12 +90,12 @@ class Session:
         added: Those of them that the run's module has added.
         takes: Whether a callback that a module adds takes part.
         module: The module of the newest run.
-        current: The newest run.
+        loaders: The loaders of the newest run.
+        current: The newest run, from before its first batch on.
         fitted: The newest fit, once it has a state; None once another one begins.
         running: Whether the newest run is not over.
         compiles: How long its steps took to compile.
         position: How far training is.
-        clock: How far the hooks are.
         results: The metrics.
         saver: Writes checkpoints.
         media: Stores what no logger can.
@@ -85,30 +103,36 @@ class Session:
 
     def __init__(self, trainer: Any, settings: Settings, given: Given, config: dict[str, Any]) -> None:
         self._trainer, self.settings, self.given = trainer, settings, given
-        self.control, self.position, self.clock, self.results = Control(), Position(), HookClock(), Results()
+        self.control, self.position, self.results = Control(), Position(), Results()
         self.saver = Saver(lambda: self.fitted)
         self.callbacks, self.config = given.callbacks, config
-        self.module: TrainModule | None = None
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self._engines = Engines(settings)
         self.folder = RunFolder(settings.default_root_dir)
-        self.current: Setup | None = None  # a Run once its loops begin
+        self.module: TrainModule | None = None
+        self.loaders: Loaders | None = None
+        self.current: Run | None = None
         self.fitted: Run | None = None
         # The newest fit and where it is, which a fit that cannot begin leaves in place.
-        self._before: tuple[Run, Position, HookClock, TrainModule | None] | None = None
+        self._before: tuple[Run, Position, TrainModule | None] | None = None
         self.running, self.compiles = False, CompileLog()
+        use_compile_cache(settings.compile_cache)
+        self._evaluates: Engine | None = None  # of the newest evaluation
+        self._built: Built | None = None
         # A trial run makes everything and writes nothing.
         self.media = MediaFolder(
             lambda: trainer.run_dir if trainer.is_global_zero and not self.settings.fast_dev_run else None,
-            step=lambda: max(self.clock.global_step - 1, 0),
+            step=lambda: max(self.position.global_step - 1, 0),
             goes_on=lambda: self.running and not self.settings.fast_dev_run,
         )
 
-    @property
+    @cached_property
     def strategy(self) -> Strategy:
         """The strategy on its devices, which are chosen when a run begins, or when it is read before one."""
-        return self._engines.strategy
+        settings = self.settings
+        strategy = resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
+        strategy.setup(settings.device_count)
+        return strategy
 
     @property
     def engine(self) -> Engine | None:
@@ -118,83 +142,357 @@ class Session:
     @property
     def active(self) -> Engine | None:
         """The engine of the run that continues, from before its first batch on."""
-        return self.current.engine if self.running and isinstance(self.current, Run) else None
+        return self.current.engine if self.running and self.current is not None else None
 
     @out_of_meshes
-    def fit(self, model: TrainModule | lazy, given: Mapping[str, Any], datamodule: Any, start: Start) -> None:
-        """Train a module; see `Trainer.fit`.
+    def run(self, request: Request, loops: Callable[[Run], Any]) -> Any:
+        """Run one of the Trainer's verbs, and return what its loops return: the steps of a run, in their order.
 
         Args:
-            model: The module.
-            given: By stage, the loaders that were passed and the argument's name.
-            datamodule: The DataModule, if one was passed.
-            start: What to begin with.
+            request: What the verb was called with.
+            loops: The loops.
         """
-        stage = STAGES["training"]
-        check_fit(self.settings, self.callbacks, model, start)
-        loaders = make_loaders(self.settings, stage, given, datamodule)
-        checkpoint, weights = self._claim(stage, start.ckpt_path, start.init_from)
-        module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
-        check_fitting(self.settings, module, checkpoint, given["validation"][0])
-        if weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
-            weights(module)
-        if checkpoint is not None:
-            warn_of_bad_step(checkpoint, self.settings.nan_policy)
-        resume = None if checkpoint is None else Resume(checkpoint, start.strict, start.reset_optimizer)
-        # Signals are noted from here on, so that the lock is released and checkpoints are finished.
-        with interruptible(self.control):
-            lock = self.folder.hold() if any(c.is_logger or c.role == "checkpoint" for c in self.callbacks) else None
-            try:
-                self.run(module, stage, loaders, loop_fit, take_ownership=take_ownership, resume=resume)
-            finally:
-                if lock is not None:  # not before a writer in the background has finished
-                    self.saver.when_written(lock.close)
+        stage, fits, results = request.stage, request.stage.method == "fit", None
+        if fits:
+            check_fit(self.settings, self.callbacks, request)
+        loaders = make_loaders(self.settings, stage, request.loaders, request.datamodule)
+        resume, load_weights = self._claim_folder(request)
+        module, is_ours = self._take_module(request, loaders)
+        if fits:
+            check_fitting(self.settings, module, resume, request)
+        if load_weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
+            load_weights(module)
+        with contextlib.ExitStack() as ends:  # from here on what has begun is ended, the newest first
+            if fits:
+                self._hold_folder(ends)
+            ends.enter_context(self._newest(module))
+            hooks, position = self.prepare(stage, module, loaders, resume)
+            data, times, window = RunData(loaders), TimeLimits(), Window.of(self.settings)
+            watchdog = ends.enter_context(self._watched(hooks, position))
+            ends.enter_context(self._torn_down(stage, hooks, position, times))
+            self._set_up(stage, hooks, resume)
+            check_variables(module)  # again, as setup may add parts
+            ends.callback(data.close)
+            self._open_loaders(stage, hooks, data, position, window, resume)
+            check_first_batches(self.settings, data, watchdog)  # before the engine, which may take minutes to compile
+            engine = self._make_engine(hooks, data, is_ours)
+            if resume is not None:
+                self._restore(engine, data, window, resume)
+            if is_ours and (fits or resume is None):
+                self._built = Built(request.model, module, None if fits else self.settings.seed)
+            run = self.current = Run(
+                settings=self.settings,
+                control=self.control,
+                hooks=hooks,
+                results=self.results,
+                position=position,
+                data=data,
+                window=window,
+                checkpoints=Checkpoints(resume),
+                times=times,
+                engine=engine,
+                prefetcher=self._prefetcher(data, position, watchdog),
+            )
+            self._begin(run, ends, is_ours)
+            results = loops(run)
+            if fits:
+                hooks("on_fit_end")
+        return results
 
-    @out_of_meshes
-    def evaluate(
-        self,
-        stage: Stage,
-        work: Callable[[Run, str, Any], list[Any]],
-        model: TrainModule | lazy | None,
-        dataloaders: Any,
-        datamodule: Any,
-        ckpt_path: Any,
-    ) -> list[Any]:
-        """Validate, test or predict; returns what the loop returns."""
-        loaders = make_loaders(self.settings, stage, {stage.name: (dataloaders, "dataloaders")}, datamodule)
-        checkpoint, _ = self._claim(stage, ckpt_path)
-        model = self.module if model is None else model
-        if model is None:
-            raise ArgumentError(f"Trainer.{stage.method}(model, ...) has no model. Pass one, or call fit first.")
-        module, take_ownership = self._engines.module_of(model, stage, loaders, self.settings)
-        resume = None if checkpoint is None else Resume(checkpoint)
-        loops = lambda run: work(run, stage.name, run.data.val)  # noqa: E731
-        return self.run(module, stage, loaders, loops, take_ownership=take_ownership, resume=resume)
+    # The steps of a run, in their order ---------------------------------------------------------------
 
-    def _claim(
-        self, stage: Stage, ckpt_path: Any, init_from: Any = None
-    ) -> tuple[Checkpoint | None, Callable[[TrainModule], object] | None]:
+    def _claim_folder(self, request: Request) -> tuple[Resume | None, Callable[[TrainModule], object] | None]:
         """Return the checkpoint to continue from, or what loads weights, and make the run's folder this Trainer's."""
+        method, wanted = request.stage.method, request.ckpt_path
         if self.running:
             raise ArgumentError(
-                f"Trainer.{stage.method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
+                f"Trainer.{method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
             )
         _ = self.strategy  # absent devices are refused before anything is set up
-        method, resume, places = stage.method, self.settings.resume, (self.callbacks, self.folder)
-        wanted, argument = ckpt_path, f"Trainer.{method}(ckpt_path=...)"
+        resume, places = self.settings.resume, (self.callbacks, self.folder)
+        argument = f"Trainer.{method}(ckpt_path=...)"
         if method == "fit" and resume is not None:
-            if ckpt_path is not None:
+            if wanted is not None:
                 raise ArgumentError(
-                    f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(ckpt_path)!r}) name two checkpoints. "
+                    f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(wanted)!r}) name two checkpoints. "
                     "Leave one out."
                 )
             wanted, argument = resume, "Trainer(resume=...)"
         checkpoint = resolve_checkpoint(wanted, argument, "resume" if method == "fit" else method, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
-        weights = resolve_weights(init_from, *places) if checkpoint is None else None
+        weights = resolve_weights(request.init_from, *places) if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
-        self.folder.claim(files, self.settings.resume, checkpoint, fitting=stage.method == "fit")
-        return checkpoint, weights
+        self.folder.claim(files, resume, checkpoint, fitting=method == "fit")
+        return None if checkpoint is None else Resume(checkpoint, request.strict, request.reset_optimizer), weights
+
+    def _take_module(self, request: Request, loaders: Loaders) -> tuple[TrainModule, bool]:
+        """Return the module of a run, and whether its arrays are the Trainer's to overwrite.
+
+        A lazy one is built straight into its shards, once its data were looked at, unless it has been built: an
+        evaluation takes what an earlier run has built, and a fit trained.
+        """
+        stage, settings = request.stage, self.settings
+        fits = stage.method == "fit"
+        model = request.model
+        if not fits and model is None:
+            if self.module is None:
+                raise ArgumentError(f"Trainer.{stage.method}(model, ...) has no model. Pass one, or call fit first.")
+            model = self.module
+        check_model(model, stage)
+        if not fits:  # which has begun with it
+            check_job(stage.method, settings, model)
+        use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
+        if isinstance(model, TrainModule):
+            call_step(model, stage.name)
+            check_variables(model)
+            loaders.module = model
+            return model, False
+        built = self._built
+        if not fits and built is not None and built.model is model and built.seed in (None, settings.seed):
+            loaders.module = built.module
+            return built.module, False
+        loaders.check_before_building(model.cls, (settings.data_timeout, settings.hang_timeout))  # may take minutes
+        loaders.module = build_lazy(model, self.strategy, settings.seed)
+        self._built = Built(model, loaders.module, settings.seed)
+        return loaders.module, True
+
+    def _hold_folder(self, ends: contextlib.ExitStack) -> None:
+        """Note signals from here on, so that the lock is released and checkpoints are finished, and lock the folder."""
+        ends.enter_context(interruptible(self.control))
+        if any(c.is_logger or c.role == "checkpoint" for c in self.callbacks):
+            lock = self.folder.hold()
+            if lock is not None:  # not before a writer in the background has finished
+                ends.callback(self.saver.when_written, lock.close)
+
+    @contextlib.contextmanager
+    def _newest(self, module: TrainModule) -> Iterator[None]:
+        """Make this the newest run inside the block, and the module's Trainer this one."""
+        if self.fitted is not None:
+            self._before = (self.fitted, self.position, self.module)
+        outer = attach(module, self._trainer)
+        self.running, self.current, self.module = True, None, module
+        self.compiles = CompileLog(self._ask_again)
+        try:
+            yield
+        except BaseException as error:
+            note_step(error, self.position.global_step)
+            raise
+        finally:
+            team().begin()  # what was asked for in this run does not count in another one
+            self.running = False
+            if self.current is not None:
+                self.current.times.ended = time.monotonic()
+            if self.fitted is None and self._before is not None:
+                self.fitted, self.position, self.module = self._before
+            self._before = None
+            if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
+                attach(module, outer)
+
+    def prepare(
+        self, stage: Stage, module: TrainModule, loaders: Loaders, resume: Resume | None
+    ) -> tuple[Hooks, Position]:
+        """Forget what the run before has left, and return the hooks of the new one and where it begins."""
+        self.control.begin(alone=team().size == 1)
+        team().begin()
+        self.loaders = loaders
+        if loaders.datamodule is not None:
+            loaders.datamodule.trainer = self._trainer
+        # Cleared now and not at the end of a run, whose metrics a program reads after it.
+        self.results.clear()
+        self.media.begin()
+        tell_again()
+        fits = stage.method == "fit"
+        if fits:
+            self.results.history.clear()
+            self.fitted, self.position = None, Position()
+            self.control.should_stop, self.control.stop_reason, self.control.verbose = False, None, True
+        position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
+        if fits:  # an evaluation of a checkpoint leaves the training where it is
+            self.position = position
+        # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
+        default = self.given.default_checkpoint
+        mine = [c for c in without(self.callbacks, self.added) if c is not default]
+        self.added = [c for c in callbacks_of_module(module) if self.takes(c)]
+        if default is not None and all(c.role != "checkpoint" for c in self.added):
+            mine.append(default)
+        self.callbacks = check_callbacks(mine + self.added)
+        loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
+        for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
+            logger.attach(self._trainer, self.media)
+        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
+        return hooks, position
+
+    @contextlib.contextmanager
+    def _watched(self, hooks: Hooks, position: Position) -> Iterator[Watchdog]:
+        """Watch the other processes, compiles and the run's progress inside the block."""
+        place = partial(place_of, hooks, position)
+        watchdog = Watchdog(
+            self.settings.data_timeout,
+            self.settings.hang_timeout,
+            control=self.control,
+            progress=lambda: (hooks.log.hook, self.current and self.current.progress),
+            place=place,
+            rescue=lambda: rescue(self._trainer, self.current, place()),
+            leave=team().leave,
+        )
+        before = team().watch((place, self.settings.fail_timeout))
+        token = READS_ARE_COMPARED.set(self.settings.debug)
+        try:
+            with self.compiles.listening(), watchdog:
+                yield watchdog
+        finally:
+            READS_ARE_COMPARED.reset(token)
+            team().watch(before)
+
+    @contextlib.contextmanager
+    def _torn_down(self, stage: Stage, hooks: Hooks, position: Position, times: TimeLimits) -> Iterator[None]:
+        """Call the hooks that end a run after the block, and raise the first error of all."""
+        error = None
+        try:
+            yield
+        except BaseException as raised:
+            error = explained(raised, self.current)
+            times.fail(error, place_of(hooks, position))
+            error = team().explained(error)
+            # Every callback is called and torn down, whatever another one raises meanwhile.
+            hooks.call_all("on_exception", error, error)
+        # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
+        error = self.saver.finish(hooks.call_all("teardown", stage.method, error))
+        if error is not None:
+            times.fail(error, place_of(hooks, position))
+            raise error
+        self.control.take(team().decide(self.control.asked or ()))  # the last place for a signal
+
+    def _set_up(self, stage: Stage, hooks: Hooks, resume: Resume | None) -> None:
+        """Call the hooks that begin a run, and give the callbacks of a fit their states."""
+        if hooks.bind("prepare_data"):
+            once_per_node(partial(hooks, "prepare_data"), "prepare_data")
+        hooks("setup", stage.method)
+        # After setup, where a callback makes what its state goes into, before the hooks of loaders.
+        if stage.method == "fit" and resume is not None:
+            warned = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
+            unused = [x for x in snapshot.load_callbacks(hooks, resume.checkpoint.state) if not x.startswith(warned)]
+            if unused:
+                text = "%s keeps the state of %s, which is not among the callbacks now."
+                _logger.warning(text, resume.checkpoint.path, ", ".join(unused))
+
+    def _open_loaders(
+        self,
+        stage: Stage,
+        hooks: Hooks,
+        data: RunData,
+        position: Position,
+        window: Window,
+        resume: Resume | None,
+    ) -> None:
+        """Open the loaders; before the optimizer, whose schedule may ask how long training is.
+
+        Raises:
+            ArgumentError: Training would have no end, or a setting does not fit the loaders.
+            DataError: A loader cannot continue where the checkpoint was taken.
+        """
+        settings, loaders = self.settings, data.loaders
+        if stage.method != "fit":
+            data.val = loaders.open(stage.name, required=True)
+            return
+        check_windows(settings, hooks.callbacks, position.epoch)
+        source, limit = data.open_train(settings)
+        check_end(settings, hooks.callbacks, source, limit)
+        data.val = loaders.open("validation", required=False)
+        if data.val and not is_overridden(hooks.module, "validation_step"):
+            data.val = []  # made by a hook: those of an argument are refused
+        if data.val:
+            call_step(hooks.module, "validation")
+        check_reload(settings, data)
+        data.count(self.control, window.given)
+        if resume is not None:
+            snapshot.load_loader(source, resume.checkpoint.state)
+            position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
+
+    def _make_engine(self, hooks: Hooks, data: RunData, is_ours: bool) -> Engine:
+        """Return the engine of a run, with the arrays of the module.
+
+        Args:
+            hooks: The hooks.
+            data: The loaders, which are open.
+            is_ours: Whether it may overwrite the module's arrays.
+        """
+        settings, module = self.settings, hooks.module
+        if is_ours:  # the engine gets its arrays, and may lose or overwrite them
+            self._built = None
+        if not data.is_fit:
+            return self._evaluator(module, is_ours=is_ours)
+        if isinstance(self.strategy, Auto):
+            self.strategy = choose(self.strategy, settings, hooks, data)
+            is_ours = False  # no buffer can be reused for other shards
+        # It holds this module's arrays, which the first step overwrites.
+        self._evaluates = None
+        options = step_options(settings, hooks, first_example(data))
+        precision = Precision(settings.precision)
+        arguments = {"precision": precision, "debug": settings.debug, "take_ownership": is_ours}
+        return Engine(module, self.strategy, options, **arguments)
+
+    def _evaluator(self, module: TrainModule, *, is_ours: bool = False) -> Engine:
+        """Return an engine that evaluates the module, of the programs of the newest evaluation or fit if they serve."""
+        settings, precision = self.settings, Precision(self.settings.precision)
+        known = [x for x in (self._evaluates, self.engine) if x is not None]
+        engine = next((x for x in known if x.serves(module, precision, settings.debug)), None)
+        self._evaluates = None  # first, so that its arrays are not held as well as the new ones
+        if engine is None:
+            arguments = {"precision": precision, "debug": settings.debug, "take_ownership": is_ours}
+            engine = Engine(module, self.strategy, None, **arguments)
+        self._evaluates = engine.evaluator(None if is_ours else module)
+        return self._evaluates
+
+    def _restore(self, engine: Engine, data: RunData, window: Window, resume: Resume) -> None:
+        """Give the engine the arrays of a checkpoint."""
+        if data.is_fit:
+            check_window(resume.checkpoint, window.given, self.settings)
+        load_engine(engine, resume)
+
+    def _prefetcher(self, data: RunData, position: Position, watchdog: Watchdog) -> Prefetcher:
+        """Return what draws a run's batches and places them."""
+        strategy = self.strategy
+        takes_host_arrays = strategy.mesh.size == 1 and type(strategy).shard_batch is Strategy.shard_batch
+        return Prefetcher(
+            None if takes_host_arrays else strategy.shard_batch,
+            validator_of=data.loaders.validator_of,
+            splits=strategy.splits_by_process,
+            prefetch=self.settings.prefetch,
+            watchdog=watchdog,
+            epoch=lambda: position.epoch,
+        )
+
+    def _begin(self, run: Run, ends: contextlib.ExitStack, is_ours: bool) -> None:
+        """Let hooks see the run's arrays through the module, and begin a fit."""
+        hooks, fits = run.hooks, run.data.is_fit
+        if fits:
+            warn_of_eval_mode(run.module)
+            self.fitted, self._before = run, None  # which would hold the arrays of the fit before
+        else:
+            run.engine.state.count_from(run.position.global_step, run.position.epoch)
+        # The module has its arrays again at the end.
+        live = hooks.live = ModuleSync(run.module, run.engine, lambda: hooks.log.hook, put_back=not (fits or is_ours))
+        ends.callback(self._end_loops, run)
+        ends.enter_context(live.registered())
+        ends.enter_context(contextlib.closing(run.prefetcher))
+        if not fits:
+            return
+        if (resume := run.checkpoints.resume) is not None:
+            # Sums and counters go to the device, so not before there is an engine.
+            snapshot.load_run(run, resume.checkpoint.state)
+            if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
+                run.checkpoints.written.append(resume.checkpoint.path)
+            hooks("on_load_checkpoint", dict(resume.checkpoint.state))
+        log_hyperparams(hooks)
+        hooks("on_fit_start")
+
+    def _end_loops(self, run: Run) -> None:
+        """Count what follows as the end of the run."""
+        run.begin("end")
+        run.window.left = self.settings.accumulate_grad_batches
+
+    # What hooks ask for -------------------------------------------------------------------------------
 
     def set(self, name: str, value: Any) -> None:
         """Set an argument, from now on."""
@@ -207,106 +505,8 @@ class Session:
 
     def _ask_again(self) -> None:
         """Have the loop ask what acts next: an interval may have changed."""
-        if isinstance(self.current, Run):
+        if self.current is not None:
             self.current.due.forget()
-
-    def run(
-        self,
-        module: TrainModule,
-        stage: Stage,
-        loaders: Loaders,
-        work: Callable[[Run], Any],
-        *,
-        take_ownership: bool,
-        resume: Resume | None = None,
-    ) -> Any:
-        """Set a run up, do the work, tear it down, and return what the work has returned.
-
-        Args:
-            module: The module.
-            stage: What runs.
-            loaders: Its data.
-            work: The loops.
-            take_ownership: Whether the engine may overwrite the module's arrays.
-            resume: A checkpoint to begin with.
-        """
-        with contextlib.ExitStack() as stack:
-            if self.fitted is not None:
-                self._before = (self.fitted, self.position, self.clock, self.module)
-            stack.push(self._ending(module))
-            self.running, self.current, self.module = True, None, module
-            self.compiles = CompileLog(self._ask_again)
-            self.current = setup = self._set_up(module, stage, loaders, resume)
-            stack.callback(team().watch, team().watch((lambda: setup.place, self.settings.fail_timeout)))
-            stack.callback(READS_ARE_COMPARED.reset, READS_ARE_COMPARED.set(self.settings.debug))
-            stack.enter_context(self.compiles.listening())
-            watchdog, hooks, results, error = stack.enter_context(self._watchdog()), setup.hooks, None, None
-            try:
-                with contextlib.ExitStack() as opened:
-                    if hooks.bind("prepare_data"):
-                        once_per_node(partial(hooks, "prepare_data"), "prepare_data")
-                    hooks("setup", stage.method)
-                    # After setup, where a callback makes what its state goes into, before the hooks of loaders.
-                    if setup.data.is_fit and resume is not None:
-                        restore_callbacks(setup, resume.checkpoint)
-                    opened.callback(self._close_data)
-                    run, live = self._begin(setup, stage, watchdog, take_ownership=take_ownership)
-                    opened.enter_context(live.registered())
-                    opened.enter_context(contextlib.closing(run.prefetcher))
-                    if run.data.is_fit:
-                        begin_fit(run)
-                    results = work(run)
-                    if run.data.is_fit:
-                        hooks("on_fit_end")
-            except BaseException as raised:
-                setup.fail(error := explained(raised, self.current))
-                error = team().explained(error)
-                # Every callback is called and torn down, whatever another one raises meanwhile.
-                hooks.call_all("on_exception", error, error)
-            # The saver last: a callback's teardown waits for its own checkpoints, and reports their errors.
-            error = self.saver.finish(hooks.call_all("teardown", stage.method, error))
-            if error is not None:
-                setup.fail(error)
-                raise error
-            self.control.take(team().decide(self.control.asked or ()))  # the last place for a signal
-            return results
-
-    def _ending(self, module: TrainModule) -> Callable[..., None]:
-        """Attach a module, and return what ends its run, given the error that it has raised."""
-        outer = attach(module, self._trainer)
-
-        def end(kind: Any, error: BaseException | None, _: Any) -> None:
-            if error is not None:
-                note_step(error, self.position.global_step)
-            team().begin()  # what was asked for in this run does not count in another one
-            if self.current is not None:
-                self.current.times.ended = time.monotonic()
-            self.running = False
-            if self.fitted is None and self._before is not None:
-                self.fitted, self.position, self.clock, self.module = self._before
-            self._before = None
-            if outer is not None and outer._session.running:  # a hook of the outer Trainer's run has called this one
-                attach(module, outer)
-
-        return end
-
-    def _close_data(self) -> None:
-        if (run := self.current) is not None:
-            if isinstance(run, Run):
-                run.begin("end")
-            run.window.left = run.settings.accumulate_grad_batches
-            run.data.close()
-
-    def _watchdog(self) -> Watchdog:
-        return Watchdog(
-            self.settings.data_timeout,
-            self.settings.hang_timeout,
-            control=self.control,
-            progress=lambda: self.current and self.current.progress,
-            place=lambda: self.current.place if self.current else "",
-            rescue=lambda: rescue(self._trainer, self.current),
-            leave=team().leave,
-        )
 
     def stop_after(self, seconds: float, reason: str, at_epoch_end: bool) -> None:
         """See `Trainer.stop_after`."""
@@ -315,73 +515,6 @@ class Session:
         self.fitted.times.stop_after(seconds, reason, at_epoch_end=at_epoch_end)
         self._ask_again()
 
-    def _set_up(self, module: TrainModule, stage: Stage, loaders: Loaders, resume: Resume | None) -> Setup:
-        """Forget what the run before has left, and return what the new one begins with."""
-        self.control.begin(alone=team().size == 1)
-        team().begin()
-        if loaders.datamodule is not None:
-            loaders.datamodule.trainer = self._trainer
-        # Cleared now and not at the end of a run, whose metrics a program reads after it.
-        self.results.clear()
-        self.media.begin()
-        tell_again()
-        if stage.method == "fit":
-            self.results.history.clear()
-            self.fitted, self.position = None, Position()
-            self.control.should_stop, self.control.stop_reason, self.control.verbose = False, None, True
-        position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
-        clock = HookClock()
-        clock.follow(position)
-        if stage.method == "fit":  # an evaluation of a checkpoint leaves the training where it is
-            self.position, self.clock = position, clock
-        # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
-        default = self.given.default_checkpoint
-        mine = [c for c in without(self.callbacks, self.added) if c is not default]
-        self.added = [c for c in callbacks_of_module(module) if self.takes(c)]
-        if default is not None and all(c.role != "checkpoint" for c in self.added):
-            mine.append(default)
-        self.callbacks = check_callbacks(mine + self.added)
-        loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
-        for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
-            logger.attach(self._trainer, self.media)
-        return Setup(
-            settings=self.settings,
-            control=self.control,
-            hooks=Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, clock),
-            results=self.results,
-            position=position,
-            data=RunData(loaders),
-            window=Window(given := self.settings.accumulate_grad_batches, given),
-            checkpoints=Checkpoints(resume),
-        )
-
-    def _begin(self, setup: Setup, stage: Stage, watchdog: Watchdog, *, take_ownership: bool) -> tuple[Run, ModuleSync]:
-        """Open the loaders, and return the run with its engine, which has the arrays from here on."""
-        hooks, data = setup.hooks, setup.data
-        check_variables(setup.module)  # again, as setup may add parts
-        # Before the optimizer, whose schedule may ask how long training is.
-        if data.is_fit:
-            open_fit(setup)
-        else:
-            data.val = data.loaders.open(stage.name, required=True)
-        # Before the engine: a bad batch is refused at once, compiling for it would take minutes.
-        check_loaders(setup, watchdog)
-        engine = self._engines.make(setup, self.engine, take_ownership=take_ownership)
-        prefetcher = prefetcher_of(setup, self.strategy, watchdog)
-        tracing = Tracing(hooks, setup.log_every if data.is_fit else 0)
-        self.current = run = Run(
-            **vars(setup), engine=engine, prefetcher=prefetcher, tracing=tracing, due=Due(hooks, tracing)
-        )
-        if data.is_fit:
-            warn_of_eval_mode(run)
-            self.fitted, self._before = run, None  # which would hold the arrays of the fit before
-        else:
-            engine.state.count_from(run.position.global_step, run.position.epoch)
-        # Hooks see the arrays through the module, which has them again at the end.
-        put_back = not (data.is_fit or take_ownership)
-        live = hooks.live = ModuleSync(run.module, engine, lambda: hooks.log.hook, put_back=put_back)
-        return run, live
-
     @out_of_meshes
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the arrays that the module of the newest run has now."""
@@ -389,7 +522,6 @@ class Session:
             # What the hook that calls this has written to the module counts.
             self.current.hooks.take_writes("Trainer.apply")
             return self.active.apply(fn, *inputs)
-        module = self.module
-        if module is None or self.current is None:
+        if self.module is None:
             raise ArgumentError("Trainer.apply needs weights. Call it from a hook, or after fit.")
-        return self._engines.evaluator(module, self.settings, self.engine).apply(fn, *inputs)
+        return self._evaluator(self.module).apply(fn, *inputs)

@@ -26,13 +26,12 @@ from jaxlit.engine.lazy import lazy, shape_lazy
 from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.engine.training import training_of
 from jaxlit.errors import JaxlitError, ModuleError
-from jaxlit.loop.run import Setup
+from jaxlit.loop.run_data import make_loaders
 from jaxlit.programs.collectives import Collective
 from jaxlit.programs.cost import Memory
 from jaxlit.programs.flops import Flops
 from jaxlit.reporting.placement import bytes_per_device
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.building import make_loaders
 from jaxlit.trainer.step_options import step_options
 
 
@@ -144,7 +143,11 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
     strategy = trial.strategy
     module = shape_lazy(model, strategy, trial.seed)[0] if isinstance(model, lazy) else shapes_of(model)
     attach(module, trial)
-    options = step_options(_set_up(trial, module, num_batches), batch)
+    # As a fit without data begins, for optimizers that ask how long training is.
+    loaders = make_loaders(trial.settings, STAGES["training"], {"training": (None, "data")}, None)
+    hooks, _ = trial._session.prepare(STAGES["training"], module, loaders, None)
+    trial._session.control.num_training_batches = num_batches
+    options = step_options(trial.settings, hooks, batch)
     return AbstractStep(module, strategy, options, Precision(trial.precision)).compiled(batch)
 
 
@@ -207,15 +210,6 @@ class AbstractStep:
         undivided = parts if num_rows(batch) % parts else 0
         made |= {"undivided": undivided, "per_replica": strategy.per_replica}
         return replace(self.state, batch=_bytes(placed), **made)
-
-
-def _set_up(trial: Any, module: TrainModule, num_batches: int | float) -> Setup:
-    """Return a fit without data, for optimizers that ask how long training is."""
-    session, stage = trial._session, STAGES["training"]
-    loaders = make_loaders(trial.settings, stage, {"training": (None, "data")}, None)
-    session.current = session._set_up(module, stage, loaders, None)
-    session.control.num_training_batches = num_batches
-    return session.current
 
 
 def _bytes(placed: Any) -> int:

@@ -14,28 +14,30 @@ from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.step_options import StepOptions
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
-from jaxlit.loop.run import Setup
+from jaxlit.loop.run_data import RunData
+from jaxlit.loop.settings import Settings
 from jaxlit.shown import shown
 
 
-def first_example(run: Setup) -> Any:
+def first_example(data: RunData) -> Any:
     """Return the shapes and dtypes of the first batch of all processes; None where a hook has yet to make it."""
-    example = run.data.loaders.validator_of(run.data.training[0]).example
+    example = data.loaders.validator_of(data.training[0]).example
     processes = jax.process_count()
     return example if example is None or processes == 1 else with_rows(example, processes * num_rows(example))
 
 
-def step_options(run: Setup, example: Any) -> StepOptions:
+def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
     """Return how a fit takes its optimizer steps.
 
     Args:
-        run: The fit.
+        settings: The Trainer's arguments.
+        hooks: The hooks of the fit.
         example: The shapes and dtypes of the first batch, of all processes; None where it is not known.
     """
-    settings, hooks, optimizer = run.settings, run.hooks, optimizer_of(run.module)
+    optimizer = optimizer_of(hooks.module)
     # A later epoch may need room for a window; a subclass need not know which.
     least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
-    parts = frozen_parts(hooks.callbacks, run.module, optimizer.wrt)
+    parts = frozen_parts(hooks.callbacks, hooks.module, optimizer.wrt)
     return StepOptions(
         by_part(optimizer, parts),
         accumulate=max(settings.accumulate_grad_batches, least),

@@ -18,17 +18,17 @@ from jaxlit.distributed.job import join_job
 from jaxlit.engine.lazy import lazy
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import ClipAlgorithm, NanPolicy, Settings
+from jaxlit.loop.train import fit
 from jaxlit.porting import no_such_name, takes_only_its_arguments
 from jaxlit.programs.hardware import Hardware
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
-from jaxlit.trainer.building import check_predictions, config_of
-from jaxlit.trainer.choose import Start
-from jaxlit.trainer.defaults import all_callbacks
+from jaxlit.trainer.defaults import all_callbacks, config_of
 from jaxlit.trainer.explanation import Explanation, explain
 from jaxlit.trainer.plan import Plan
 from jaxlit.trainer.planning import make_plan
 from jaxlit.trainer.properties import TrainerProperties, check_settable
+from jaxlit.trainer.refusals import Request, check_predictions
 from jaxlit.trainer.session import Session
 
 
@@ -216,8 +216,9 @@ class Trainer(TrainerProperties):
             JaxlitError: An argument, the module, the data or the checkpoint cannot be used.
         """
         train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
-        given = {"training": train, "validation": val}
-        self._session.fit(model, given, datamodule, Start(ckpt_path, init_from, strict, reset_optimizer))
+        loaders = {"training": train, "validation": val}
+        begins_with = (ckpt_path, init_from, strict, reset_optimizer)
+        self._session.run(Request(STAGES["training"], model, loaders, datamodule, *begins_with), fit)
 
     @takes_only_its_arguments("Trainer.validate")
     def validate(
@@ -242,7 +243,7 @@ class Trainer(TrainerProperties):
             The metrics of each loader.
         """
         self._session.control.verbose = check.boolean("verbose", verbose, owner="Trainer.validate")
-        return self._session.evaluate(STAGES["validation"], evaluate, model, dataloaders, datamodule, ckpt_path)
+        return self._evaluate("validation", evaluate, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.test")
     def test(
@@ -256,7 +257,7 @@ class Trainer(TrainerProperties):
     ) -> list[dict[str, float]]:
         """Run the test step over loaders; otherwise like `validate`."""
         self._session.control.verbose = check.boolean("verbose", verbose, owner="Trainer.test")
-        return self._session.evaluate(STAGES["test"], evaluate, model, dataloaders, datamodule, ckpt_path)
+        return self._evaluate("test", evaluate, model, dataloaders, datamodule, ckpt_path)
 
     @takes_only_its_arguments("Trainer.predict")
     def predict(
@@ -283,8 +284,13 @@ class Trainer(TrainerProperties):
         """
         check_predictions(self.settings, self.strategy, return_predictions)
         work = partial(predict, keep=return_predictions)
-        outputs = self._session.evaluate(STAGES["predict"], work, model, dataloaders, datamodule, ckpt_path)
+        outputs = self._evaluate("predict", work, model, dataloaders, datamodule, ckpt_path)
         return None if not return_predictions else outputs if len(outputs) != 1 else outputs[0]
+
+    def _evaluate(self, name: str, work: Any, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
+        loaders = {name: (dataloaders, "dataloaders")}
+        request = Request(STAGES[name], model, loaders, datamodule, ckpt_path)
+        return self._session.run(request, lambda run: work(run, name, run.data.val))
 
     def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled under the strategy, on the newest weights, for example from a callback.
@@ -320,9 +326,8 @@ class Trainer(TrainerProperties):
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
         After a fit it has what was written to the module since, but to random generators. In several processes all must
-        call it. In a hook, the callbacks whose hook comes later count as if it had run; `on_safe_point` is where
-        nothing is left to do. A batch hook between the steps of one dispatch, see `steps_per_execution`, has it written
-        after the dispatch.
+        call it. In a hook between `on_fit_start` and `on_train_end` it is written after the next `on_safe_point`, where
+        nothing is left to do; in that hook at once.
 
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.

@@ -12,10 +12,10 @@ from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.schema import check_state
 from jaxlit.errors import CheckpointError, DataError
 
-SECTIONS = "format accumulate global_step epoch position loaders evaluation arrays optimizer metrics latest pending"
+SECTIONS = "format accumulate global_step epoch position loaders arrays optimizer metrics latest"
 SECTIONS += " results log callbacks datamodule module strategy window_replicas processes"
 # Of the kinds above, those that a section may be.
-RIGHT = {f"{section} none" for section in ("evaluation", "latest", "pending", "window_replicas")}
+RIGHT = {f"{section} none" for section in ("latest", "window_replicas")}
 RIGHT |= {f"{section} text" for section in ("optimizer", "strategy")} | {"datamodule object"}
 RIGHT |= {f"{section} number" for section in ("accumulate", "window_replicas", "processes")}
 
@@ -71,10 +71,10 @@ def test_a_missing_or_wrong_section_is_refused_by_name(state):
 
 
 def test_a_position_that_cannot_be_is_refused(state):
-    for member in [f.name for f in fields(Position) if f.name != "data"]:
+    for member in [f.name for f in fields(Position) if f.name not in ("data", "cut")]:
         right = state["position"].pop(member)
         refused(state, r"\['position'\] is ")
-        for wrong in (None, "x", [], -1, 0.5, 10**30, float("nan"), True if member != "over" else 1):
+        for wrong in (None, "x", [], -1, 0.5, 10**30, float("nan"), True if member not in ("over", "validated") else 1):
             state["position"][member] = wrong
             refused(state, rf"\['position'\]\['{member}'\] is ")
         state["position"][member] = right
@@ -89,14 +89,11 @@ INSIDE = [
     (put(*STATES, 0, "fingerprint", value=7), r".*\['fingerprint'\] is 7"),
     (put("latest", "shape", value=[-2, -3]), r"\['latest'\]\['shape'\]\[0\] is -2"),
     (put("latest", "data", value=7), r"\['latest'\]\['data'\] is 7"),
-    (put("pending", value=[None, {"a": "b"}, 1]), r"\['pending'\]\[1\]\['a'\] is 'b'"),
-    (put("pending", value=[None, {}]), r"\['pending'\] is "),
     (put("metrics", 0, value={"name": 7}), r"\['metrics'\]\[0\] is "),
     (put("metrics", 0, "reduce_fx", value="median"), r"\['metrics'\]\[0\]\['reduce_fx'\] is 'median'"),
     (put("metrics", 0, "on_epoch", value=1), r"\['metrics'\]\[0\]\['on_epoch'\] is 1"),
     (put("results", 0, value=["a", {}, "b", None]), r"\['results'\]\[0\] is "),
     (put("log", "window", value=[["a", {"metric": {}}]]), r"\['log'\]\['window'\]\[0\]\[1\] is "),
-    (put("evaluation", value={"loader": "x"}), r"\['evaluation'\] is "),
     (put("callbacks", "ModelCheckpoint", value=7), r"\['callbacks'\]\['ModelCheckpoint'\] is 7"),
     (put("module", value={"hparams": {}}), r"\['module'\] is "),
     (put("arrays", 1, value=["module.bias", [1]]), r"\['arrays'\]\[1\] is "),
@@ -116,7 +113,7 @@ def test_what_is_wrong_inside_a_section_is_refused_by_its_place(state):
 
 def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder):
     edit(folder, lambda state: state.pop("format"))
-    words = r"state\.json.* is of format 1, .* reads format 2\. Continue from it with"
+    words = r"state\.json.* is of format 1, .* reads format 3\. Continue from it with"
     with pytest.raises(CheckpointError, match=words):
         train("run", 2, resume=folder)
 
@@ -128,7 +125,11 @@ SAVER = ("callbacks", "ModelCheckpoint")
     ("change", "error", "words"),
     [
         (put("optimizer", value="x"), CheckpointError, r"does not fit Linear:(?s:.*)the optimizer +x +\(TraceState"),
-        (put("position", "phase", value=7), CheckpointError, r"batch\) \[3, 1, 0\], but its arrays are at \[3, 0, 3\]"),
+        (
+            put("position", "over", value=True),
+            CheckpointError,
+            r"batch\) \[3, 1, 0\], but its arrays are at \[3, 0, 3\]",
+        ),
         (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is not one of this loader's kind"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
         (put("latest", "shape", value=[2**40, 2**40]), CheckpointError, r"32 bytes for an array of shape \(1099511"),

@@ -62,7 +62,7 @@ def of_one(tmp_path_factory):
 
 def loaders(process):
     state = {"epoch": 1, "at": {"rows": process}, "fingerprint": None}
-    return {"training": {"idx": 0, "states": [state]}, "validation": None}
+    return {"training": {"idx": 0, "states": [state]}}
 
 
 def of_three(of_one, separate):
@@ -75,7 +75,7 @@ def of_three(of_one, separate):
             (path / "loaders" / f"process_{process}.json").write_text(json.dumps(loaders(process)))
     edit(path, put("processes", value=3))
     states = states[:1] if separate else states
-    edit(path, put("loaders", value={"training": {"idx": 0, "states": states}, "validation": None}))
+    edit(path, put("loaders", value={"training": {"idx": 0, "states": states}}))
     return path.absolute()
 
 
@@ -92,7 +92,7 @@ def path(of_one):
 def places(path):
     """Return what the loaders' states of this process, or of all, say of their places."""
     read = files.read(path).state["loaders"]
-    assert read["validation"] is None and read["training"]["idx"] == 0
+    assert read["training"]["idx"] == 0
     return [state["at"]["rows"] for state in read["training"]["states"]]
 
 

@@ -227,7 +227,7 @@ def test_shares_that_two_processes_saved_continue_in_one():
     states = [take(source_of(rows[i::2].batch(BATCH // 2), "loader"), 0, 2)[1] for i in range(2)]
     fresh = source_of(rows.batch(BATCH), "loader")
     saved = {"processes": 2, "loaders": {"training": {"idx": 0, "states": states}}}
-    load_loader(fresh, saved, "training", 0)
+    load_loader(fresh, saved)
     assert take(fresh, 0)[0] == take(source_of(rows.batch(BATCH), "loader"), 0)[0][2:]
 
 

@@ -150,7 +150,7 @@ class LogsInHooks(jl.Callback):
 
 
 class SavesAt(InEveryHook):
-    """Calls `trainer.save_checkpoint` at the n-th call of hooks; `marks` tells how long the journal was then.
+    """Calls `trainer.save_checkpoint` at the n-th call of hooks; `marks` tells how long the journal was at the save.
 
     It comes last, so that everybody's hook has run.
     """
@@ -159,6 +159,7 @@ class SavesAt(InEveryHook):
         self.folder, self.places = folder, set(places)
         self.marks: dict[tuple[str, int], int] = {}
         self._calls: dict[str, int] = {}
+        self.asked: list[tuple[str, int]] = []  # and not written yet
 
     def path(self, place: tuple[str, int]) -> Path:
         return self.folder / f"{place[0]}_{place[1]}"
@@ -166,8 +167,12 @@ class SavesAt(InEveryHook):
     def at(self, trainer: jl.Trainer, hook: str, arguments: tuple[Any, ...]) -> None:
         number = self._calls[hook] = self._calls.get(hook, -1) + 1
         if (hook, number) in self.places:
-            self.marks[hook, number] = len(journal(trainer))
+            self.asked.append((hook, number))
             trainer.save_checkpoint(self.path((hook, number)))
+
+    def on_save_checkpoint(self, trainer: jl.Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.asked:  # else it is a ModelCheckpoint's
+            self.marks[self.asked.pop(0)] = len(journal(trainer))
 
 
 class Stopped(Exception):

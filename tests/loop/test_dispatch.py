@@ -193,8 +193,8 @@ def test_a_bad_window_restores_its_statistics() -> None:
     np.testing.assert_array_equal(many.inner.kernel[...], one.inner.kernel[...])
 
 
-class Journal(jl.Callback):
-    """Writes down the calls of batch hooks, with what `trainer`, `outputs` and the batch say.
+class Ends(jl.Callback):
+    """Writes down the calls of the hook that ends batches, with what `trainer`, `outputs` and the batch say.
 
     Args:
         stop: The batch at whose start the epoch ends.
@@ -203,15 +203,19 @@ class Journal(jl.Callback):
     def __init__(self, stop: int = -1) -> None:
         self.stop, self.starts, self.ends, self.order = stop, list[Any](), list[Any](), list[str]()
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        self.starts.append((batch_idx, trainer.global_step, trainer.batches_done, number_of(batch)))
-        self.order.append(f"start {batch_idx}")
-        return -1 if batch_idx == self.stop else None
-
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.ends.append((batch_idx, trainer.global_step, trainer.batches_done, number_of(batch)))
         self.ends.append((float(outputs["loss"]), np.asarray(outputs["x"]).tolist(), float(outputs["sum"])))
         self.order.append(f"end {batch_idx}")
+
+
+class Journal(Ends):
+    """Writes down the calls of both hooks."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        self.starts.append((batch_idx, trainer.global_step, trainer.batches_done, number_of(batch)))
+        self.order.append(f"start {batch_idx}")
+        return -1 if batch_idx == self.stop else None
 
 
 def with_outputs(self: Any, batch: Any) -> dict[str, Any]:
@@ -223,12 +227,18 @@ def with_outputs(self: Any, batch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_hooks_see_their_own_batch_and_step(accumulate: int, strategy: str) -> None:
     given = {"strategy": strategy, "accumulate_grad_batches": accumulate}
-    runs, _ = both(lambda: module(with_outputs), lambda: numbered(9), Journal, **given)
+    runs, sizes = both(lambda: module(with_outputs), lambda: numbered(9), Ends, **given)
     one, many = (made[0] for *_, made in runs)
-    assert many.starts == one.starts
-    assert many.ends == one.ends
-    together = [f"{when} {i}" for when in ("start", "end") for i in range(4)]
-    assert many.order[:8] == together
+    assert sizes == [4, 4] * 2
+    assert many.ends == one.ends and many.order == one.order
+
+
+def test_a_hook_before_each_step_has_each_step_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "jaxlit"):
+        runs, sizes = both(lambda: module(with_outputs), lambda: numbered(9), Journal)
+    one, many = (made[0] for *_, made in runs)
+    assert sizes == [] and many.starts == one.starts and many.order == one.order
+    assert caplog.text.count("Journal.on_train_batch_start runs before each step, so each is a dispatch") == 1
 
 
 @pytest.mark.parametrize("stop", [0, 2, 4, 7])
@@ -245,10 +255,11 @@ def test_what_hooks_log_is_in_the_row_of_its_step() -> None:
     def log(name: str) -> Any:
         return lambda self, trainer, module, *args: self.log(name, float(args[-1]), on_epoch=True)
 
-    made = type("Logs", (jl.Callback,), {f"on_train_batch_{x}": log(x) for x in ("start", "end")})
-    runs, sizes = both(Mean, lambda: numbered(9), made, log_every_n_steps=2)
-    assert sizes == [4, 4] * 2
-    assert_same(runs)
+    for names, expected in ((("end",), [4, 4] * 2), (("start", "end"), [])):
+        made = type("Logs", (jl.Callback,), {f"on_train_batch_{x}": log(x) for x in names})
+        runs, sizes = both(Mean, lambda: numbered(9), made, log_every_n_steps=2)
+        assert sizes == expected
+        assert_same(runs)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4])
@@ -261,7 +272,7 @@ def test_a_checkpoint_of_a_hook_is_of_the_end_of_its_dispatch(at: int, size: int
     fit(Linear(), random(11), None, saves, steps_per_execution=4, **given | {"max_epochs": 1})
     many = fit(Linear(), random(11), None, rest, ckpt_path="saved", steps_per_execution=size, **given)
     end = 4 if at == 1 else 8
-    assert rest.rows[0][0] == end - 4  # the rows of the dispatch were not read yet
+    assert rest.rows[0][0] == end  # a checkpoint logs the rows of its dispatch first
     assert rest.rows == whole.rows[-len(rest.rows) :]
     for a, b in zip(final(one), final(many), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -313,7 +324,7 @@ def test_batches_of_two_shapes_are_not_stacked() -> None:
 def test_host_keys_and_transfer_hooks_hold() -> None:
     batches = [{**batch, "name": str(k)} for k, batch in enumerate(numbered(8))]
     seen, sizes = list[str](), Sizes()
-    keep = hooks(on_train_batch_start=lambda trainer, module, batch, i: seen.append(batch["name"]))
+    keep = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: seen.append(batch["name"]))
     model = module(on_before_batch_transfer=lambda self, batch, idx: batch | {"x": batch["x"] * 2})
     fit(model, batches, None, keep, sizes, host_keys=("name",), steps_per_execution=4, **BARE)
     assert seen == [str(k) for k in range(8)]

@@ -169,7 +169,7 @@ def test_a_rollback_does_not_bring_a_reset_optimizer_back() -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_rollback_to_before_the_first_step_can_be_resumed(accumulate: int) -> None:
-    saves = hooks(on_train_epoch_start=lambda trainer, module: trainer.save_checkpoint("saved"))
+    saves = hooks(on_fit_start=lambda trainer, module: trainer.save_checkpoint("saved"))
     train([1.0] * 4, saves, accumulate_grad_batches=accumulate)
     values = [1.0] * 2 + [BAD] + [1.0] * 13  # the checkpoint has no metrics, as the step was not traced
     given = {"accumulate_grad_batches": accumulate, "default_root_dir": "second"}

@@ -170,15 +170,22 @@ def name_of(place: tuple[str, int]) -> str:
 def saves(told: list[Any], at: dict[tuple[str, int], int]) -> jl.Callback:
     """Return a callback that saves the first time a hook comes at one of the places, and how much was told by then."""
 
+    asked = list[tuple[str, int]]()
+
     def save(hook: str, trainer: Any) -> None:
         place = hook, trainer.global_step
-        if place in PLACES and place not in at:
-            trainer.save_checkpoint(name_of(place))
-            at[place] = len(told)
+        if place in PLACES and place not in at and place not in asked:
+            asked.append(place)
+            trainer.save_checkpoint(name_of(place))  # in most hooks it is written later
+
+    def saved(trainer: Any, module: Any, checkpoint: Any) -> None:
+        if asked:  # else it is the default's
+            at[asked.pop(0)] = len(told)
 
     result = shows({"unused": jnp.zeros(2)}, 2)
     for hook, _ in PLACES:
         setattr(result, hook, lambda trainer, *_, hook=hook: save(hook, trainer))
+    result.on_save_checkpoint = saved
     return result
 
 

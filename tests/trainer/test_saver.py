@@ -110,11 +110,11 @@ def test_a_fit_that_could_not_begin_keeps_the_one_before(trained) -> None:
 
 
 def test_a_checkpoint_has_what_its_hook_wrote_to_the_module() -> None:
-    def write(trainer: Any, module: Any) -> None:
+    def write(trainer: Any, module: Any, *_: Any) -> None:
         module.w[...] = jnp.full(1, 7.0)
         trainer.save_checkpoint("mine")
 
-    fit(Mean(), numbered(1), None, hooks(on_train_epoch_start=write))
+    fit(Mean(), numbered(1), None, hooks(on_safe_point=write))
     assert weight_in("mine") == 7.0
 
 

@@ -24,7 +24,7 @@ from jaxlit.checkpoints.writing import Draft, Saving
 from jaxlit.control import Control
 from jaxlit.engine.state import State
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.trainer.signals import interruptible
+from jaxlit.trainer.endings import interruptible
 
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
