@@ -60,10 +60,17 @@ class Position:
         self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
         self.data, self.first_step = data, self.global_step
 
-    def move_before(self, step: int, batch_idx: int, data: Any) -> None:
-        """Move before an earlier step of this epoch, which begins with a batch, where the loader's state was `data`."""
+    def move_before(self, step: int, batch_idx: int, data: Any, *, filled: int = 0) -> None:
+        """Move before an earlier step of this epoch.
+
+        Args:
+            step: The step.
+            batch_idx: The batch that comes next.
+            data: The loader's state then.
+            filled: Batches in the accumulation window then.
+        """
         self.total_batch_idx -= self.batch_idx - batch_idx
-        self.batch_idx, self.global_step, self.filled = batch_idx, step, 0
+        self.batch_idx, self.global_step, self.filled = batch_idx, step, filled
         self.validated, self.over, self.data = True, False, data
 
     def go_back(self, was: "Position") -> bool:

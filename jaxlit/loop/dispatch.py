@@ -162,7 +162,7 @@ def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
     """
     engine, position = run.engine, run.position
     # A later check may end training before this step.
-    if engine.nan_policy == "raise" and not position.filled:
+    if engine.nan_policy == "raise" and not (position.filled and run.unchecked.starts):
         run.unchecked.starts += ((position.global_step, position.batch_idx, position.data),)
         if engine.window_start is not None:
             engine.window_start.keep()

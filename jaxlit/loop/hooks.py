@@ -139,7 +139,6 @@ class Hooks:
         self.datamodule, self.position = datamodule, position
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
-        self.deferred: list[Callable[[], None]] | None = None  # checkpoints that wait for a safe point
         self.inside = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
         for owner in (*callbacks, module, datamodule):

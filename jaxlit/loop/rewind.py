@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def check_finite(run: Run) -> None:
     if policy == "ignore":
         return
     if (bad := run.engine.bad_step()) < 0:
-        run.unchecked.settle(run.position.global_step)
+        run.settle(run.position.global_step)
     if bad == run.unchecked.warned_of:
         return
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
@@ -68,13 +69,13 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
     if not same_epoch:
         engine.clear_sums()
     run.results.history.clear(was.global_step)
+    run.hooks.log.take_window()
     _forget_later(run)
     run.hooks("on_load_checkpoint", dict(to.state))  # last: a hook may read all of the above
 
 
 def _forget_later(run: Run) -> None:
     """Forget what was logged and noted of the steps that are undone."""
-    run.hooks.log.take_window()
     run.results.pending, run.unchecked.warned_of = [], -1
     run.unchecked.starts.clear()
     run.tracing.forget(run.position.global_step)
@@ -129,8 +130,15 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     if not after or after[0].step != bad:
         return
     start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
-    engine.go_back(bad, position.epoch, start.batch_idx)
-    position.move_before(*start)
+    resume, filled = run.checkpoints.resume_of_window(bad), 0
+    if resume is None:
+        engine.go_back(bad, position.epoch, start.batch_idx)
+    else:
+        checkpoint = read(resume.checkpoint.path)  # it may be deleted or damaged by now
+        load_engine(engine, replace(resume, checkpoint=checkpoint))
+        filled = checkpoint.state["position"]["filled"]
+    position.move_before(*start, filled=filled)
+    run.hooks.log.forget(position.total_batch_idx)
     _forget_later(run)
     took = None
     if isinstance(error, NonFiniteError):
@@ -138,7 +146,9 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         before = run.checkpoints.resume and run.checkpoints.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."
         error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
-    if took is None:  # not known: name all that the step may have changed
+    if resume is not None and not resume.reset_optimizer:  # the optimizer's state is the checkpoint's again
+        took = []
+    elif took is None:  # not known: name all that the step may have changed
         took = engine.diagnose.took(None)
     run.unchecked.bad = {
         "step": bad,
@@ -169,8 +179,9 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         return f"\n{which} could not be run again: {error!r:.300}", None
     bad = [k for k, (loss, names) in enumerate(results) if names or not np.isfinite(loss)]
     if not bad:
+        window = "the window was not finite where the checkpoint was taken, " * (run.position.filled > 0)
         return (
-            f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): the "
+            f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): {window}the "
             "loader gave other data, the step draws other numbers each time, or gradients overflow when added up."
         ), None
     (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])

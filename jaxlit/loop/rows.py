@@ -66,7 +66,7 @@ def log_pending(run: Run) -> None:
                 run.results.pending = []
             check_finite(run)
         else:
-            run.unchecked.settle(step + 1)
+            run.settle(step + 1)
 
 
 def bind_measures(hooks: Hooks) -> None:

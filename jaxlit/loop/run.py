@@ -2,6 +2,7 @@
 
 import logging
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,10 +58,6 @@ class Unchecked:
     warned_of: int = -1  # the bad step
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
-    def settle(self, step: int) -> None:
-        """Forget the starts of the optimizer steps before `step`: they were finite."""
-        self.starts[:] = [start for start in self.starts if start[0] >= step]
-
 
 @dataclass
 class Checkpoints:
@@ -70,6 +67,16 @@ class Checkpoints:
     resumed: bool = False  # training continues from it, and has not begun an epoch since
     written: list[Path | Saving] = field(default_factory=list)  # the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
+
+    def resume_of_window(self, step: int) -> Resume | None:
+        """Return what the run was resumed from if that is inside the accumulation window of an optimizer step.
+
+        Only that checkpoint has the gradients of the window's first batches.
+        """
+        if self.resume is None:
+            return None
+        position = self.resume.checkpoint.state["position"]
+        return self.resume if position["filled"] and position["global_step"] == step else None
 
 
 @dataclass(kw_only=True)
@@ -88,6 +95,8 @@ class Run:
     engine: Engine
     prefetcher: Prefetcher
     unchecked: Unchecked = field(default_factory=Unchecked)
+    is_safe: bool = True  # a checkpoint may be taken now
+    requested: list[Callable[[], None]] = field(default_factory=list)  # checkpoints to write at the next safe point
     part: str = "start"  # of the run's time, see `LoopPart`
     spent: dict[str, float] = field(default_factory=dict)  # seconds of the parts before, without what others time
 
@@ -126,6 +135,14 @@ class Run:
         self.spent[before] = self.spent.get(before, 0.0) + took
         self._counted += took
         return before
+
+    def settle(self, step: int) -> None:
+        """Note that the optimizer steps before `step` were finite: they are not undone."""
+        starts, position, log = self.unchecked.starts, self.position, self.hooks.log
+        starts[:] = [start for start in starts if start[0] >= step]
+        if log.epoch or log.window:
+            undone = position.batch_idx - starts[0][1] if starts else 0
+            log.settle(position.total_batch_idx - undone)
 
     @property
     def done(self) -> bool:

@@ -4,42 +4,47 @@ import logging
 
 from jaxlit.loop.hooks import Hook
 from jaxlit.loop.run import Run
+from jaxlit.notes import add_note
 
 _logger = logging.getLogger("jaxlit")
 
 
 def safe_point(run: Run, hook: Hook | None, *, epoch_over: bool, training_over: bool) -> None:
-    """Call `on_safe_point`, and write the checkpoints that other hooks have asked for.
+    """Call `on_safe_point`, and write the checkpoints that other hooks have requested.
 
     Only a validation that a stop has cut may be left to do.
     """
-    saves, run.hooks.deferred = run.hooks.deferred, None  # the hook writes its own at once
+    run.is_safe = True
     if hook is not None:
         hook(epoch_over, training_over)
-    for save in saves or ():
-        save()
-    run.hooks.deferred = []
+    write_requested(run)
+    run.is_safe = False
 
 
-def close_safe_points(run: Run) -> None:
-    """Have checkpoints that hooks ask for wait."""
-    run.hooks.deferred = []
-
-
-def open_safe_points(run: Run) -> None:
-    """Write the checkpoints that hooks have asked for since the last safe point; later ones are written at once."""
-    saves, run.hooks.deferred = run.hooks.deferred, None
-    for save in saves or ():
-        save()
+def write_requested(run: Run) -> None:
+    """Write the checkpoints that hooks have requested since the last safe point."""
+    while run.requested:
+        run.requested.pop(0)()
 
 
 def end_at_safe_point(run: Run) -> None:
     """Make where an error ends training a safe point: after the newest step, or before the epoch that begins."""
     position = run.position
-    if saves := run.hooks.deferred:
-        text = "%d checkpoints that hooks had asked for were not written: training ended before the next safe point."
-        _logger.warning(text, len(saves))
-    run.hooks.deferred = None
     by_clock = run.times.has_interval and run.times.team.size > 1  # on which the processes would have to agree
     if not position.validated:
         position.validated = by_clock or not (run.data.validates and run.validation_is_due(position.over))
+    run.is_safe = True
+
+
+def write_requested_at(run: Run, error: BaseException) -> None:
+    """Write the requested checkpoints where an error has ended training, unless a user ends it at once."""
+    # The other processes may be elsewhere, and would not take part.
+    if isinstance(error, Exception) and not run.times.team.over:
+        while run.requested:
+            try:
+                run.requested.pop(0)()
+            except Exception as problem:
+                add_note(error, f"A checkpoint that a hook had requested was not written: {problem!r}")
+    if run.requested:
+        text = "%d checkpoints that hooks had requested were not written: training ended at once."
+        _logger.warning(text, len(run.requested))

@@ -18,7 +18,7 @@ from jaxlit.loop.results import Row
 from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
 from jaxlit.loop.run import Run
-from jaxlit.loop.safe_points import close_safe_points, end_at_safe_point, open_safe_points, safe_point
+from jaxlit.loop.safe_points import end_at_safe_point, safe_point, write_requested, write_requested_at
 from jaxlit.loop.tracing import Tracing
 
 _logger = logging.getLogger("jaxlit")
@@ -29,10 +29,12 @@ def fit(run: Run) -> None:
     run.begin("steps")
     run.times.begin(run.settings)
     bind_measures(run.hooks)
-    close_safe_points(run)  # until the first
+    run.is_safe = False  # until the first safe point
     try:
-        if trains(run):
-            open_safe_points(run)
+        has_trained = trains(run)
+        run.is_safe = True
+        write_requested(run)
+        if has_trained:
             run.hooks("on_train_end")
     except BaseException as error:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
@@ -42,8 +44,8 @@ def fit(run: Run) -> None:
         with contextlib.suppress(Exception):  # the device may be what failed
             end_before_bad_step(run, error)
         end_at_safe_point(run)
+        write_requested_at(run, error)
         raise
-    open_safe_points(run)
 
 
 def trains(run: Run) -> bool:
@@ -111,7 +113,7 @@ def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
 
         if due.time < math.inf and time.perf_counter() >= due.time:  # what is over counts after this step already
             acts, saves = True, due.at(position.global_step)[2]
-        asked = control.interrupted or control.should_stop or hooks.log.window or not due.next or hooks.deferred
+        asked = control.interrupted or control.should_stop or hooks.log.window or not due.next or run.requested
         if not (acts or asked or batch.is_last or saves is not None or results.pending or rows):
             position.validated = True  # no validation is due
             continue

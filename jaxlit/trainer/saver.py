@@ -80,7 +80,7 @@ class Saver:
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         check.boolean("weights_only", weights_only, owner="trainer.saver.begin")
         run = self._training()
-        if run.hooks.deferred is not None:
+        if not run.is_safe:
             raise CheckpointError(
                 f"trainer.saver.begin is called in {run.hooks.log.hook or 'a hook'}, where no training can be "
                 "continued. Call it in on_safe_point, or trainer.save_checkpoint, which waits for that."
@@ -110,10 +110,11 @@ class Saver:
 
     def save(self, path: str | Path, *, weights_only: bool = False) -> None:
         """Write a checkpoint, see `Trainer.save_checkpoint`."""
-        if (deferred := self._training().hooks.deferred) is not None:
-            deferred.append(partial(self.save, path, weights_only=weights_only))
-        else:
+        run = self._training()
+        if run.is_safe:
             self.begin(path, weights_only=weights_only).wait()
+        else:
+            run.requested.append(partial(self.save, path, weights_only=weights_only))
 
     def finish(self, first: BaseException | None) -> BaseException | None:
         """Wait for the checkpoints that no call has waited for, and return the first error of all.
@@ -163,7 +164,7 @@ class Saver:
         Raises:
             NonFiniteError: A step was not, and the policy is to raise.
         """
-        if (run := self._fitted()) is not None and run.hooks.deferred is None:
+        if (run := self._fitted()) is not None and run.is_safe:
             check_finite(run)
 
     def is_finite(self) -> bool:

@@ -319,7 +319,9 @@ class Session:
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
         for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
-        hooks = Hooks(self._trainer, module, self.callbacks, HostLog(self.results), loaders.datamodule, position)
+        hooks = Hooks(
+            self._trainer, module, self.callbacks, HostLog(self.results, position), loaders.datamodule, position
+        )
         return hooks, position
 
     @contextlib.contextmanager

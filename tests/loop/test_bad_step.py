@@ -254,16 +254,17 @@ def test_next_start_and_second_error_name_the_bad_step(capsys) -> None:
     assert "resume: step 1 (epoch 0, batches 2 to 3) was not finite" in capsys.readouterr().out
 
 
-def test_rows_match_a_training_that_skips() -> None:
+def test_rows_and_hook_means_match_a_training_that_skips() -> None:
     def table(folder: str) -> list[str]:
         return Path(folder, "metrics.csv").read_text().splitlines()
 
+    log = hooks(on_train_batch_end=lambda t, m, o, b, i: m.log("batch", float(i), on_step=False, on_epoch=True))
     given: Any = {"log_every_n_steps": 2, "resume": "auto"}
     with pytest.raises(NonFiniteError):
-        fit(Mean(), spoilt(9, 4), default_root_dir="parts", **given)
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir="parts", **given)
     assert len(table("parts")) == 4  # the row of the sixth step has told of the fifth
     for folder in ("parts", "whole"):
-        fit(Mean(), spoilt(9, 4), default_root_dir=folder, nan_policy="skip", **given)
+        fit(Mean(), spoilt(9, 4), None, log, default_root_dir=folder, nan_policy="skip", **given)
     assert table("parts") == table("whole")
 
 
@@ -284,18 +285,45 @@ def test_without_rows_the_places_of_the_steps_are_bounded() -> None:
     assert 4096 <= len(ended) <= 4096 + 1024  # then the device is asked
 
 
-def test_a_bad_window_of_a_checkpoint_ends_at_that_checkpoint() -> None:
+@pytest.mark.full
+def test_a_bad_window_of_a_checkpoint_is_restored_from_it() -> None:
     save = at_batch(4, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's second batch
     batches = trapped("nan", "gradient")
     batches[4], batches[5] = batches[5], batches[4]
     given: Any = {"accumulate_grad_batches": 3}
     fit(Trapped(), batches, None, save, max_steps=2, nan_policy="ignore", **given)
-    with pytest.raises(NonFiniteError, match="at optimizer step 1 "):
-        fit(Trapped(), batches, ckpt_path="kept", default_root_dir="run", **given)
-    assert names() == []
-    resumed = fit(Trapped(), batches, ckpt_path="kept", nan_policy="skip", **given)
+    trainer, model = make_trainer(default_root_dir="run", **given), Trapped()
+    expected = "at optimizer step 1 .*\nBatch 5, run again on these parameters, gave the same"
+    with pytest.raises(NonFiniteError, match=expected):
+        trainer.fit(model, batches, ckpt_path="kept")
+    assert trainer.global_step == 1 and names() == ["step_00000001"]
+    ours, kept = (saved_state(path) for path in ("run/checkpoints/step_00000001", "kept"))
+    assert ours.pop("not_finite") == {"step": 1, "epoch": 0, "batches": [5, 6], "optimizer": []}
+    assert ours["position"] == kept["position"]
+    assert_same(model, by_hand([batches[:3]], -1, "gradient"))
+    resumed = fit(Trapped(), batches, default_root_dir="run", resume="auto", nan_policy="skip", **given)
     # The momentum took nothing.
     assert_same(resumed.module, by_hand([batches[k : k + 3] for k in (0, 3, 6)], 1, "loss"))
+
+
+def test_a_window_already_bad_in_its_checkpoint_is_skipped() -> None:
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's first batch
+    given: Any = {"accumulate_grad_batches": 2}
+    with pytest.raises(NonFiniteError, match="\nBatch 2, run again .* gave the same"):
+        fit(Mean(), spoilt(6, 2), None, save, **given)
+    with pytest.raises(NonFiniteError, match="\nBatch 3, run again .*: the window was not finite where the checkpoint"):
+        fit(Mean(), spoilt(6, 2), ckpt_path="kept", **given)
+    resumed = fit(Mean(), spoilt(6, 2), ckpt_path="kept", nan_policy="skip", **given)
+    assert float(resumed.module.w[...][0]) == mean([[1, 2], [5, 6]])
+
+
+def test_values_logged_in_the_hook_of_a_bad_batch_count_once() -> None:
+    log = hooks(on_train_batch_start=lambda t, m, batch, i: m.log("batch", float(i), on_step=False, on_epoch=True))
+    given: Any = {"default_root_dir": "run", "resume": "auto"}
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(6, 4), None, log, **given)
+    trainer = fit(Mean(), spoilt(6, 4), None, log, nan_policy="skip", **given)
+    assert trainer.callback_metrics["batch"] == np.mean(range(6))
 
 
 def test_a_bad_step_does_not_disable_the_logger_that_meets_it() -> None:

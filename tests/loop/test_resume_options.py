@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kit import journal as kit_journal
 from kit.batches import numbered
-from kit.journal import hooks
+from kit.journal import at_batch, hooks
 from kit.modules import Mean, module
 from kit.resume_model import (
     BATCH_SIZE,
@@ -213,3 +213,85 @@ def test_another_accumulation_is_refused_inside_a_window() -> None:
             mean_fit(numbered(8), accumulate_grad_batches=accumulate, ckpt_path="at")
     trainer, _ = mean_fit(numbered(8), accumulate_grad_batches=2, max_epochs=3, ckpt_path="end")
     assert trainer.global_step == 3 + 3 + 4
+
+
+class LogsAndRaises(jl.Callback):
+    """Counts the batches that begin, those that end, and the epochs' ends; raises once, after it has logged.
+
+    Args:
+        hook: Where it raises.
+        call: At which of its calls, from 0; -1 for never.
+    """
+
+    def __init__(self, hook: str = "", call: int = -1) -> None:
+        self.hook, self.left = hook, call
+
+    def log_one(self, hook: str) -> None:
+        self.log(hook, 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        if hook == self.hook:
+            self.left -= 1
+            if self.left == -1:
+                raise Stopped
+
+    def on_train_epoch_start(self, trainer: jl.Trainer, module: Any) -> None:
+        self.log_one("on_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: jl.Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        self.log_one("on_train_batch_start")
+        return -1 if batch_idx == 6 else None
+
+    def on_train_batch_end(self, trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_one("on_train_batch_end")
+
+    def on_train_epoch_end(self, trainer: jl.Trainer, module: Any) -> None:
+        self.log_one("on_train_epoch_end")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("hook", "call"),
+    [
+        *[("on_train_epoch_start", k) for k in range(2)],
+        *[("on_train_batch_start", k) for k in (0, 1, 5, 6, 7)],
+        *[("on_train_batch_end", k) for k in (0, 1, 5, 6)],
+        *[("on_train_epoch_end", k) for k in range(2)],
+    ],
+)
+def test_what_hooks_log_counts_once_after_an_error_and_a_resume(hook: str, call: int, accumulate: int) -> None:
+    given: Any = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "default_root_dir": "run", "resume": "auto"}
+    with pytest.raises(Stopped):
+        kit_fit(Mean(), numbered(8), None, LogsAndRaises(hook, call), **given)
+    trainer = kit_fit(Mean(), numbered(8), None, LogsAndRaises(), **given)
+    counts = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("on_")}
+    # Each epoch begins seven batches, the last of which ends it before its step.
+    expected = {"on_train_epoch_start": 1, "on_train_batch_start": 7, "on_train_batch_end": 6, "on_train_epoch_end": 1}
+    assert counts == expected
+
+
+def test_a_checkpoint_requested_by_a_hook_is_written_if_training_raises() -> None:
+    def save(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            trainer.save_checkpoint("requested")
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        kit_fit(Mean(), numbered(4), None, hooks(on_train_batch_end=save), enable_checkpointing=False)
+    seen = list[int]()
+    watch = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: seen.append(i))
+    kit_fit(Mean(), numbered(4), None, watch, ckpt_path="requested")
+    assert seen == [3]
+
+
+def test_loaders_are_opened_again_after_a_resume_inside_an_epoch() -> None:
+    class Data(jl.DataModule):
+        def train_dataloader(self) -> Any:
+            opened.append("train")
+            return numbered(4)
+
+    opened = list[str]()
+    given: Any = {"reload_dataloaders_every_n_epochs": 1}
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("half"))
+    kit_fit(Mean(), Data(), None, save, max_epochs=2, **given)
+    del opened[:]
+    kit_fit(Mean(), Data(), ckpt_path="half", max_epochs=3, **given)
+    assert len(opened) == 2  # at the start, for the rest of the second epoch, and for the third
