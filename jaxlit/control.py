@@ -1,10 +1,13 @@
 """What changes during a run: signals, stops and counts."""
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+_logger = logging.getLogger("jaxlit")
 
 
 class Interrupted(BaseException):
@@ -37,8 +40,7 @@ class Control:
         num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
         log_every: The optimizer steps between rows that `log_every_n_steps="auto"` means.
         verbose: Whether the metrics of `validate` and `test` are printed at their end.
-        noted: What a run has printed already: "stop" for a stop that has to wait, "signal" for one that ends it, and
-            "module" for what batch hooks see of it between the steps of a dispatch.
+        noted: What a run has logged or printed once: texts, and "signal" for one that ends it.
         predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
     """
 
@@ -66,6 +68,12 @@ class Control:
         self.interrupted = alone and self.signal is not None
         self.noted.clear()
         self.agreed.clear()
+
+    def log_once(self, level: int, text: str, *args: Any) -> None:
+        """Log a text, unless the run has logged it before."""
+        if text not in self.noted:
+            self.noted.add(text)
+            _logger.log(level, text, *args)
 
     def stop(self, reason: str | None) -> None:
         """Ask for a stop; the first reason is kept."""

@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.programs.jaxpr import bind, run, sources
+from jaxlit.programs.jaxpr import bind, indices, run, sources
 
 
 def all_finite(tree: Any) -> list[jax.Array]:
@@ -20,7 +20,7 @@ def all_finite(tree: Any) -> list[jax.Array]:
     return [jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) == 0 for x in jax.tree.leaves(tree)]
 
 
-def once(ok: jax.Array) -> jax.Array:
+def computed_once(ok: jax.Array) -> jax.Array:
     """Return a bool, unchanged, in a form that XLA computes in one place."""
     # XLA copies comparisons into each kernel that reads them, with all that they compare: the flags of all gradients
     # in the kernel of each parameter. A root is too expensive for it to copy.
@@ -64,43 +64,56 @@ def guarded(
         ok: () bool, all of these.
         wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
     """
-    every = (1 << len(finite)) - 1  # bit i stands for gradient i
-    good = {every: ok}
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         # Each equation would run by itself: nothing is overwritten in place, so nothing is gained by choosing early.
         new, rest = update(grads, state, *others)
         return keep_unless(ok, state, new), rest
     closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, state, *others)
-    choices = []
-    for x, bits in zip(jax.tree.leaves(state), _waits(closed, state, len(finite), wait_for_all), strict=True):
-        if bits not in good:
-            good[bits] = reduce(and_, [ok for i, ok in enumerate(finite) if bits >> i & 1], early)
-        choices.append((good[bits], x))
-    made = _run(closed, jax.tree.leaves((grads, state, others)), choices)
-    return jax.tree.unflatten(jax.tree.structure(shape), made)
+    is_good = {frozenset(range(len(finite))): ok}  # by the gradients that a leaf needs
+    choices = list[Choice]()
+    for old, needs in zip(jax.tree.leaves(state), _needs(closed, state, len(finite), wait_for_all), strict=True):
+        if needs not in is_good:
+            is_good[needs] = reduce(and_, [finite[i] for i in sorted(needs)], early)
+        choices.append(Choice(is_good[needs], old))
+    results = _run(closed, jax.tree.leaves((grads, state, others)), choices)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-def waits(update: Callable[..., Any], grads: Any, state: Any, *others: Any, wait_for_all: bool) -> list[int]:
-    """Return for each leaf of an optimizer's state the gradients that it depends on, as bits; see `guarded`."""
+def needed_grads(
+    update: Callable[..., Any], grads: Any, state: Any, *others: Any, wait_for_all: bool
+) -> list[frozenset[int]]:
+    """Return for each leaf of an optimizer's state the indices of the gradients that it needs; see `guarded`."""
     closed = jax.make_jaxpr(update)(grads, state, *others)
-    return _waits(closed, state, len(jax.tree.leaves(grads)), wait_for_all)
+    return _needs(closed, state, len(jax.tree.leaves(grads)), wait_for_all)
 
 
-def _waits(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[int]:
+def _needs(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[frozenset[int]]:
     # A moment depends on its own gradient, after a clip by the global norm on all. Leaves that no gradient reaches,
     # and single numbers such as counts, wait for all: they must agree with each other.
-    every = (1 << num_grads) - 1
-    pairs = zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False)
-    return [every if wait_for_all or not x.ndim else (bits & every) or every for x, bits in pairs]
+    every = frozenset(range(num_grads))
+    if wait_for_all:
+        return [every] * len(jax.tree.leaves(state))
+    needs = list[frozenset[int]]()
+    for leaf, inputs in zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False):
+        grads = indices(inputs & ((1 << num_grads) - 1)) if leaf.ndim else every  # the gradients are the first inputs
+        needs.append(grads or every)
+    return needs
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[tuple[jax.Array, Any]]) -> list[Any]:
+class Choice(NamedTuple):
+    """What an output of the update is selected by."""
+
+    is_good: jax.Array  # () bool, whether to take the new array
+    old: Any
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list[Any]:
     """Run a program whose first outputs are each selected, as soon as they are computed.
 
     Args:
         closed: The program.
         args: Its inputs.
-        choices: For each of the first outputs whether to take the new array, and the old one.
+        choices: Of each of the first outputs.
     """
     places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
     for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
@@ -116,7 +129,7 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[tuple[jax.A
                 results[k] = chosen[i] = keep_unless(*choices[i], new)
         return results
 
-    made = run(closed.jaxpr, closed.consts, args, rule)
-    for i, choice in enumerate(choices):  # inputs and literals, which no equation makes, are selected here
-        made[i] = chosen[i] if i in chosen else keep_unless(*choice, made[i])
-    return made
+    results = run(closed.jaxpr, closed.consts, args, rule)
+    for i, choice in enumerate(choices):  # inputs and literals, which no equation computes, are selected here
+        results[i] = chosen[i] if i in chosen else keep_unless(*choice, results[i])
+    return results

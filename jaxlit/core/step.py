@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxlit.core.device_sums import StepTable, Table, loss_of
-from jaxlit.core.guard import all_finite, guarded, holds_weights, keep_unless, once, waits
+from jaxlit.core.guard import all_finite, computed_once, guarded, holds_weights, keep_unless, needed_grads
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold
 from jaxlit.core.pure_module import PureModule
@@ -60,7 +60,8 @@ class TrainStep:
         state = self.layout.unflatten(leaves)
         state, loss, outputs = self._accumulate(replica, state, batch)
         assert state.window is not None
-        table, state = state.window.metrics, state.advance(steps=0)
+        table = state.window.metrics
+        state = state.advance(steps=0)
         return self.layout.flatten(state), self.logs(table, state), loss, outputs
 
     def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
@@ -95,7 +96,8 @@ class TrainStep:
         else:
             new, loss, outputs = self._accumulate(replica, old, batch)
             assert new.window is not None
-            table, rows = new.window.metrics, new.window.rows
+            table = new.window.metrics
+            rows = new.window.rows
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
@@ -115,7 +117,8 @@ class TrainStep:
         Returns:
             The state, the table as it leaves the step, and with traced functions a tuple of their results.
         """
-        before, after = self.layout.unflatten(old), self.layout.unflatten(new)
+        before = self.layout.unflatten(old)
+        after = self.layout.unflatten(new)
         params = after.params  # as the batch left them
         after, updates = self._apply(before, after, grads, table)
         seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
@@ -144,11 +147,12 @@ class TrainStep:
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
-    def waits(self, state: TrainState) -> list[int]:
-        """Return for each leaf of the optimizer's state which gradients it waits for, see `jaxlit.core.guard`."""
-        params, number = state.params, jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
+    def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
+        """Return for each leaf of the optimizer's state the gradients that it needs, see `jaxlit.core.guard`."""
+        params = state.params
+        number = jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
         weights = holds_weights(self.options.tx, params)
-        return waits(self._optimize, params, state.opt_state, params, number, number, wait_for_all=weights)
+        return needed_grads(self._optimize, params, state.opt_state, params, number, number, wait_for_all=weights)
 
     @property
     def table(self) -> Table:
@@ -174,7 +178,8 @@ class TrainStep:
         """Return a function of the parameters to what is differentiated, and to (the loss, what else was made)."""
         body = self.wrap(self.pure.body("training", replica))
         rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
-        factor, scale = replica.loss_factor, state.loss_scale
+        factor = replica.loss_factor
+        scale = state.loss_scale
 
         def objective(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
@@ -234,36 +239,44 @@ class TrainStep:
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         after `nnx.value_and_grad`.
         """
-        policy, scale, bad_step, loss = self.options.nan_policy, old.loss_scale, old.bad_step, loss_of(table)
+        policy = self.options.nan_policy
+        scale = old.loss_scale
+        bad_step = old.bad_step
+        loss = loss_of(table)
         sums = self.table.add(old.sums, table)
         if policy == "ignore" and scale is None:
             fields, updates = self._updated(self._optimize, old, new, grads, loss)
             return replace(new, **fields, sums=sums).advance(steps=1), updates
-        sticky, finite, good_loss = policy == "raise", all_finite(grads), jnp.isfinite(loss)
+        finite = all_finite(grads)
+        all_grads_finite = jnp.stack(finite).all()
+        loss_finite = jnp.isfinite(loss)
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
-        early, good_grads = once(good_loss & (bad_step < 0)) if sticky else good_loss, jnp.stack(finite).all()
-        ok = settled = once(early & good_grads)
+        stops = policy == "raise"
+        good_so_far = computed_once(loss_finite & (bad_step < 0)) if stops else loss_finite
+        # `ok`: take the update. `settled`: the step is not to be noted as bad.
+        ok = settled = computed_once(good_so_far & all_grads_finite)
         if scale is not None:
             # What is not finite without any scaling is no overflow of it.
-            overflow = early & ~good_grads & (scale[0] > 1)
+            overflow = good_so_far & ~all_grads_finite & (scale[0] > 1)
             ok = ~overflow if policy == "ignore" else ok
             settled = ok | overflow
-        if sticky and scale is None:
+        if stops and scale is None:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
             weights = holds_weights(self.options.tx, old.params)
-            optimize = partial(guarded, self._optimize, early=early, finite=finite, ok=ok, wait_for_all=weights)
+            optimize = partial(guarded, self._optimize, early=good_so_far, finite=finite, ok=ok, wait_for_all=weights)
             fields, updates = self._select(ok, optimize, old, replace(new, sums=sums), grads, loss)
         else:
-            stopped = ~settled if sticky else jnp.zeros((), bool)
+            stopped = ~settled if stops else jnp.zeros((), bool)
             fields, updates = self._branch(ok, stopped, old, new, grads, loss)
             fields["sums"] = keep_unless(settled, old.sums, sums)
             if scale is not None:
                 scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
         start = new.window_start
-        start = start if start is None else replace(start, batches=jnp.zeros_like(start.batches))
+        if start is not None:
+            start = replace(start, batches=jnp.zeros_like(start.batches))
         new = replace(new, **fields, loss_scale=scale, window_start=start)
         # The first bad step under "raise", the newest under "skip".
-        keeps = settled | (bad_step >= 0) if sticky else settled
+        keeps = settled | (bad_step >= 0) if stops else settled
         bad_step = jnp.where(keeps, bad_step, old.step)
         return new.advance(steps=1, bad_step=bad_step), updates
 
@@ -319,13 +332,15 @@ class TrainStep:
         self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
     ) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
-        old, hold = opt_state, Hold(self.options.parts, epoch)
+        old = opt_state
+        hold = Hold(self.options.parts, epoch)
         clipped = grads = hold.without(grads)
         if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.options.clip.update(grads, self.options.clip.init(params))
         where = f"{self.pure.name}.configure_optimizers"
         updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, where)
-        updates, opt_state = hold.without(updates), hold.keep_state(old, opt_state)
+        updates = hold.without(updates)
+        opt_state = hold.keep_state(old, opt_state)
         made = hold.keep(params, optax.apply_updates(params, updates))
         return jax.tree.map(_like, old, opt_state), (made, updates)
 

@@ -54,9 +54,9 @@ class Diagnosis:
         spec, names = self._state.spec, self._names
         if spec.index.loss_scale is not None:  # such a step changes nothing
             return []
-        known = sum(1 << i for i, name in enumerate(names) if bad is not None and name in bad)
-        waits = zip(jax.tree.leaves(spec.index.opt_state), self._step.waits(spec.tree), strict=True)
-        return [spec.entries[i][0] for i, bits in waits if bits != (1 << len(names)) - 1 and not bits & known]
+        known = {i for i, name in enumerate(names) if bad is not None and name in bad}
+        leaves = zip(jax.tree.leaves(spec.index.opt_state), self._step.needed_grads(spec.tree), strict=True)
+        return [spec.entries[i][0] for i, needs in leaves if len(needs) < len(names) and not needs & known]
 
     @property
     def _names(self) -> list[str]:

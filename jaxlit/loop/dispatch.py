@@ -17,8 +17,6 @@ from jaxlit.loop.results import Outputs, Row
 from jaxlit.loop.rows import rows_of_step
 from jaxlit.loop.run import Run
 
-_logger = logging.getLogger("jaxlit")
-
 _LONGEST_S = 0.05  # that a dispatch may take under "auto"
 _MOST = 32  # batches of one then
 _TIMED = range(4, 12)  # the single steps that are timed before that is decided
@@ -36,8 +34,12 @@ class Dispatch:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._given, self._steps, self._began = run, None, 0, 0.0
-        self.decided, self.size = True, 1
+        self._run = run
+        self._steps_per_execution = None
+        self._steps = 0
+        self._began = 0.0
+        self.decided = True
+        self.size = 1
 
     def begin_epoch(self) -> None:
         """Look at the argument and at the windows of the epoch.
@@ -45,43 +47,49 @@ class Dispatch:
         Raises:
             ArgumentError: The strategy runs a step in parts, or a dispatch would cut a window.
         """
-        given, strategy = self._run.settings.steps_per_execution, self._run.engine.strategy
-        if given != self._given:
-            self._given, self._steps = given, 0
-            self.decided, self.size = given != "auto", given if isinstance(given, int) else 1
-        if given != 1 and not strategy.fuses_steps:
+        steps_per_execution = self._run.settings.steps_per_execution
+        strategy = self._run.engine.strategy
+        if steps_per_execution != self._steps_per_execution:
+            self._steps_per_execution = steps_per_execution
+            self._steps = 0
+            self.decided = steps_per_execution != "auto"
+            self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
+        if steps_per_execution != 1 and not strategy.fuses_steps:
             raise ArgumentError(
-                f"Trainer(steps_per_execution={given!r}): {strategy.describe().splitlines()[0]} runs a step in parts, "
-                "which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' or 'shard_map'."
+                f"Trainer(steps_per_execution={steps_per_execution!r}): {strategy.describe().splitlines()[0]} runs a "
+                "step in parts, which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' "
+                "or 'shard_map'."
             )
-        window, epoch = self._run.window.batches, self._run.control.num_training_batches
-        if given != 1 and (starts := self._run.hooks.bind("on_train_batch_start")):
+        window = self._run.window.batches
+        control = self._run.control
+        if steps_per_execution != 1 and (starts := self._run.hooks.bind("on_train_batch_start")):
             # It runs before its step, and may end the epoch there: the steps after it must not have been taken.
-            self.decided, self.size = True, 1
-            if "steps" not in self._run.control.noted:
-                self._run.control.noted.add("steps")
-                text = "steps_per_execution=%s: %s.on_train_batch_start runs before each step, so each is a dispatch."
-                _logger.info(text, given, starts.functions[0].owner)
+            self.decided = True
+            self.size = 1
+            text = "steps_per_execution=%s: %s.on_train_batch_start runs before each step, so each is a dispatch."
+            control.log_once(logging.INFO, text, steps_per_execution, starts.functions[0].owner)
             return
-        if given == "auto":
-            self.size = max(int(min(self.size, epoch)) // window * window, 1)
+        if steps_per_execution == "auto":
+            self.size = max(int(min(self.size, control.num_training_batches)) // window * window, 1)
             return
         check_size(self.size, window)
-        if self.size > epoch and "steps" not in self._run.control.noted:
-            self._run.control.noted.add("steps")
+        if self.size > control.num_training_batches:
             text = "steps_per_execution=%d is more than an epoch has batches, %d: each step is a dispatch."
-            _logger.warning(text, self.size, epoch)
+            control.log_once(logging.WARNING, text, self.size, control.num_training_batches)
 
     def fits(self) -> bool:
         """Return whether the next `size` batches may be one dispatch: nothing is due before its end."""
-        run, position, due, control = self._run, self._run.position, self._run.due, self._run.control
+        run = self._run
+        position = self._run.position
+        due = self._run.due
+        control = self._run.control
         if self.size == 1 or position.filled:
             return False
         if control.interrupted or control.should_stop:
             return False
-        if not due.next or position.global_step >= due.next or run.prefetcher.now >= due.time:
+        if due.is_stale or position.global_step >= due.next_step or run.prefetcher.now >= due.next_time:
             due.move(run, position.global_step)
-        return position.global_step + self.size // run.window.batches <= due.cut
+        return position.global_step + self.size // run.window.batches <= due.dispatch_end
 
     def measure(self, token: jax.Array) -> None:
         """Time a few steps, given a result of each, and decide how many a dispatch takes."""
@@ -91,7 +99,8 @@ class Dispatch:
             self._began = time.perf_counter()
         elif self._steps == _TIMED.stop:
             token.block_until_ready()
-            self.decided, window = True, self._run.window.batches
+            self.decided = True
+            window = self._run.window.batches
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
             most = int(min(_MOST, fastest, self._run.control.num_training_batches))
             self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
@@ -138,12 +147,14 @@ class StepOutputs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         i = self.batch
         if name != "loss":
-            one = lambda rows, x: fetch(x)[:, i] if rows else fetch(x)[i]  # noqa: E731
-            return jax.tree.map(one, self.is_row[name], self.outputs[name])
+            return jax.tree.map(self._of_batch, self.is_row[name], self.outputs[name])
         if self.loss is not None:
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
         return np.float32(total / weight)
+
+    def _of_batch(self, is_row: bool, x: Any) -> Any:
+        return fetch(x)[:, self.batch] if is_row else fetch(x)[self.batch]
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self.outputs))
@@ -160,7 +171,8 @@ def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
         batch: The batch.
         ends: Its `on_train_batch_end`, if anything has one.
     """
-    engine, position = run.engine, run.position
+    engine = run.engine
+    position = run.position
     # A later check may end training before this step.
     if engine.nan_policy == "raise" and not (position.filled and run.unchecked.starts):
         run.unchecked.starts += ((position.global_step, position.batch_idx, position.data),)
@@ -169,7 +181,7 @@ def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
     stepping = batch.is_last or position.filled + 1 >= run.window.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
-    elif position.global_step + 1 < run.due.next or not run.tracing.every:
+    elif position.global_step + 1 < run.due.next_step or not run.tracing.every:
         logs, loss, outputs = engine.train_step(batch.arrays)
     else:
         logs, loss, outputs = run.tracing.step(engine, batch.arrays, position.global_step)
@@ -199,30 +211,40 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
     Returns:
         The rows of the steps.
     """
-    position, results, window, count = run.position, run.results, run.window.batches, batch.count
-    steps, first, each = count // window, position.global_step, run.due.each[1]
+    position = run.position
+    results = run.results
+    window = run.window.batches
+    count = batch.count
+    steps = count // window
+    first = position.global_step
+    each = run.due.quiet_hooks.end
     if run.engine.nan_policy == "raise":
         data = [position.data, *batch.position[window - 1 : -1 : window]]
         run.unchecked.starts += [(first + i, position.batch_idx + i * window, at) for i, at in enumerate(data)]
     logs, loss, outputs = run.engine.fused_steps(window, batch.arrays)
-    results.latest, run.prefetcher.token = (logs, steps - 1), logs
+    results.latest = (logs, steps - 1)
+    run.prefetcher.token = logs
     if run.hooks.live is not None:
         run.hooks.live.stale = True
     rows: list[Row] = []
     if each is None and last is None:
         position.advance(batch.position[-1], stepping=steps, last=batch.is_last, batches=count)
-        every, stops = run.log_every, run.control.should_stop
+        every = run.log_every
+        stops = run.control.should_stop
         for i in range(steps):
             if (every and (first + i + 1) % every == 0) or (stops and i + 1 == steps):
                 results.latest = logs, i
                 rows += rows_of_step(run, first + i)
         results.latest = logs, steps - 1
         return rows
-    seen, failed = StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows), None
+    seen = StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows)
+    failed = None
     for k, (host, data) in enumerate(zip(batch.host, batch.position, strict=True)):
-        is_last, i = k + 1 == count, k // window
+        is_last = k + 1 == count
+        i = k // window
         position.advance(data, stepping=(k + 1) % window == 0, last=batch.is_last and is_last)
-        results.latest, run.hooks.log.batch = (logs, i), host
+        results.latest = (logs, i)
+        run.hooks.log.batch = host
         ends = last if i + 1 == steps else each
         if ends is not None and failed is None:
             try:
@@ -234,10 +256,7 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
     if failed is not None:
         results.pending = [*results.pending, *rows]
         raise failed
-    if run.hooks.live is not None and not run.hooks.live.stale and "module" not in run.control.noted:
-        run.control.noted.add("module")
-        text = (
-            "A batch hook has read the module in a dispatch of %d batches: it has the weights after all of its steps."
-        )
-        _logger.info(text, count)
+    if run.hooks.live is not None and not run.hooks.live.stale:
+        text = "A batch hook has read the module in a dispatch of %d batches: it has the weights after its last step."
+        run.control.log_once(logging.INFO, text, count)
     return rows

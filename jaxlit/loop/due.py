@@ -2,9 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,7 +17,22 @@ if TYPE_CHECKING:
 
 MOST_QUIET = 1024  # optimizer steps after which the loop looks at all in any case
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
-StepHooks: TypeAlias = tuple[Hook | None, Hook | None, Hook | None]  # in that order; None without functions
+
+
+class StepHooks(NamedTuple):
+    """The hooks of the batches of a step; None for one that nobody has, which costs no call."""
+
+    start: Hook | None = None
+    end: Hook | None = None
+    safe_point: Hook | None = None
+
+
+class Wait(NamedTuple):
+    """What a callback waits for."""
+
+    callback: Callback
+    step: float
+    time: float  # by `time.perf_counter()`
 
 
 class Due:
@@ -30,96 +43,103 @@ class Due:
         tracing: The callbacks inside the optimizer step.
 
     Attributes:
-        next: After how many optimizer steps something acts next; 0 before it was asked.
-        cut: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a callback comes
-            then, or a step that is taken alone.
-        time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
-        each: The hooks of a step in which none of those callbacks acts.
+        next_step: After how many optimizer steps something acts next.
+        next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
+        dispatch_end: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a
+            callback comes then, or a step that is taken alone.
+        quiet_hooks: The hooks of a step in which none of those callbacks acts.
+        is_stale: Whether these have to be found again before the next step.
     """
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
-        self._hooks, self._tracing = hooks, tracing
+        self._hooks = hooks
+        self._tracing = tracing
         asked = [c for c in hooks.callbacks if overrides(c, "due_in") or overrides(c, "due_in_seconds")]
-        self._asked = {c: partial(self._wait_of, c, fitting(c, "due_in", ["step"])) for c in asked}
-        self._waits: list[tuple[Callback, float, float]] = []  # with the step and the time
-        self._made: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
-        self._next_callback, self._time_callback = 0.0, math.inf
+        self._due_in = {callback: fitting(callback, "due_in", ["step"]) for callback in asked}
+        self._waits: list[Wait] = []
+        self._step_hooks: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
+        self._next_callback = 0.0
+        self._time_callback = math.inf
         self._intervals = list[int]()
-        self._forgotten = 0  # how often
-        self.next: float = 0
-        self.cut: float = 0
-        self.time = math.inf
-        self.each: StepHooks = (None, None, None)
+        self.is_stale = True
+        self.next_step: float = 0
+        self.next_time = math.inf
+        self.dispatch_end: float = 0
+        self.quiet_hooks = StepHooks()
 
     def forget(self) -> None:
         """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
-        self._forgotten += 1
-        self.next = 0
+        self.is_stale = True
 
     def move(self, run: "Run", step: int) -> None:
         """Find what acts next, after so many optimizer steps."""
-        now, forgotten = time.perf_counter(), self._forgotten
-        if not self.next:
-            self._next_callback, self.each = 0, self._of([])
-            self._intervals = [
-                every for every in (run.log_every, *[every for _, every in self._tracing.every]) if every
-            ]
+        now = time.perf_counter()
+        max_steps = run.settings.max_steps
+        was_stale = self.is_stale
+        self.is_stale = False  # first: another thread may set it meanwhile
+        if was_stale:
+            self._next_callback = 0
+            self.quiet_hooks = self._of([])
+            self._intervals = [every for _, every in self._tracing.every]
+            if run.log_every:
+                self._intervals.append(run.log_every)
         if step >= self._next_callback or now >= self._time_callback:
-            ask = self._hooks.ask
-            waits = [
-                (c, *ask(c, "due_in", partial(wait_of, step, now), (math.inf,) * 2))
-                for c, wait_of in self._asked.items()
-            ]
-            self._waits = waits
-            self._next_callback = min((at for _, at, _ in waits), default=math.inf)
-            self._time_callback = min((at for _, _, at in waits), default=math.inf)
-        self.time, steps = self._time_callback, run.settings.max_steps
+            self._waits = [self._wait_of(callback, step, now) for callback in self._due_in]
+            self._next_callback = min((wait.step for wait in self._waits), default=math.inf)
+            self._time_callback = min((wait.time for wait in self._waits), default=math.inf)
+        self.next_time = self._time_callback
         if run.times.waits or run.times.team.size > 1:
-            self.time = min(self.time, now + run.times.seconds_to_look)
-        self.next = min(self._next_callback, step + MOST_QUIET)
-        self.cut = self._next_callback
+            self.next_time = min(self.next_time, now + run.times.seconds_to_look)
+        self.next_step = min(self._next_callback, step + MOST_QUIET)
+        self.dispatch_end = self._next_callback
         for _, every in self._tracing.every:
-            self.cut = min(self.cut, step + every - step % every - 1)
+            self.dispatch_end = min(self.dispatch_end, step + every - step % every - 1)
         for every in self._intervals:  # no call: a row may be due in each step
-            if (at := step + every - step % every) < self.next:
-                self.next = at
+            if (at := step + every - step % every) < self.next_step:
+                self.next_step = at
         if run.settings.debug:
-            self.next, self.cut = step + 1, step
-        if step < steps:
-            self.next, self.cut = min(self.next, steps), min(self.cut, steps)
+            self.next_step = step + 1
+            self.dispatch_end = step
+        if step < max_steps:
+            self.next_step = min(self.next_step, max_steps)
+            self.dispatch_end = min(self.dispatch_end, max_steps)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
             batches += run.position.filled
-            self.next = min(self.next, step - (-batches // run.window.batches))
+            self.next_step = min(self.next_step, step - (-batches // run.window.batches))
             # One that comes inside a window is of a step that is taken alone.
-            self.cut = min(self.cut, step + batches // run.window.batches)
-        if self._forgotten != forgotten:  # meanwhile
-            self.next = 0
+            self.dispatch_end = min(self.dispatch_end, step + batches // run.window.batches)
 
-    @staticmethod
-    def _wait_of(callback: Callback, due_in: Callable[[int], Any], step: int, now: float) -> tuple[float, float]:
+    def _wait_of(self, callback: Callback, step: int, now: float) -> Wait:
         """Return the step and the time at which a callback acts next."""
-        wait, seconds = due_in(step), callback.due_in_seconds()
-        if wait is not None and not (isinstance(wait, (int, np.integer)) and wait >= 1):
-            raise ArgumentError(
-                f"{type(callback).__name__}.due_in({step}) returned {shown(wait)}. Return a number of optimizer steps, "
-                "at least 1, or None for not before the epoch's end."
-            )
-        return math.inf if wait is None else step + wait, math.inf if seconds is None else now + seconds
+        never = Wait(callback, math.inf, math.inf)
+
+        def ask() -> Wait:
+            steps = self._due_in[callback](step)
+            seconds = callback.due_in_seconds()
+            if steps is not None and not (isinstance(steps, (int, np.integer)) and steps >= 1):
+                raise ArgumentError(
+                    f"{type(callback).__name__}.due_in({step}) returned {shown(steps)}. Return a number of optimizer "
+                    "steps, at least 1, or None for not before the epoch's end."
+                )
+            at = math.inf if seconds is None else now + seconds
+            return Wait(callback, math.inf if steps is None else step + steps, at)
+
+        return self._hooks.ask(callback, "due_in", ask, never)
 
     def at(self, step: int) -> StepHooks:
         """Return the hooks of an optimizer step, counted from 1, in which something acts."""
         now = time.perf_counter()
         if step < self._next_callback and now < self._time_callback:
-            return self.each
-        return self._of([c for c, due, due_time in self._waits if step >= due or now >= due_time])
+            return self.quiet_hooks
+        return self._of([wait.callback for wait in self._waits if step >= wait.step or now >= wait.time])
 
     def _of(self, acting: list[Callback]) -> StepHooks:
         key = tuple(map(id, acting))
-        if key not in self._made:
-            resting = [c for c in self._asked if id(c) not in key]
+        if key not in self._step_hooks:
+            resting = [c for c in self._due_in if id(c) not in key]
             hooks = [self._hooks.bind(name).without([c for c in resting if _is_covered(c, name)]) for name in _NAMES]
-            self._made[key] = tuple(hook or None for hook in hooks)  # type: ignore[assignment]
-        return self._made[key]
+            self._step_hooks[key] = StepHooks(*[hook or None for hook in hooks])
+        return self._step_hooks[key]
 
 
 def _is_covered(callback: Callback, name: str) -> bool:

@@ -56,7 +56,9 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     Returns:
         The metrics of each loader; none if the run was interrupted.
     """
-    hooks, log, part = run.hooks, run.hooks.log, run.begin("evaluation")
+    hooks = run.hooks
+    log = run.hooks.log
+    part = run.begin("evaluation")
     now = Found()
     log.begin_evaluation()
     hooks(f"on_{stage}_start")
@@ -133,11 +135,16 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, ke
     Returns:
         With `keep` each batch's outputs as numpy.
     """
-    engine, hooks, prefetcher, (source, limit) = run.engine, run.hooks, run.prefetcher, loader
+    engine = run.engine
+    hooks = run.hooks
+    prefetcher = run.prefetcher
+    (source, limit) = loader
     # None for a hook that no callback has, so that a batch pays no call.
     starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
-    sums, kept, waiting = None, [], None
+    sums = None
+    outputs_on_host = []
+    waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
             sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
@@ -151,7 +158,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, ke
         if ends is not None:
             ends(outputs, batch.host, batch.index, idx)
         if keep:
-            kept += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
+            outputs_on_host += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
             waiting = outputs, batch.host, run.settings.host_keys
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
@@ -163,17 +170,19 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, ke
     # A loader that had batches before and none now is used up; one that never had any was warned of at the start.
     if now.sums is None and source.gave and not run.control.interrupted:
         raise source.empty()
-    return kept + ([_to_host(*waiting)] if waiting is not None else [])
+    return outputs_on_host + ([_to_host(*waiting)] if waiting is not None else [])
 
 
 def first_sums(run: Run, now: Found, stage: str, loader: int | None) -> list[Any]:
     """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
-    engine, part = run.engine, run.begin("compile")
+    engine = run.engine
+    part = run.begin("compile")
     engine.prepare_eval(stage, run.prefetcher.example, loader)
     run.begin(part)
     traced = engine.eval_trace(stage, loader)
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
-    now.table, now.sums = traced.table, engine.eval_sums(stage, loader)
+    now.table = traced.table
+    now.sums = engine.eval_sums(stage, loader)
     return now.sums
 
 

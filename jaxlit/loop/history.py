@@ -17,8 +17,10 @@ class _Curve:
     """The values of one metric, and their steps; half of them are left out whenever there are too many."""
 
     def __init__(self) -> None:
-        self.steps, self.values = list[int](), list[float]()
-        self.seen, self.every = 0, 1
+        self.steps = list[int]()
+        self.values = list[float]()
+        self.seen = 0
+        self.every = 1
 
 
 class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
@@ -72,14 +74,16 @@ class History(Mapping[str, tuple[np.ndarray, np.ndarray]]):
                 curve.values += (row[name],)
             curve.seen += 1
             if curve.seen > MOST * curve.every:
-                curve.steps, curve.values, curve.every = curve.steps[::2], curve.values[::2], 2 * curve.every
+                curve.steps = curve.steps[::2]
+                curve.values = curve.values[::2]
+                curve.every = 2 * curve.every
 
     def clear(self, step: int = 0) -> None:
         """Forget the rows from a step on."""
         for curve in self._curves.values():
-            kept = sum(at < step for at in curve.steps)
-            del curve.steps[kept:], curve.values[kept:]
-            curve.seen = kept * curve.every
+            num_left = sum(at < step for at in curve.steps)
+            del curve.steps[num_left:], curve.values[num_left:]
+            curve.seen = num_left * curve.every
         self._curves = {name: curve for name, curve in self._curves.items() if curve.steps}
 
     def plot(self, names: Sequence[str] | None = None) -> Any:

@@ -49,8 +49,12 @@ class TimedFunction:
     __slots__ = ("calls", "function", "longest", "owner", "seconds", "source")
 
     def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner, self.source, self.function = type(owner).__name__, owner, function
-        self.calls, self.seconds, self.longest = 0, 0.0, 0.0
+        self.owner = type(owner).__name__
+        self.source = owner
+        self.function = function
+        self.calls = 0
+        self.seconds = 0.0
+        self.longest = 0.0
 
 
 class Hook:
@@ -63,7 +67,9 @@ class Hook:
     """
 
     def __init__(self, hooks: "Hooks", name: str, functions: list[TimedFunction]) -> None:
-        self.hooks, self.name, self.functions = hooks, name, functions
+        self.hooks = hooks
+        self.name = name
+        self.functions = functions
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -75,13 +81,18 @@ class Hook:
 
     def __call__(self, *args: Any) -> bool:
         """Call every hook of this name; returns whether one of them returned -1."""
-        hooks, skip = self.hooks, False
+        hooks = self.hooks
+        skip = False
         if not self.functions:
             return skip
-        log, live = hooks.log, hooks.live
+        log = hooks.log
+        live = hooks.live
         # Of the hook that has called this one, for example by a checkpoint.
-        outer_hook, outer_named, outer_inside = log.hook, log.named, hooks.inside
-        log.hook, hooks.inside = self.name, 0.0
+        outer_hook = log.hook
+        outer_named = log.named
+        outer_inside = hooks.inside
+        log.hook = self.name
+        hooks.inside = 0.0
         if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
         begun = start = perf_counter()
@@ -106,10 +117,12 @@ class Hook:
                     function.calls += 1
                     function.seconds += (seconds := now - start - hooks.inside)
                     function.longest = seconds if seconds > function.longest else function.longest
-                    start, hooks.inside = now, 0.0
+                    start = now
+                    hooks.inside = 0.0
         finally:
             ACTIVE.reset(token)
-            log.hook, log.named = outer_hook, outer_named
+            log.hook = outer_hook
+            log.named = outer_named
             hooks.inside = outer_inside + start - begun
         return skip
 
@@ -135,8 +148,12 @@ class Hooks:
         datamodule: DataModule | None,
         position: Position,
     ) -> None:
-        self.trainer, self.module, self.callbacks, self.log = trainer, module, callbacks, log
-        self.datamodule, self.position = datamodule, position
+        self.trainer = trainer
+        self.module = module
+        self.callbacks = callbacks
+        self.log = log
+        self.datamodule = datamodule
+        self.position = position
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
         self.inside = 0.0  # seconds of hooks inside the one that runs
@@ -192,7 +209,8 @@ class Hooks:
             hook: The hook.
             args: Its arguments.
         """
-        position, name = self.position, f"{type(owner).__name__}.{hook}"
+        position = self.position
+        name = f"{type(owner).__name__}.{hook}"
         # Arguments of a batch hook: (batch, batch_idx), at the end (outputs, batch, batch_idx).
         batch = args[1 + hook.endswith("_end")] if "_batch_" in hook else position.batch_idx
         at = f"in epoch {position.epochs}, batch {batch} (global_step {position.global_step})"
@@ -327,7 +345,8 @@ def fitting(owner: Any, hook: str, arguments: list[str] | None = None) -> Callab
     Raises:
         ModuleError: It takes others.
     """
-    method, arguments = getattr(owner, hook), _arguments(hook) if arguments is None else arguments
+    method = getattr(owner, hook)
+    arguments = _arguments(hook) if arguments is None else arguments
     signature = inspect.signature(method)
     for left_out in (0, 1) if arguments[-1:] == ["dataloader_idx"] else (0,):
         with contextlib.suppress(TypeError):

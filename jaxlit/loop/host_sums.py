@@ -95,7 +95,8 @@ class Total:
         """Return the sum, and the sum of weights, with the values of the batches before one."""
         reduce = _REDUCE.get(self.metric.reduce_fx, operator.add)
         is_mean = self.metric.reduce_fx == "mean"
-        total, weight = self.total, self.weight
+        total = self.total
+        weight = self.weight
         for logged in self.waiting:
             if logged.batch >= batch:
                 continue
@@ -131,13 +132,15 @@ class HostLog:
         Raises:
             LogError: The value is not a scalar number, or the name is logged elsewhere or in another way.
         """
-        name, batch = metric.name, "_batch_" in self.hook
+        name = metric.name
+        batch = "_batch_" in self.hook
         if name in self.named:
             raise LogError(f"self.log({name!r}, ...) is called twice in one {self.hook}. Log a name once.")
         self.named.add(name)
         if isinstance(value, nnx.metrics.Metric):
             average = check_average(metric, value, batch_size, self.hook)
-            value, weight = average.compute(), average.count.get_value()
+            value = average.compute()
+            weight = average.count.get_value()
         else:
             check_value(name, value, batch_size, self.hook)
             weight = batch_size if batch_size is not None else num_rows(self.batch) if batch else 1
@@ -229,7 +232,8 @@ class HostLog:
 
     def take_window(self) -> dict[str, Total]:
         """Return the values of the optimizer step that ended, by their names in rows, and begin the next."""
-        totals, self.window = self.window, {}
+        totals = self.window
+        self.window = {}
         return {t.metric.step_name: t for t in totals.values() if t.metric.logger}
 
     def show_epoch(self) -> None:

@@ -43,9 +43,12 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     Raises:
         CheckpointError: It does not fit: a table says what differs.
     """
-    checkpoint, reset_optimizer = resume.checkpoint, resume.reset_optimizer
-    evaluates, filled = engine.evaluates_only, checkpoint.state["position"]["filled"]
-    saved, wanted = checkpoint.weights if evaluates else checkpoint.specs, engine.state.spec.entries
+    checkpoint = resume.checkpoint
+    reset_optimizer = resume.reset_optimizer
+    evaluates = engine.evaluates_only
+    filled = checkpoint.state["position"]["filled"]
+    saved = checkpoint.weights if evaluates else checkpoint.specs
+    wanted = engine.state.spec.entries
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
     saved_keys, wanted_keys = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
@@ -89,7 +92,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
 
 def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
     position = checkpoint.state["position"]
-    stated, counted = [position[k] for k in ("global_step", "epoch", "batch_idx")], engine.state.counters()
+    stated = [position[k] for k in ("global_step", "epoch", "batch_idx")]
+    counted = engine.state.counters()
     # Between epochs the arrays still count in the one before.
     count = 3 if position["batch_idx"] or position["over"] else 1
     if stated[:count] != counted[:count]:
@@ -105,8 +109,11 @@ def _callback(name: str) -> str | None:
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
-    state, replicas, conversions = checkpoint.state, engine.strategy.replica.stack_size, dict[int, Any]()
-    table, places = table_of(state["metrics"]), {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
+    state = checkpoint.state
+    replicas = engine.strategy.replica.stack_size
+    conversions = dict[int, Any]()
+    table = table_of(state["metrics"])
+    places = {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
     for i, (name, _, _) in enumerate(checkpoint.specs):
         of_window = name.startswith("window")
         # An empty window stays as it is.

@@ -38,7 +38,8 @@ class MetricView(Mapping[str, float]):
     """A read-only mapping of metrics; a value comes from the device when its key is read."""
 
     def __init__(self, slots: Mapping[str, Slot], shows: Callable[[Slot], bool]) -> None:
-        self._slots, self._shows = slots, shows
+        self._slots = slots
+        self._shows = shows
 
     def version(self, name: str) -> int | None:
         """Return a number that is another for each new value of a metric; None for one that every step changes."""
@@ -169,7 +170,9 @@ class Outputs(Mapping[str, Any]):
     """
 
     def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
-        self.logs, self._loss, self._outputs = logs, loss, outputs
+        self.logs = logs
+        self._loss = loss
+        self._outputs = outputs
 
     def __getitem__(self, name: str) -> Any:
         if name != "loss":

@@ -58,7 +58,8 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
         to: The checkpoint.
         why: What happened, for the log.
     """
-    engine, position = run.engine, run.position
+    engine = run.engine
+    position = run.position
     load_engine(engine, Resume(to))
     was = Position(**to.state["position"])
     _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
@@ -76,7 +77,8 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
 
 def _forget_later(run: Run) -> None:
     """Forget what was logged and noted of the steps that are undone."""
-    run.results.pending, run.unchecked.warned_of = [], -1
+    run.results.pending = []
+    run.unchecked.warned_of = -1
     run.unchecked.starts.clear()
     run.tracing.forget(run.position.global_step)
     run.due.forget()
@@ -118,7 +120,8 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         run: The run.
         error: The error. A NonFiniteError also names what a second run of the step's batches shows.
     """
-    engine, position = run.engine, run.position
+    engine = run.engine
+    position = run.position
     if run.times.team.over:
         return  # the other processes may be elsewhere: reading the mark would wait for a step that they never take
     if engine.nan_policy != "raise" or not engine.state.is_complete:
@@ -129,8 +132,10 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     after = [Start(*start) for start in run.unchecked.starts if start[0] >= bad >= 0]
     if not after or after[0].step != bad:
         return
-    start, end = after[0], after[1].batch_idx if len(after) > 1 else position.batch_idx
-    resume, filled = run.checkpoints.resume_of_window(bad), 0
+    start = after[0]
+    end = after[1].batch_idx if len(after) > 1 else position.batch_idx
+    resume = run.checkpoints.resume_of_window(bad)
+    filled = 0
     if resume is None:
         engine.go_back(bad, position.epoch, start.batch_idx)
     else:
@@ -140,21 +145,21 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     position.move_before(*start, filled=filled)
     run.hooks.log.forget(position.total_batch_idx)
     _forget_later(run)
-    took = None
+    changed_arrays = None
     if isinstance(error, NonFiniteError):
-        text, took = _diagnose(run, start.batch_idx, end)
+        text, changed_arrays = _diagnose(run, start.batch_idx, end)
         before = run.checkpoints.resume and run.checkpoints.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."
         error.args = (f"{error}{text}{second if before and before['step'] == bad else ''}",)
     if resume is not None and not resume.reset_optimizer:  # the optimizer's state is the checkpoint's again
-        took = []
-    elif took is None:  # not known: name all that the step may have changed
-        took = engine.diagnose.took(None)
+        changed_arrays = []
+    elif changed_arrays is None:  # not known: name all that the step may have changed
+        changed_arrays = engine.diagnose.took(None)
     run.unchecked.bad = {
         "step": bad,
         "epoch": position.epoch,
         "batches": [start.batch_idx, end],
-        "optimizer": took,
+        "optimizer": changed_arrays,
     }
 
 
@@ -169,7 +174,8 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         return "", None
     which = f"Batch {first}" if end == first + 1 else f"Batches {first} to {end - 1}"
     try:
-        source, validator = run.data.training[0], run.data.loaders.validator_of(run.data.training[0])
+        source = run.data.training[0]
+        validator = run.data.loaders.validator_of(run.data.training[0])
         run.prefetcher.close()  # its thread must not draw meanwhile
         pairs = [validator(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
         if not pairs:
@@ -184,7 +190,8 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
             f"\n{which}, run again on these parameters, gave finite numbers (loss {results[0][0]:.4g}): {window}the "
             "loader gave other data, the step draws other numbers each time, or gradients overflow when added up."
         ), None
-    (loss, names), rows = results[bad[0]], _not_finite(pairs[bad[0]][0])
+    (loss, names) = results[bad[0]]
+    rows = _not_finite(pairs[bad[0]][0])
     is_finite = all(np.isfinite(x) for x, _ in results)  # else the step has changed nothing
     gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (

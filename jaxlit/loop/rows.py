@@ -23,7 +23,8 @@ def rows_of_step(run: Run, step: int, *, last: bool = True) -> list[Row]:
         step: The step, from 0.
         last: Whether training stops after it if a stop was asked for: the last step has a row.
     """
-    control, log = run.control, run.hooks.log
+    control = run.control
+    log = run.hooks.log
     window = log.take_window() if log.window else {}
     every = run.settings.log_every_n_steps  # `run.log_every` without a call in each step
     every = control.log_every if isinstance(every, str) else every
@@ -78,7 +79,8 @@ def bind_measures(hooks: Hooks) -> None:
 
 def row_of_epoch(run: Run) -> dict[str, Any]:
     """Show the metrics of an epoch, summed over its steps, and return those that are logged."""
-    engine, row = run.engine, dict[str, Any]()
+    engine = run.engine
+    row = dict[str, Any]()
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
     metrics = engine.training_table.metrics

@@ -25,8 +25,6 @@ from jaxlit.loop.time_limits import TimeLimits
 from jaxlit.loop.tracing import Tracing
 from jaxlit.reporting.terminal import say
 
-_logger = logging.getLogger("jaxlit")
-
 
 class Start(NamedTuple):
     """Where an optimizer step begins. The loop notes it as a plain tuple, which costs no call."""
@@ -40,9 +38,9 @@ class Start(NamedTuple):
 class Window:
     """How many batches an optimizer step takes."""
 
-    given: int  # the Trainer's argument, before any hook
+    argument: int  # the Trainer's argument, before any hook
     batches: int  # in this epoch
-    left: int | None = None  # the argument when the loops ended, which a teardown may set back
+    argument_at_end: int | None = None  # the argument when the loops ended, which a teardown may set back
 
     @classmethod
     def of(cls, settings: Settings) -> "Window":
@@ -129,16 +127,19 @@ class Run:
 
     def begin(self, part: str) -> str:
         """Count the time from now on to another part, and return the part before."""
-        before, self.part = self.part, part
+        before = self.part
+        self.part = part
         elsewhere = sum(f.seconds for _, f in self.hooks.functions()) + self.prefetcher.seconds + self.in_flight.seconds
-        took = self.times.seconds - elsewhere - self._counted
-        self.spent[before] = self.spent.get(before, 0.0) + took
-        self._counted += took
+        seconds = self.times.seconds - elsewhere - self._counted
+        self.spent[before] = self.spent.get(before, 0.0) + seconds
+        self._counted += seconds
         return before
 
     def settle(self, step: int) -> None:
         """Note that the optimizer steps before `step` were finite: they are not undone."""
-        starts, position, log = self.unchecked.starts, self.position, self.hooks.log
+        starts = self.unchecked.starts
+        position = self.position
+        log = self.hooks.log
         starts[:] = [start for start in starts if start[0] >= step]
         if log.epoch or log.window:
             undone = position.batch_idx - starts[0][1] if starts else 0
@@ -147,7 +148,9 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether training is over."""
-        settings, control, position = self.settings, self.control, self.position
+        settings = self.settings
+        control = self.control
+        position = self.position
         return (
             control.interrupted
             or position.global_step >= settings.max_steps >= 0
@@ -158,13 +161,12 @@ class Run:
     @property
     def may_stop(self) -> bool:
         """Whether `min_epochs` and `min_steps` allow a stop that was asked for."""
-        epochs, steps = self.settings.min_epochs, self.settings.min_steps
+        epochs = self.settings.min_epochs
+        steps = self.settings.min_steps
         if self.position.epoch >= epochs and self.position.global_step >= steps:
             return True
-        if "stop" not in self.control.noted:
-            self.control.noted.add("stop")
-            text = "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues."
-            _logger.info(text, self.control.stop_reason, epochs, steps)
+        text = "Asked to stop (%s), but min_epochs=%d and min_steps=%d are not reached: training continues."
+        self.control.log_once(logging.INFO, text, self.control.stop_reason, epochs, steps)
         return False
 
     def begin_steps(self) -> None:
@@ -185,7 +187,8 @@ class Run:
         Raises:
             PeerError: Another process has failed.
         """
-        processes, control = self.times.team, self.control
+        processes = self.times.team
+        control = self.control
         if processes.size == 1:
             return
         processes.check()
@@ -206,7 +209,8 @@ class Run:
     @property
     def batches_to_validation(self) -> int | None:
         """Batches until a validation inside the epoch; None if there is none, or if a clock decides."""
-        position, every = self.position, self.settings.check_val_every_n_epoch
+        position = self.position
+        every = self.settings.check_val_every_n_epoch
         if self.data.val_every is None or not self.data.validates or self.times.has_interval:
             return None
         count = position.total_batch_idx if every is None else position.batch_idx
@@ -218,7 +222,8 @@ class Run:
         Args:
             last: Whether it is the last batch of the epoch.
         """
-        position, every = self.position, self.settings.check_val_every_n_epoch
+        position = self.position
+        every = self.settings.check_val_every_n_epoch
         if every is not None and (position.epoch + 1) % every:
             return False
         if self.control.should_stop and self.may_stop:

@@ -30,7 +30,8 @@ class RunData:
     """
 
     def __init__(self, loaders: Loaders) -> None:
-        self.loaders, self.train = loaders, list[Loader]()
+        self.loaders = loaders
+        self.train = list[Loader]()
         self.val: Sequence[Loader] = ()
         self.val_every: int | None = None
         self.validates = False
@@ -114,15 +115,15 @@ def validation_interval(settings: Settings, source: Source, limit: int | None) -
     return interval
 
 
-def make_loaders(settings: Settings, stage: Stage, given: Mapping[str, Any], datamodule: Any) -> Loaders:
+def make_loaders(settings: Settings, stage: Stage, arguments: Mapping[str, Any], datamodule: Any) -> Loaders:
     """Return the loaders of a run.
 
     Args:
         settings: The Trainer's arguments.
         stage: What runs.
-        given: By stage, what was passed to the method and the argument's name.
+        arguments: By stage, what was passed to the method and the argument's name.
         datamodule: The DataModule, if one was passed.
     """
     validator = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
     overfit = stage.method == "fit" and bool(settings.overfit_batches)
-    return Loaders(stage.method, given, datamodule, settings.limits, validator=validator, overfit=overfit)
+    return Loaders(stage.method, arguments, datamodule, settings.limits, validator=validator, overfit=overfit)

@@ -77,21 +77,21 @@ class Settings(Arguments):
         **given: All arguments, as they were given.
 
     Attributes:
-        given: The same.
+        arguments: The same.
 
     Raises:
         ArgumentError: A value is out of its set, or does not fit another.
         ArgumentTypeError: A value has the wrong type.
     """
 
-    given: dict[str, Any]
+    arguments: dict[str, Any]
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **arguments: Any) -> None:
         checked = {
-            name: None if given[name] is None and name in _OPTIONAL else check_value(name, given[name])
+            name: None if arguments[name] is None and name in _OPTIONAL else check_value(name, arguments[name])
             for name, check_value in _CHECKS.items()
         }
-        vars(self).update(given, given=given, **checked)
+        vars(self).update(arguments, arguments=arguments, **checked)
         vars(self)["min_steps"] = self.min_steps or 0
         if self.min_epochs is None:  # as in Lightning a least number of steps alone keeps the first epoch going
             vars(self)["min_epochs"] = int(self.min_steps > 0)
@@ -104,7 +104,7 @@ class Settings(Arguments):
 
     def replace(self, name: str, value: Any) -> "Settings":
         """Return the settings with another value of an argument, as it is given."""
-        return Settings(**{**self.given, name: value})
+        return Settings(**{**self.arguments, name: value})
 
     @property
     def device_count(self) -> int | None:

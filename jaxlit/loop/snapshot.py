@@ -34,8 +34,11 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     Raises:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
-    engine, strategy, data = run.engine, run.engine.strategy, run.data.loaders.datamodule
-    entries, ask_for = engine.state.spec.entries, run.hooks.ask
+    engine = run.engine
+    strategy = run.engine.strategy
+    data = run.data.loaders.datamodule
+    entries = engine.state.spec.entries
+    ask_for = run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
@@ -65,7 +68,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
     seldom: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
-    numbers = [run.window.given, run.window.left or run.settings.accumulate_grad_batches]
+    numbers = [run.window.argument, run.window.argument_at_end or run.settings.accumulate_grad_batches]
     seldom["accumulate_set"] = None if {*numbers} == {run.window.batches} else numbers
     seldom["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
     state |= {key: x for key, x in seldom.items() if x}
@@ -105,19 +108,21 @@ def _evaluated(run: Run) -> dict[int, int]:
 
 def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved, known, data = dict(state["callbacks"]), hooks.keyed(), hooks.datamodule
+    saved = dict(state["callbacks"])
+    known = hooks.keyed()
+    data = hooks.datamodule
     owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
     owners += [] if data is None else [(data, state["datamodule"])]
-    for owner, kept in owners:
+    for owner, state_of_owner in owners:
         try:
-            hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, kept))
+            hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, state_of_owner))
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{type(owner).__name__}.load_state_dict cannot load its state from the checkpoint: {error!r}. The "
                 "state is of another version, or damaged. Leave the callback out, or resume from another checkpoint."
             ) from error
     # A callback with an empty state loses nothing.
-    return [key for key, kept in saved.items() if kept and key not in known]
+    return [key for key, state_of_owner in saved.items() if state_of_owner and key not in known]
 
 
 def load_loader(source: Source, state: Mapping[str, Any]) -> None:
@@ -132,7 +137,9 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     """
     if (saved := state["loaders"]["training"]) is None:
         return
-    theirs, before, processes = saved["states"], state["processes"], jax.process_count()
+    theirs = saved["states"]
+    before = state["processes"]
+    processes = jax.process_count()
     if before == processes:  # each process continues with its share, the only one that was read
         source.load_state_dict(theirs[0])
         return
@@ -148,27 +155,29 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
-def keeps_accumulation(given: int, settings: Settings, state: Mapping[str, Any]) -> bool:
+def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:
     """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
 
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
 
     Args:
-        given: `Trainer(accumulate_grad_batches=...)`, before any hook.
+        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
         settings: The Trainer's arguments now.
         state: The checkpoint's.
     """
     before, _ = state.get("accumulate_set") or (state["accumulate"], None)
-    return 1 < before == given == settings.accumulate_grad_batches
+    return 1 < before == argument == settings.accumulate_grad_batches
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
-    run.checkpoints.resumed, run.unchecked.warned_of = True, run.engine.bad_step()  # that step has been warned of
+    run.checkpoints.resumed = True
+    run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
-    keeps, given = keeps_accumulation(run.window.given, run.settings, state), run.settings.accumulate_grad_batches
-    run.window.batches = state["accumulate"] if keeps or state["position"]["filled"] else given
+    keeps = keeps_accumulation(run.window.argument, run.settings, state)
+    accumulate = run.settings.accumulate_grad_batches
+    run.window.batches = state["accumulate"] if keeps or state["position"]["filled"] else accumulate
     if keeps and (numbers := state.get("accumulate_set")):
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
@@ -183,10 +192,13 @@ def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of this process's loaders."""
     if not run.data.train:
         return {"training": None}
-    source, position = run.data.training[0], run.position
-    epoch, at = position.epoch, position.data
+    source = run.data.training[0]
+    position = run.position
+    epoch = position.epoch
+    at = position.data
     if position.over:  # nothing is left of this epoch: the loader begins the next
-        epoch, at = epoch + 1, source.between_epochs(at)
+        epoch = epoch + 1
+        at = source.between_epochs(at)
     return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
 
 
@@ -200,7 +212,8 @@ def _pack(array: Any) -> dict[str, Any] | None:
 
 
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    data, shape = base64.b64decode(packed["data"]), packed["shape"]
+    data = base64.b64decode(packed["data"])
+    shape = packed["shape"]
     if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
         raise CheckpointError(
             f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."

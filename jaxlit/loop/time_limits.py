@@ -30,7 +30,9 @@ class TimeLimits:
     """
 
     def __init__(self) -> None:
-        self.team, self.waits, self._started = team(), False, time.monotonic()
+        self.team = team()
+        self.waits = False
+        self._started = time.monotonic()
         self._checked = 0.0  # seconds at the newest check
         self.ended: float | None = None
         self.has_failed = False
@@ -43,10 +45,10 @@ class TimeLimits:
         if self.team.size > 1:
             return -math.inf
         # A limit that is over has asked for its stop. A validation may be late, where others are every n epochs.
-        left = [limit.due for limit in self._limits if not limit.at_epoch_end and limit.due > self._checked]
+        due_times = [limit.due for limit in self._limits if not limit.at_epoch_end and limit.due > self._checked]
         if self._next_validation is not None:
-            left.append(self._next_validation)
-        return min(left, default=math.inf) - self.seconds
+            due_times.append(self._next_validation)
+        return min(due_times, default=math.inf) - self.seconds
 
     @property
     def seconds(self) -> float:
@@ -72,7 +74,8 @@ class TimeLimits:
     def restart_interval(self, settings: Settings) -> None:
         """Count a `val_check_interval` that is a duration again, from the end of a validation."""
         if isinstance(interval := settings.val_check_interval, datetime.timedelta):
-            self._next_validation, self.waits = self.seconds + interval.total_seconds(), True
+            self._next_validation = self.seconds + interval.total_seconds()
+            self.waits = True
 
     @property
     def has_interval(self) -> bool:

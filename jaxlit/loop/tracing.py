@@ -35,8 +35,9 @@ class Tracing:
         for callback in hooks.callbacks:
             if not overrides(callback, "trace_step"):
                 continue
-            given, owner = callback.trace_every_n_steps, type(callback).__name__
-            every = check.integer("trace_every_n_steps", given, low=0, also=(None,), owner=owner)
+            every_n_steps = callback.trace_every_n_steps
+            owner = type(callback).__name__
+            every = check.integer("trace_every_n_steps", every_n_steps, low=0, also=(None,), owner=owner)
             if every := log_every if every is None else every:
                 fitting(callback, "trace_step")
                 self.every.append((callback, every))
@@ -50,7 +51,9 @@ class Tracing:
             ModuleError: It returns no dict of arrays.
             LogError: A scalar's name is taken.
         """
-        state, failed, names = engine.state.unflatten(), object(), list[str]()
+        state = engine.state.unflatten()
+        failed = object()
+        names = list[str]()
         for callback, every in [] if self._checked else list(self.every):
             # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
             trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)

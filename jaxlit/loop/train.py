@@ -72,31 +72,24 @@ def trains(run: Run) -> bool:
 
 
 def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
-    """Train one epoch, or what a checkpoint has left of it.
-
-    Args:
-        run: The run.
-        dispatch: How many batches a dispatch has.
-        inside: Whether a checkpoint has left a part of the epoch.
-    """
-    position, control, hooks, due, results = run.position, run.control, run.hooks, run.due, run.results
-    if not inside:
-        begin_epoch(run)  # on_train_epoch_start
-    dispatch.begin_epoch()
-    due.forget()
-    if not position.validated:
-        resume_validation(run)
-    shows_steps, acts = False, True
+    """Train one epoch; with `inside`, what a checkpoint has left of it."""
+    position = run.position
+    hooks = run.hooks
+    due = run.due
+    begin_epoch(run, dispatch, inside=inside)  # on_train_epoch_start
+    shows_steps = False
+    something_is_due = True
     for batch in batches_left(run, dispatch):
         # Callbacks with `due_in`, rows, validations and limits act in few steps: most steps compare two numbers.
-        if acts or not due.next:
+        if something_is_due or due.is_stale:
             due.move(run, position.global_step)
         step = position.global_step + (1 if batch.count == 1 else batch.count // run.window.batches)
-        acts = step >= due.next or run.prefetcher.now >= due.time
-        starts, ends, saves = due.at(step) if acts else due.each  # None for a hook that nobody has: it costs no call
+        something_is_due = step >= due.next_step or run.prefetcher.now >= due.next_time
+        step_hooks = due.at(step) if something_is_due else due.quiet_hooks
         hooks.log.batch = batch.host
 
-        if starts is not None and starts(batch.host, batch.index):  # on_train_batch_start: -1 skips the rest
+        # on_train_batch_start: -1 skips the rest of the epoch.
+        if step_hooks.start is not None and step_hooks.start(batch.host, batch.index):
             position.end_batches(batch.position)
             break
         if not shows_steps:  # the first batch compiles
@@ -104,28 +97,31 @@ def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
             shows_steps = True
         # training_step and on_train_batch_end. The step is dispatched, not done: hooks run while the device computes.
         # The position is after it from here on, also for what an error leaves.
-        rows = take_step(run, batch, ends) if batch.count == 1 else take_steps(run, batch, ends)
+        take = take_step if batch.count == 1 else take_steps
+        rows = take(run, batch, step_hooks.end)
         if not dispatch.decided:
-            dispatch.measure(results.latest)
+            dispatch.measure(run.results.latest)
         # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
         if position.total_batch_idx % run.in_flight.period < batch.count:
             run.in_flight.wait(run.prefetcher.token)
 
-        if due.time < math.inf and time.perf_counter() >= due.time:  # what is over counts after this step already
-            acts, saves = True, due.at(position.global_step)[2]
-        asked = control.interrupted or control.should_stop or hooks.log.window or not due.next or run.requested
-        if not (acts or asked or batch.is_last or saves is not None or results.pending or rows):
+        if due.next_time < math.inf and time.perf_counter() >= due.next_time:  # counts after this step already
+            something_is_due = True
+            step_hooks = due.at(position.global_step)
+        must_look = something_is_due or due.is_stale or run.control.interrupted or run.control.should_stop
+        has_rows = rows or run.results.pending or hooks.log.window
+        if not (must_look or has_rows or run.requested or batch.is_last or step_hooks.safe_point is not None):
             position.validated = True  # no validation is due
             continue
         log_step(run, rows)  # log(row); row = row_of_step()
         if not (run.data.validates and run.validation_is_due(position.over)):
             position.validated = True
-        elif not control.interrupted:  # else a resume does it
+        elif not run.control.interrupted:  # else a resume does it
             validate(run)
         if run.done:
             break
         if not position.over:  # the end of the epoch has its own
-            safe_point(run, saves, epoch_over=False, training_over=False)
+            safe_point(run, step_hooks.safe_point, epoch_over=False, training_over=False)
     else:
         end_batches(run)
     run.print_signal()
@@ -134,7 +130,8 @@ def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
 
 def end_epoch(run: Run) -> None:
     """End an epoch, or the part of it that a stop has left, in which a resume continues."""
-    position, hooks = run.position, run.hooks
+    position = run.position
+    hooks = run.hooks
     cut = not (position.over and position.validated)
     if cut:  # checkpoints are taken now: the end of the epoch changes states of callbacks
         safe_point(run, hooks.bind("on_safe_point"), epoch_over=False, training_over=True)
@@ -155,14 +152,19 @@ def end_epoch(run: Run) -> None:
         safe_point(run, hooks.bind("on_safe_point"), epoch_over=True, training_over=run.done)
 
 
-def begin_epoch(run: Run) -> None:
-    """Begin the sums of an epoch, and call its first hook."""
-    run.engine.begin_epoch(run.position.epoch)
-    run.results.newest_loss = None
-    run.hooks("on_train_epoch_start")
-    run.meet()
-    # After the hook, which may set it; all windows of an epoch have one length.
-    run.window.batches = run.settings.accumulate_grad_batches
+def begin_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
+    """Begin the sums of an epoch and call its first hook; or do what a checkpoint inside it has left to do first."""
+    if not inside:
+        run.engine.begin_epoch(run.position.epoch)
+        run.results.newest_loss = None
+        run.hooks("on_train_epoch_start")
+        run.meet()
+        # After the hook, which may set it; all windows of an epoch have one length.
+        run.window.batches = run.settings.accumulate_grad_batches
+    dispatch.begin_epoch()
+    run.due.forget()
+    if not run.position.validated:
+        resume_validation(run)
 
 
 def resume_validation(run: Run) -> None:
@@ -174,12 +176,14 @@ def resume_validation(run: Run) -> None:
     else:  # no longer
         run.position.validated = True
     if not (run.position.over or run.done):
-        safe_point(run, run.due.at(step)[2], epoch_over=False, training_over=False)
+        safe_point(run, run.due.at(step).safe_point, epoch_over=False, training_over=False)
 
 
 def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
     """Return what is left of the epoch."""
-    (source, limit), position, resumed = run.data.training, run.position, run.checkpoints.resumed
+    (source, limit) = run.data.training
+    position = run.position
+    resumed = run.checkpoints.resumed
     run.checkpoints.resumed = False
     if position.over or run.done:
         return ()
@@ -198,15 +202,16 @@ def log_step(run: Run, rows: list[Row] | None) -> None:
         run: The run.
         rows: Those of a dispatch of several batches; None of a single one, which has its row here, if it has one.
     """
-    position, step = run.position, run.position.global_step
+    position = run.position
+    step = run.position.global_step
     if run.results.pending:
         log_pending(run)
-    if run.times.waits and (not run.due.next or time.perf_counter() >= run.due.time):
+    if run.times.waits and (run.due.is_stale or time.perf_counter() >= run.due.next_time):
         run.times.check(run.control)
     if run.times.team.size > 1:
         run.meet()
     if position.global_step == step:  # else a rollback has undone it
-        is_due = step >= run.due.next or run.control.should_stop or run.hooks.log.window
+        is_due = run.due.is_stale or step >= run.due.next_step or run.control.should_stop or run.hooks.log.window
         if rows is None and is_due and not position.filled:
             rows = rows_of_step(run, step - 1)
         run.results.pending = rows or []
@@ -239,7 +244,8 @@ def end_batches(run: Run) -> None:
     Raises:
         DataError: It had no batch at all.
     """
-    (source, limit), position = run.data.training, run.position
+    (source, limit) = run.data.training
+    position = run.position
     if not position.over:
         if run.done:  # a hook has asked for a stop, or a signal ended the wait for a batch
             return
@@ -258,6 +264,6 @@ def reload(run: Run) -> None:
     if not every or not run.position.epoch or run.position.epoch % every or run.checkpoints.resumed:
         return
     run.data.reopen(run.settings)
-    run.data.count(run.control, run.window.given)
+    run.data.count(run.control, run.window.argument)
     run.tracing = Tracing(run.hooks, run.log_every)
     run.due = Due(run.hooks, run.tracing)

@@ -243,6 +243,16 @@ def sources(jaxpr: Any, *, gradient: bool = False) -> list[int]:
     return _sources(jaxpr, [1 << i for i in range(len(jaxpr.invars))], gradient)
 
 
+def indices(bits: int) -> frozenset[int]:
+    """Return the inputs that the bits of an int stand for; see `sources`."""
+    result = list[int]()
+    while bits:
+        lowest = bits & -bits
+        result.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return frozenset(result)
+
+
 def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> list[bool]:
     """Return for each input whether one of some outputs depends on it; see `sources`."""
     of_outputs = sources(jaxpr, gradient=gradient)

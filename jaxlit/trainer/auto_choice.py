@@ -32,12 +32,15 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
     """
     # Devices of one kind may report other limits.
     limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(hooks.module)) or 0, 0)))
-    module, example = shapes_of(hooks.module), _example(data)
+    module = shapes_of(hooks.module)
+    example = _example(data)
     attach(module, trainer_of(hooks.module))
     options = step_options(settings, hooks, example)
     like: StepCost | None = None  # what the newest that was compiled takes
     chosen: Strategy | None = None
-    names, reason, last = "", "", [*auto.candidates()][-1]
+    names = ""
+    reason = ""
+    last = [*auto.candidates()][-1]
     for name, strategy in auto.candidates().items():
         strategy.setup(auto.mesh.size)
         try:
@@ -49,10 +52,13 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
         if needs <= limit and example is not None and name != last:
             try:
                 like = step.compiled(example)
-                needs, text = like.total, f"needs {size(like.total)} of {size(limit)} per device"
+                needs = like.total
+                text = f"needs {size(like.total)} of {size(limit)} per device"
             except OutOfMemoryError:
-                needs, text = math.inf, f"needs more than {size(limit)} per device to be compiled"
-        chosen, names = strategy, name
+                needs = math.inf
+                text = f"needs more than {size(limit)} per device to be compiled"
+        chosen = strategy
+        names = name
         if needs <= limit:
             reason = reason or text
             break

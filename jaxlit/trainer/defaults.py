@@ -27,7 +27,7 @@ from jaxlit.to_json import to_json
 
 
 @dataclass(frozen=True)
-class Given:
+class TrainerCallbacks:
     """The callbacks of a Trainer.
 
     Attributes:
@@ -41,19 +41,21 @@ class Given:
     default_checkpoint: Callback | None
 
 
-def all_callbacks(settings: Settings) -> Given:
+def all_callbacks(settings: Settings) -> TrainerCallbacks:
     """Return the callbacks that a Trainer was given, and those that it adds.
 
     Raises:
         ArgumentError: Two of them cannot go together, or a setting needs one that is missing.
         ArgumentTypeError: One of them is no callback.
     """
-    given, loggers, logger = callbacks_of("callbacks", settings.callbacks), list[Callback](), settings.logger
+    from_argument = callbacks_of("callbacks", settings.callbacks)
+    loggers = list[Callback]()
+    logger = settings.logger
     if logger is None:
         raise ArgumentTypeError("Trainer(logger=...) takes True, False or loggers, got None. Pass False for none.")
     if not isinstance(logger, bool):
         loggers = callbacks_of("logger", logger)
-    callbacks = [*given, *loggers]
+    callbacks = [*from_argument, *loggers]
     # A logger whose rows are lost when the process is killed gets files next to it.
     fragile = logger is not False and any(getattr(c, "may_lose_rows", False) for c in callbacks)
     for kind, enabled, argument in (
@@ -76,16 +78,16 @@ def all_callbacks(settings: Settings) -> Given:
     callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
-    added = without(callbacks, [*given, *loggers])
-    return Given(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
+    added = without(callbacks, [*from_argument, *loggers])
+    return TrainerCallbacks(callbacks, loggers, next((c for c in added if c.role == "checkpoint"), None))
 
 
-def config_of(given: Mapping[str, Any], callbacks: Given) -> dict[str, Any]:
+def config_of(arguments: Mapping[str, Any], callbacks: TrainerCallbacks) -> dict[str, Any]:
     """Return the Trainer's arguments as JSON values: an object as its text, a callback as the name of its class."""
     loggers = [c for c in callbacks.callbacks if c.is_logger or c in callbacks.loggers]
     lists = {"callbacks": callbacks.callbacks, "logger": loggers}
-    named = {name: [type(c).__name__ for c in several] for name, several in lists.items()}
-    return to_json({**given, **named}, lenient=True)
+    named = {name: [type(c).__name__ for c in callbacks_of_argument] for name, callbacks_of_argument in lists.items()}
+    return to_json({**arguments, **named}, lenient=True)
 
 
 def state_rows(callbacks: Sequence[Callback], state: TrainState, module: Any, notes: Mapping[str, str]) -> list[Row]:

@@ -121,7 +121,8 @@ def _disk(path: str) -> str:
             f"{path}: {'a bucket' if is_url(path) else 'a file'}, which is not measured. Pass a folder of this machine"
         )
     folder = next(path for path in (root.absolute(), *root.absolute().parents) if path.is_dir())
-    free, data = size(disk_usage(folder).free), os.urandom(_WRITTEN_BYTES)
+    free = size(disk_usage(folder).free)
+    data = os.urandom(_WRITTEN_BYTES)
     with tempfile.TemporaryFile(dir=folder) as file:  # is gone after it, also if this process is killed
         start = time.perf_counter()
         file.write(data)

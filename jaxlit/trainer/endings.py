@@ -68,8 +68,11 @@ def interruptible(control: Control) -> Iterator[None]:
         control.shielded = True  # a handler that raises now would leave the others in place
         for number, handler in installed.items():
             signal.signal(number, handler)
-        first, again = control.signal, control.again
-        control.signal, control.again, control.shielded = None, None, False
+        first = control.signal
+        again = control.again
+        control.signal = None
+        control.again = None
+        control.shielded = False
     if again is not None:  # what it raised was lost in a callback of a library
         raise ending(again)
     if first not in (None, signal.SIGINT):
@@ -106,12 +109,15 @@ def _exhausted(error: BaseException, run: Run | None) -> BaseException:
     if run is None:
         return out_of_memory(error, "before the first step")
     engine = run.engine
-    failed, compiling = engine.failed, "compil" in str(error).lower()
-    place, programs = run.place, engine.programs
+    failed = engine.failed
+    compiling = "compil" in str(error).lower()
+    place = run.place
+    programs = engine.programs
     if failed is not None:  # to compile it again would only fail again, and may take minutes
         place = f"in {failed.name}, {'as it was compiled' if compiling else 'in its first call'}"
         programs = [] if compiling else [failed]
-    example, batch = run.prefetcher.example, None
+    example = run.prefetcher.example
+    batch = None
     if example is not None:
         batch = bytes_of(jax.tree.leaves(example)) // engine.strategy.num_replicas
     return out_of_memory(error, place, state=engine.state.spec.tree, batch=batch, programs=programs)
@@ -135,7 +141,8 @@ def rescue(trainer: Any, run: Run | None, place: str) -> str:
     with contextlib.suppress(Exception):  # else the checkpoint would be of after a step that was not finite
         end_before_bad_step(run, error)
     end_at_safe_point(run)
-    before, texts = run.progress, []
+    before = run.progress
+    texts = []
     savers: list[Any] = [c for c in run.hooks.callbacks if c.role == "checkpoint"]
     for callback in savers:
         last = callback.last_model_path

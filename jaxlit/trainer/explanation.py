@@ -75,8 +75,8 @@ class Explanation:
 
     def __str__(self) -> str:
         each = ", ".join(f"{name} {seconds:.2g} s" for name, seconds in self.compile_seconds.items())
-        loop, *others = _tables(self)
-        blocks = [[f"The run took {self.seconds:.3g} s."], loop, [f"Compiling: {each}."] if each else [], *others]
+        loop, *other_tables = _tables(self)
+        blocks = [[f"The run took {self.seconds:.3g} s."], loop, [f"Compiling: {each}."] if each else [], *other_tables]
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
     __repr__ = __str__
@@ -144,7 +144,8 @@ def _tables(x: Explanation) -> list[list[str]]:
     ]
     loop = [(part.name, duration(part.seconds), f"{part.seconds / x.seconds:.1%}") for part in x.loop]
     states = [(s.name, s.partition, size(s.bytes), size(s.bytes_per_device)) for s in x.shardings]
-    programs, collectives = list[Sequence[str]](), list[Sequence[str]]()
+    programs = list[Sequence[str]]()
+    collectives = list[Sequence[str]]()
     for program in x.programs:
         memory = ["-" if program.memory is None else size(getattr(program.memory, column)) for column in columns]
         flops = "-" if program.flops is None else _least(program.flops, count(program.flops.count))

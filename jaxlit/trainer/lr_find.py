@@ -50,7 +50,8 @@ class LRFinder:
     """
 
     def __init__(self, mode: str) -> None:
-        self._mode, self.results = mode, {"lr": list[float](), "loss": list[float](), "step_loss": list[float]()}
+        self._mode = mode
+        self.results = {"lr": list[float](), "loss": list[float](), "step_loss": list[float]()}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
         """Return the rate at which the loss falls most steeply; None, with a warning, if it clearly falls at none.
@@ -67,9 +68,11 @@ class LRFinder:
         begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
         losses = np.asarray(self.results["step_loss"][: max(end, 0)])
         losses = losses[: int(np.isfinite(losses).cumprod().sum())]
-        width, falls = max(len(rates) // 8, 1), dict[int, float]()
+        width = max(len(rates) // 8, 1)
+        falls = dict[int, float]()
         for k in range(max(begin, 3), len(losses) - width + 1):
-            before, after = losses[:k], losses[k : k + width].mean()
+            before = losses[:k]
+            after = losses[k : k + width].mean()
             noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
             if before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
                 falls[k] = float(before[-width:].mean() - after)
@@ -95,7 +98,8 @@ class LRFinder:
             LoggerError: matplotlib is not installed.
         """
         matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="matplotlib")
-        rates, losses = self.results["lr"], self.results["loss"]
+        rates = self.results["lr"]
+        losses = self.results["loss"]
         figure = matplotlib.Figure(layout="constrained")
         axes = figure.add_subplot(xlabel="learning rate", ylabel="loss")
         axes.plot(rates, losses)
@@ -169,7 +173,8 @@ def lr_find(
 
 
 def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
-    owner, rule = "jl.lr_find", "takes a number above 0"
+    owner = "jl.lr_find"
+    rule = "takes a number above 0"
     low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
     high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
     check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
@@ -182,9 +187,13 @@ class _RangeTest(Callback):
     """Raises the rate at each optimizer step, and collects the losses."""
 
     def __init__(self, finder: LRFinder, rates: list[float], hyperparam: str, threshold: float | None) -> None:
-        self.finder, self.rates, self._hyperparam, self._threshold = finder, rates, hyperparam, threshold
+        self.finder = finder
+        self.rates = rates
+        self._hyperparam = hyperparam
+        self._threshold = threshold
         self._window: list[Any] = []  # losses of the batches of a step that is not complete
-        self._mean, self._least = 0.0, math.inf
+        self._mean = 0.0
+        self._least = math.inf
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         known = list(trainer.hyperparams)
@@ -199,10 +208,12 @@ class _RangeTest(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._window.append(outputs["loss"])
-        done, results = trainer.global_step, self.finder.results
+        done = trainer.global_step
+        results = self.finder.results
         if done == len(results["lr"]):  # the step waits for other batches
             return
-        newest, self._window = float(np.mean(jax.device_get(self._window))), []
+        newest = float(np.mean(jax.device_get(self._window)))
+        self._window = []
         self._mean = _BETA * self._mean + (1 - _BETA) * newest
         loss = self._mean / (1 - _BETA**done)
         for name, value in (("lr", self.rates[done - 1]), ("loss", loss), ("step_loss", newest)):

@@ -102,7 +102,8 @@ class PlanRow:
         bounds. So is the third, unless the step was compiled for CPUs: these reduce where accelerators reduce and
         scatter, and send 16-bit numbers as 32 bits, up to four times the bytes.
         """
-        cost, row = self.cost, self.hardware
+        cost = self.cost
+        row = self.hardware
         if cost is None or row is None:
             return {}
         seconds: dict[str, float] = {}
@@ -182,7 +183,8 @@ class Plan:
         known = [row for row in self.plans if row.cost is not None]
         figure = matplotlib.Figure(layout="constrained", figsize=(1.5 + max(len(known), 3), 4))
         axes = figure.add_subplot(ylabel="GiB per device")
-        places, bottom = range(len(known)), [0.0] * len(known)
+        places = range(len(known))
+        bottom = [0.0] * len(known)
         for kind in KINDS:
             heights = [row.bytes[kind] / 2**30 for row in known]
             axes.bar(places, heights, bottom=bottom, label=kind)
@@ -221,8 +223,8 @@ def _collectives(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def _notes(rows: Sequence[PlanRow]) -> list[str]:
-    own = [(row, text) for row in rows if (text := row.error or row.note)]
-    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in own]
+    texts = [(row, text) for row in rows if (text := row.error or row.note)]
+    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in texts]
     bounds = {row.bound for row in rows if row.cost is not None}
     if "<=" in bounds:
         notes.append(
@@ -234,8 +236,8 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
             ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
             "within a part."
         )
-    left = [(row.left, row.hardware) for row in rows if row.fits and row.hardware in GPUS]
-    if any(x is not None and x < (1 - _TAKEN) * (gpu.memory or 0) for x, gpu in left if gpu is not None):
+    free_memory = [(row.left, row.hardware) for row in rows if row.fits and row.hardware in GPUS]
+    if any(x is not None and x < (1 - _TAKEN) * (gpu.memory or 0) for x, gpu in free_memory if gpu is not None):
         notes.append(
             f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
             "environment of the run."

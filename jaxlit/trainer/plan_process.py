@@ -41,14 +41,15 @@ def cost_elsewhere(
     """
     try:
         config = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
-        job = cloudpickle.dumps((config, trial.settings.given, model, batch, num_batches))
+        job = cloudpickle.dumps((config, trial.settings.arguments, model, batch, num_batches))
     except Exception as error:
         raise ArgumentError(
             "Trainer.plan sends the module, its callbacks and its strategy to a process that simulates devices, and "
             f"one of them cannot be pickled: {error}. Keep open files, locks and the like out of their attributes."
         ) from error
     with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder, "result"), Path(folder, "log")
+        result = Path(folder, "result")
+        log = Path(folder, "log")
         flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_force_host_platform_device_count={devices}"
         # The process is no part of the job that this one belongs to.
         env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "1"}
@@ -72,11 +73,11 @@ def cost_elsewhere(
             raise ArgumentError(
                 f"Trainer.plan: the process for {devices} devices ended with {process.returncode}: {last}"
             )
-        made, failed, warnings = cloudpickle.loads(result.read_bytes())
+        outcome, failed, warnings = cloudpickle.loads(result.read_bytes())
     for text in warnings:
         if text not in logged:
             logged.add(text)
             _logger.warning(text)
     if failed:
-        raise made
-    return made
+        raise outcome
+    return outcome

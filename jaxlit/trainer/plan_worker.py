@@ -23,10 +23,12 @@ def main(result: str) -> None:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("jaxlit").addHandler(handler)
     try:
-        made, failed = _run(job), False
+        outcome = _run(job)
+        failed = False
     except JaxlitError as error:
-        made, failed = error, True
-    Path(result).write_bytes(cloudpickle.dumps((made, failed, warnings)))
+        outcome = error
+        failed = True
+    Path(result).write_bytes(cloudpickle.dumps((outcome, failed, warnings)))
 
 
 def _run(job: io.BytesIO) -> Any:

@@ -62,13 +62,15 @@ def make_plan(
     if batch_size is not None and rows_per_device is not None:
         raise ArgumentError(f"{owner} takes batch_size, of all devices together, or rows_per_device. Leave one out.")
     check.positive("timeout", timeout, owner=owner)
-    given = hardware_of(jax.devices()[0].device_kind) if hardware is None else resolve_hardware(hardware)
-    if hardware is None and given is not None and (limit := memory_limit(bytes_of_module(model))) is not None:
-        given = replace(given, memory=limit)
+    target = hardware_of(jax.devices()[0].device_kind) if hardware is None else resolve_hardware(hardware)
+    if hardware is None and target is not None and (limit := memory_limit(bytes_of_module(model))) is not None:
+        target = replace(target, memory=limit)
     _, batch, num_batches = first_batch(trainer, model, data)
     model = model if isinstance(model, lazy) else shapes_of(model)
     cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(trainer, strategy, n)]
-    rows, failures, logged = list[PlanRow](), list[JaxlitError](), set[str]()
+    rows = list[PlanRow]()
+    failures = list[JaxlitError]()
+    logged = set[str]()
     for i, (name, strategy, n) in enumerate(cases):
         num = batch_size or num_rows(batch)
         try:
@@ -81,10 +83,10 @@ def make_plan(
             job = trial, model, with_rows(batch, num), num_batches
             with explained():
                 cost = cost_of_step(*job) if here else cost_elsewhere(*job, devices=n, timeout=timeout, logged=logged)
-            rows.append(PlanRow(name, cost.devices if here else n, num, given, cost))
+            rows.append(PlanRow(name, cost.devices if here else n, num, target, cost))
         except JaxlitError as failure:
             failures.append(failure)
-            rows.append(PlanRow(name, n or jax.device_count(), num, given, None, str(failure)))
+            rows.append(PlanRow(name, n or jax.device_count(), num, target, None, str(failure)))
     if len(failures) == len(cases):
         raise failures[0]
     return Plan(tuple(rows))
@@ -110,7 +112,8 @@ def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **ch
         ArgumentError: The user's Trainer has a mesh of another number of devices.
     """
     settings = trainer.settings
-    mesh, count = settings.mesh, settings.devices if devices is None else devices
+    mesh = settings.mesh
+    count = settings.devices if devices is None else devices
     is_fixed = mesh is not None and not (isinstance(mesh, Mapping) and -1 in mesh.values())
     if devices is not None and is_fixed:
         raise ArgumentError(
@@ -120,11 +123,11 @@ def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **ch
     known = settings.device_count if devices is None else devices
     resolved = copy.copy(resolve_strategy(strategy, known, mesh))  # the user's stays as it is, for any devices
     vars(resolved).pop("mesh", None)  # of the devices of another run
-    given = {name: settings.given[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
-    if given["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
-        given["nan_policy"] = "raise"
+    arguments = {name: settings.arguments[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
+    if arguments["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
+        arguments["nan_policy"] = "raise"
     takes = lambda c: c.changes_step or overrides(c, "init_arrays")  # noqa: E731
-    return trial_of(trainer, takes=takes, strategy=resolved, devices=count, mesh=None, **given)
+    return trial_of(trainer, takes=takes, strategy=resolved, devices=count, mesh=None, **arguments)
 
 
 def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
@@ -150,8 +153,8 @@ def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any
     try:
         with Watchdog(trainer.settings.data_timeout, trainer.settings.hang_timeout) as watchdog:
             loaders.check_first(source, None, watchdog, required=True)
-            given, _ = next(source.epoch(0))
-            _, batch = loaders.validator_of(source)(given)
+            loader_batch, _ = next(source.epoch(0))
+            _, batch = loaders.validator_of(source)(loader_batch)
     finally:
         source.close()
-    return given, batch, count(limit)
+    return loader_batch, batch, count(limit)

@@ -100,7 +100,8 @@ class TrainerProperties(Arguments):
         if value:
             control.stop(None)
         else:
-            control.should_stop, control.asked = False, control.asked and [x for x in control.asked if x[:5] != "stop "]
+            control.should_stop = False
+            control.asked = control.asked and [x for x in control.asked if x[:5] != "stop "]
 
     @property
     def stop_reason(self) -> str | None:
@@ -234,11 +235,13 @@ class TrainerProperties(Arguments):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
-        settings, batches = self._session.settings, self._session.control.num_training_batches
+        settings = self._session.settings
+        batches = self._session.control.num_training_batches
         limit = math.inf if settings.max_steps < 0 else settings.max_steps
         if batches == math.inf or settings.max_epochs is None:
             return limit
-        epochs, accumulate = max(settings.max_epochs, 1), settings.accumulate_grad_batches
+        epochs = max(settings.max_epochs, 1)
+        accumulate = settings.accumulate_grad_batches
         return min(steps_of(self._session.callbacks, accumulate, int(batches), epochs), limit)
 
     @property
@@ -270,7 +273,7 @@ class TrainerProperties(Arguments):
     @property
     def loggers(self) -> list[Callback]:
         """The callbacks that log rows somewhere."""
-        return [c for c in self._session.callbacks if c.is_logger or c in self._session.given.loggers]
+        return [c for c in self._session.callbacks if c.is_logger or c in self._session.trainer_callbacks.loggers]
 
     @property
     def logger(self) -> Any:
@@ -389,7 +392,8 @@ def check_settable(trainer: Any, name: str, value: Any) -> None:
     what = f"Trainer.{name} is a result of the runs"
     text = "Set an argument of the Trainer instead, or call what changes it: fit, validate, test, predict, stop."
     if name in _FIXED:
-        what, text = f"Trainer.{name} is fixed when a Trainer is made", f"Make another one with Trainer({name}=...)."
+        what = f"Trainer.{name} is fixed when a Trainer is made"
+        text = f"Make another one with Trainer({name}=...)."
     elif not hasattr(type(trainer), name):
         what = f"Trainer has no attribute {name!r}"
         text = advice("Trainer").get(name, "") or did_you_mean(name, [x for x in dir(trainer) if not x.startswith("_")])

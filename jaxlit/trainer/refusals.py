@@ -201,20 +201,21 @@ def check_first_batches(settings: Settings, data: RunData, watchdog: Watchdog) -
             source.close()  # its threads and processes would wait until the first validation
 
 
-def check_window(checkpoint: Checkpoint, given: int, settings: Settings) -> None:
+def check_window(checkpoint: Checkpoint, argument: int, settings: Settings) -> None:
     """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
 
     Args:
         checkpoint: The checkpoint.
-        given: `Trainer(accumulate_grad_batches=...)`, before any hook.
+        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
         settings: The Trainer's arguments now.
 
     Raises:
         CheckpointError: Naming the number that it needs.
     """
-    was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
+    was = checkpoint.state["accumulate"]
+    filled = checkpoint.state["position"]["filled"]
     accumulate = settings.accumulate_grad_batches
-    if filled and accumulate != was and not snapshot.keeps_accumulation(given, settings, checkpoint.state):
+    if filled and accumulate != was and not snapshot.keeps_accumulation(argument, settings, checkpoint.state):
         raise CheckpointError(
             f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
             f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."
@@ -264,10 +265,10 @@ def warn_of_bad_step(checkpoint: Checkpoint, nan_policy: str) -> None:
     if (bad := checkpoint.state.get("not_finite")) is None or jax.process_index():
         return
     first, end = bad["batches"]
-    took = f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
+    changed = f" {len(bad['optimizer'])} arrays of the optimizer's state have taken it, see state.json."
     say(
         f"resume: step {bad['step']} (epoch {bad['epoch']}, batches {first} to {end - 1}) was not finite: now it runs "
-        f"under nan_policy={nan_policy!r}.{took * bool(bad['optimizer'])}"
+        f"under nan_policy={nan_policy!r}.{changed * bool(bad['optimizer'])}"
     )
 
 
@@ -286,11 +287,13 @@ def _items(settings: Settings, model: Any, callbacks: Sequence[Callback]) -> dic
     items["Trainer(callbacks=)"] = ", ".join(texts)
     if isinstance(model, lazy):
         names = [*inspect.signature(model.cls.__init__).parameters][1:]
-        cls, given = model.cls, dict(zip(names, model.args, strict=False)) | model.kwargs
+        cls = model.cls
+        arguments = dict(zip(names, model.args, strict=False)) | model.kwargs
     else:  # what is no module is refused by its type later
-        cls, given = type(model), hparams_of(model).readable() if isinstance(model, TrainModule) else {}
+        cls = type(model)
+        arguments = hparams_of(model).readable() if isinstance(model, TrainModule) else {}
     items["the module's class"] = cls.__qualname__
-    for name, value in hide(given, []).items():
+    for name, value in hide(arguments, []).items():
         items[f"{cls.__name__}({name}=)"] = _text(value)
     return items
 

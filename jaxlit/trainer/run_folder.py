@@ -35,10 +35,12 @@ class RunFolder:
     """
 
     def __init__(self, root: str | Path | None) -> None:
-        self._given, self.url = root, str(root) if check.is_url(root) else None
+        self._argument = root
+        self.url = str(root) if check.is_url(root) else None
         place = root if self.url is None else staging(self.url)
         self.root = None if place is None else Path(os.path.abspath(place))  # whatever folder a program goes to later
-        self.known, self._is_ours = self.root, False
+        self.known = self.root
+        self._is_ours = False
 
     @property
     def path(self) -> Path:
@@ -77,7 +79,9 @@ class RunFolder:
             if (processes := team()).size > 1:  # its name holds a time and a random number
                 self.known = Path(processes.agree("the run's folder", str(self.path))[0])
             return
-        check.require(not self.root.is_file(), "default_root_dir", str(self._given), "takes a folder", owner="Trainer")
+        check.require(
+            not self.root.is_file(), "default_root_dir", str(self._argument), "takes a folder", owner="Trainer"
+        )
         inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or inside
         self._check_computers()
@@ -86,7 +90,7 @@ class RunFolder:
         if used and fitting and not (self._is_ours or continues):
             where = "" if self.url is None or used[0] in there else f", in {self.root},"
             raise ArgumentError(
-                f"Trainer(default_root_dir={str(self._given)!r}){where} holds {used[0]} of another run. Pass "
+                f"Trainer(default_root_dir={str(self._argument)!r}){where} holds {used[0]} of another run. Pass "
                 "Trainer(resume='auto') to continue it, another folder, or move that run away."
             )
         self._is_ours = self._is_ours or fitting or continues or not used
@@ -108,7 +112,8 @@ class RunFolder:
         """
         if self.root is None:  # a fresh one has a name that no other run has
             return None
-        lock, problem = None, None
+        lock = None
+        problem = None
         try:
             lock = FolderLock(self.root, of_run=True) if jax.process_index() == 0 else None
         except CheckpointError as error:
@@ -142,8 +147,8 @@ def resolve_checkpoint(
         checkpoint, skipped = locate(local(wanted, run=folder.url), argument)
     else:
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
-        own = Path(os.path.abspath(folder.path)) / FOLDER
-        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), own]))
+        default_folder = Path(os.path.abspath(folder.path)) / FOLDER
+        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), default_folder]))
         if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
             weights = {c.folder(folder.path) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
@@ -197,18 +202,19 @@ def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, l
 
     For a resume those that have more than weights come first.
     """
-    found, errors = [], list[CheckpointError]()
+    newest_of_folders = []
+    errors = list[CheckpointError]()
     for folder in folders:
         try:
-            found.append(newest(folder))
+            newest_of_folders.append(newest(folder))
         except CheckpointError as error:  # none of it verifies; another folder may have a good one
             errors.append(error)
-    checkpoints = [checkpoint for checkpoint, _ in found if checkpoint is not None]
+    checkpoints = [checkpoint for checkpoint, _ in newest_of_folders if checkpoint is not None]
     if errors and not checkpoints:
         raise errors[-1]
     seen = lambda c: (c.state["position"]["total_batch_idx"], c.state["epoch"])  # noqa: E731
     place = lambda c: (not (resumes and c.weights_only), *seen(c))  # noqa: E731
-    skipped = [*(text for _, texts in found for text in texts), *map(str, errors)]
+    skipped = [*(text for _, texts in newest_of_folders for text in texts), *map(str, errors)]
     return max(checkpoints, key=place, default=None), skipped
 
 

@@ -96,8 +96,8 @@ class Saver:
         run.tracing.deliver()
         where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
         if order is None:
-            others = [saving.order for saving in self._open if saving.path.parent == where.parent]
-            order = max([last_order(where.parent), *others]) + 1
+            open_orders = [saving.order for saving in self._open if saving.path.parent == where.parent]
+            order = max([last_order(where.parent), *open_orders]) + 1
         draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
         leaves = [run.engine.state.leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
@@ -122,9 +122,9 @@ class Saver:
         Args:
             first: An error that came before.
         """
-        while left := [saving for saving in self._open if not saving.was_awaited]:
+        while not_awaited := [saving for saving in self._open if not saving.was_awaited]:
             try:
-                left[0].wait()
+                not_awaited[0].wait()
             except Exception as error:
                 if first is None:
                     first = error
@@ -139,12 +139,12 @@ class Saver:
         Args:
             then: The function, which for example unlocks a folder.
         """
-        if not (left := [saving for saving in self._open if not saving.is_done]):
+        if not (being_written := [saving for saving in self._open if not saving.is_done]):
             then()
             return
 
         def wait() -> None:
-            for saving in left:
+            for saving in being_written:
                 saving.join()
             then()
 

@@ -89,7 +89,8 @@ def scale_batch_size(
     limit = _limit(check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner), owner)
     check.integer("effective_batch_size", effective_batch_size, low=1, also=(None,), owner=owner)
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
-    like, shapes = abstract_batch(batch), model if isinstance(model, lazy) else shapes_of(model)
+    like = abstract_batch(batch)
+    shapes = model if isinstance(model, lazy) else shapes_of(model)
 
     def tries(strategy: Any, accumulate: int) -> _Tries:
         trial = plan_trial(trainer, strategy, None, accumulate_grad_batches=accumulate)
@@ -97,7 +98,8 @@ def scale_batch_size(
         return _Tries(cost, trial.strategy.num_replicas, limit)
 
     name, strategy, tried, rows, accumulate = _scaled(trainer, tries, effective_batch_size)
-    real, window = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw), min(accumulate, 2)
+    real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
+    window = min(accumulate, 2)
     trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=window).fit(
         copied(model), [real] * window
     )
@@ -140,7 +142,9 @@ class _Tries:
     """
 
     def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
-        self.cost, self.unit, self.limit = cost, unit, limit
+        self.cost = cost
+        self.unit = unit
+        self.limit = limit
         self.tried: dict[int, float] = {}
 
     def needs(self, rows: int) -> float:
@@ -171,7 +175,8 @@ class _Tries:
             raise ArgumentError(
                 f"jl.scale_batch_size: {unit} row{'s' * (unit > 1)}, the fewest, {why}. Use more devices or 'fsdp'."
             )
-        fits, fails = 1, None
+        fits = 1
+        fails = None
         in_a_row = 0  # how many tries fitted since one failed; negative, how many failed since one fitted
         while fails is None or fails - fits > 1:
             if fails is None and fits >= _MOST:
@@ -184,9 +189,11 @@ class _Tries:
                 middle = self._guess(fits, fails)
             middle = min(max(middle, fits + 1), top)
             if self.fits(middle * unit):
-                fits, in_a_row = middle, max(in_a_row, 0) + 1
+                fits = middle
+                in_a_row = max(in_a_row, 0) + 1
             else:
-                fails, in_a_row = middle, min(in_a_row, 0) - 1
+                fails = middle
+                in_a_row = min(in_a_row, 0) - 1
         return fits * unit
 
     def _guess(self, fits: int, fails: int | None) -> int:

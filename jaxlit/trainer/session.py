@@ -43,7 +43,7 @@ from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.trainer.auto_choice import choose
-from jaxlit.trainer.defaults import Given, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.defaults import TrainerCallbacks, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.endings import explained, interruptible, rescue
 from jaxlit.trainer.refusals import (
     Request,
@@ -81,8 +81,8 @@ class Session:
         trainer: The Trainer, for hooks.
         settings: Its arguments. Programs are stored where they say from now on: a module that is made next compiles
             some as well.
-        given: Its callbacks.
-        config: The arguments as they were given, as JSON values.
+        trainer_callbacks: Its callbacks.
+        config: The arguments as they were passed, as JSON values.
 
     Attributes:
         control: What changes during a run.
@@ -101,11 +101,18 @@ class Session:
         media: Stores what no logger can.
     """
 
-    def __init__(self, trainer: Any, settings: Settings, given: Given, config: dict[str, Any]) -> None:
-        self._trainer, self.settings, self.given = trainer, settings, given
-        self.control, self.position, self.results = Control(), Position(), Results()
+    def __init__(
+        self, trainer: Any, settings: Settings, trainer_callbacks: TrainerCallbacks, config: dict[str, Any]
+    ) -> None:
+        self._trainer = trainer
+        self.settings = settings
+        self.trainer_callbacks = trainer_callbacks
+        self.control = Control()
+        self.position = Position()
+        self.results = Results()
         self.saver = Saver(lambda: self.fitted)
-        self.callbacks, self.config = given.callbacks, config
+        self.callbacks = trainer_callbacks.callbacks
+        self.config = config
         self.added: list[Callback] = []
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
         self.folder = RunFolder(settings.default_root_dir)
@@ -115,7 +122,8 @@ class Session:
         self.fitted: Run | None = None
         # The newest fit and where it is, which a fit that cannot begin leaves in place.
         self._before: tuple[Run, Position, TrainModule | None] | None = None
-        self.running, self.compiles = False, CompileLog()
+        self.running = False
+        self.compiles = CompileLog()
         use_compile_cache(settings.compile_cache)
         self._evaluates: Engine | None = None  # of the newest evaluation
         self._built: Built | None = None
@@ -152,7 +160,9 @@ class Session:
             request: What the verb was called with.
             loops: The loops.
         """
-        stage, fits, results = request.stage, request.stage.method == "fit", None
+        stage = request.stage
+        fits = request.stage.method == "fit"
+        results = None
         if fits:
             check_fit(self.settings, self.callbacks, request)
         loaders = make_loaders(self.settings, stage, request.loaders, request.datamodule)
@@ -167,7 +177,9 @@ class Session:
                 self._hold_folder(ends)
             ends.enter_context(self._newest(module))
             hooks, position = self.prepare(stage, module, loaders, resume)
-            data, times, window = RunData(loaders), TimeLimits(), Window.of(self.settings)
+            data = RunData(loaders)
+            times = TimeLimits()
+            window = Window.of(self.settings)
             watchdog = ends.enter_context(self._watched(hooks, position))
             ends.enter_context(self._torn_down(stage, hooks, position, times))
             self._set_up(stage, hooks, resume)
@@ -203,13 +215,15 @@ class Session:
 
     def _claim_folder(self, request: Request) -> tuple[Resume | None, Callable[[TrainModule], object] | None]:
         """Return the checkpoint to continue from, or what loads weights, and make the run's folder this Trainer's."""
-        method, wanted = request.stage.method, request.ckpt_path
+        method = request.stage.method
+        wanted = request.ckpt_path
         if self.running:
             raise ArgumentError(
                 f"Trainer.{method} is called from a hook of a run of this Trainer. Use a second Trainer for it."
             )
         _ = self.strategy  # absent devices are refused before anything is set up
-        resume, places = self.settings.resume, (self.callbacks, self.folder)
+        resume = self.settings.resume
+        places = (self.callbacks, self.folder)
         argument = f"Trainer.{method}(ckpt_path=...)"
         if method == "fit" and resume is not None:
             if wanted is not None:
@@ -217,7 +231,8 @@ class Session:
                     f"Trainer(resume={str(resume)!r}) and fit(ckpt_path={str(wanted)!r}) name two checkpoints. "
                     "Leave one out."
                 )
-            wanted, argument = resume, "Trainer(resume=...)"
+            wanted = resume
+            argument = "Trainer(resume=...)"
         checkpoint = resolve_checkpoint(wanted, argument, "resume" if method == "fit" else method, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
         weights = resolve_weights(request.init_from, *places) if checkpoint is None else None
@@ -231,7 +246,8 @@ class Session:
         A lazy one is built straight into its shards, once its data were looked at, unless it has been built: an
         evaluation takes what an earlier run has built, and a fit trained.
         """
-        stage, settings = request.stage, self.settings
+        stage = request.stage
+        settings = self.settings
         fits = stage.method == "fit"
         model = request.model
         if not fits and model is None:
@@ -270,7 +286,9 @@ class Session:
         if self.fitted is not None:
             self._before = (self.fitted, self.position, self.module)
         outer = attach(module, self._trainer)
-        self.running, self.current, self.module = True, None, module
+        self.running = True
+        self.current = None
+        self.module = module
         self.compiles = CompileLog(self._ask_again)
         try:
             yield
@@ -304,18 +322,21 @@ class Session:
         fits = stage.method == "fit"
         if fits:
             self.results.history.clear()
-            self.fitted, self.position = None, Position()
-            self.control.should_stop, self.control.stop_reason, self.control.verbose = False, None, True
+            self.fitted = None
+            self.position = Position()
+            self.control.should_stop = False
+            self.control.stop_reason = None
+            self.control.verbose = True
         position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
         if fits:  # an evaluation of a checkpoint leaves the training where it is
             self.position = position
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
-        default = self.given.default_checkpoint
-        mine = [c for c in without(self.callbacks, self.added) if c is not default]
+        default = self.trainer_callbacks.default_checkpoint
+        of_trainer = [c for c in without(self.callbacks, self.added) if c is not default]
         self.added = [c for c in callbacks_of_module(module) if self.takes(c)]
         if default is not None and all(c.role != "checkpoint" for c in self.added):
-            mine.append(default)
-        self.callbacks = check_callbacks(mine + self.added)
+            of_trainer.append(default)
+        self.callbacks = check_callbacks(of_trainer + self.added)
         loggers: list[Any] = [c for c in self.callbacks if c.is_logger]
         for logger in loggers:  # before `prepare_data`, in which a module may log pictures already
             logger.attach(self._trainer, self.media)
@@ -393,7 +414,8 @@ class Session:
             ArgumentError: Training would have no end, or a setting does not fit the loaders.
             DataError: A loader cannot continue where the checkpoint was taken.
         """
-        settings, loaders = self.settings, data.loaders
+        settings = self.settings
+        loaders = data.loaders
         if stage.method != "fit":
             data.val = loaders.open(stage.name, required=True)
             return
@@ -406,7 +428,7 @@ class Session:
         if data.val:
             call_step(hooks.module, "validation")
         check_reload(settings, data)
-        data.count(self.control, window.given)
+        data.count(self.control, window.argument)
         if resume is not None:
             snapshot.load_loader(source, resume.checkpoint.state)
             position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
@@ -419,7 +441,8 @@ class Session:
             data: The loaders, which are open.
             is_ours: Whether it may overwrite the module's arrays.
         """
-        settings, module = self.settings, hooks.module
+        settings = self.settings
+        module = hooks.module
         if is_ours:  # the engine gets its arrays, and may lose or overwrite them
             self._built = None
         if not data.is_fit:
@@ -436,7 +459,8 @@ class Session:
 
     def _evaluator(self, module: TrainModule, *, is_ours: bool = False) -> Engine:
         """Return an engine that evaluates the module, of the programs of the newest evaluation or fit if they serve."""
-        settings, precision = self.settings, Precision(self.settings.precision)
+        settings = self.settings
+        precision = Precision(self.settings.precision)
         known = [x for x in (self._evaluates, self.engine) if x is not None]
         engine = next((x for x in known if x.serves(module, precision, settings.debug)), None)
         self._evaluates = None  # first, so that its arrays are not held as well as the new ones
@@ -449,7 +473,7 @@ class Session:
     def _restore(self, engine: Engine, data: RunData, window: Window, resume: Resume) -> None:
         """Give the engine the arrays of a checkpoint."""
         if data.is_fit:
-            check_window(resume.checkpoint, window.given, self.settings)
+            check_window(resume.checkpoint, window.argument, self.settings)
         load_engine(engine, resume)
 
     def _prefetcher(self, data: RunData, position: Position, watchdog: Watchdog) -> Prefetcher:
@@ -467,10 +491,12 @@ class Session:
 
     def _begin(self, run: Run, ends: contextlib.ExitStack, is_ours: bool) -> None:
         """Let hooks see the run's arrays through the module, and begin a fit."""
-        hooks, fits = run.hooks, run.data.is_fit
+        hooks = run.hooks
+        fits = run.data.is_fit
         if fits:
             warn_of_eval_mode(run.module)
-            self.fitted, self._before = run, None  # which would hold the arrays of the fit before
+            self.fitted = run
+            self._before = None  # which would hold the arrays of the fit before
         else:
             run.engine.state.count_from(run.position.global_step, run.position.epoch)
         # The module has its arrays again at the end.
@@ -492,7 +518,7 @@ class Session:
     def _end_loops(self, run: Run) -> None:
         """Count what follows as the end of the run."""
         run.begin("end")
-        run.window.left = self.settings.accumulate_grad_batches
+        run.window.argument_at_end = self.settings.accumulate_grad_batches
 
     # What hooks ask for -------------------------------------------------------------------------------
 

@@ -163,12 +163,14 @@ class AbstractStep:
 
     def __init__(self, module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> None:
         pure = PureModule(nnx.graphdef(module), options.optimizer.wrt, module, precision)
-        self.strategy, self._training = strategy, training_of(module, pure, strategy, options)
+        self.strategy = strategy
+        self._training = training_of(module, pure, strategy, options)
 
     @property
     def state(self) -> StepCost:
         """What the state and the gradients take; no step is traced."""
-        state, devices = self._training.spec.tree, self.strategy.mesh.devices
+        state = self._training.spec.tree
+        devices = self.strategy.mesh.devices
         parts = {
             "parameters": (state.params, state.frozen),
             "optimizer": state.opt_state,
@@ -195,7 +197,8 @@ class AbstractStep:
         Raises:
             OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
         """
-        training, placed = self._training.trace(batch), self.strategy.shard_batch(batch)
+        training = self._training.trace(batch)
+        placed = self.strategy.shard_batch(batch)
         program = CompiledProgram("train_step", self.strategy.compile(training.train))
         try:
             cost = program.given(training.spec.arrays, placed).cost
@@ -204,12 +207,12 @@ class AbstractStep:
                 raise out_of_memory(error, "while the step was compiled", state=training.spec.tree) from error
             raise
         self._training = training  # with the metrics that the step logs
-        made = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
+        costs = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
         strategy = self.strategy
         parts = 1 if strategy.mesh.size == 1 or strategy.replica.passes > 1 else strategy.num_replicas
         undivided = parts if num_rows(batch) % parts else 0
-        made |= {"undivided": undivided, "per_replica": strategy.per_replica}
-        return replace(self.state, batch=_bytes(placed), **made)
+        costs |= {"undivided": undivided, "per_replica": strategy.per_replica}
+        return replace(self.state, batch=_bytes(placed), **costs)
 
 
 def _bytes(placed: Any) -> int:

@@ -62,9 +62,11 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
         ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
     """
     freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
-    parts, known = list[Part](), frozenset(names_in(module, wrt, ...))
+    parts = list[Part]()
+    known = frozenset(names_in(module, wrt, ...))
     for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
-        names, whose = frozenset(callback.names(module, wrt)), f"{type(callback).__name__}.names(...)"
+        names = frozenset(callback.names(module, wrt))
+        whose = f"{type(callback).__name__}.names(...)"
         if not names or not names <= known:
             raise ArgumentError(
                 f"{whose} takes names of trained parameters of {type(module).__name__}, got "
@@ -84,7 +86,8 @@ def array_keepers(hooks: Hooks) -> dict[str, Callback]:
     Raises:
         ModuleError: One has only one of the two methods, or a method takes other arguments.
     """
-    methods, keepers = ("init_arrays", "update_arrays"), {}
+    methods = ("init_arrays", "update_arrays")
+    keepers = {}
     for key, callback in hooks.keyed().items():
         defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
         if len(defined) == 1:

@@ -157,14 +157,14 @@ class Trainer(TrainerProperties):
         compile_cache: bool | str | Path = True,
         debug: bool = False,
     ) -> None:
-        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
-        settings = Settings(**given)
+        arguments = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        settings = Settings(**arguments)
         join_job()
         # "auto" alone looks at the devices, as every strategy does when a run begins.
         if settings.strategy != "auto" or settings.mesh is not None:
             resolve_strategy(settings.strategy, settings.device_count, settings.mesh)
         chosen = all_callbacks(settings)
-        self._session = Session(self, settings, chosen, config_of(given, chosen))
+        self._session = Session(self, settings, chosen, config_of(arguments, chosen))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
@@ -215,7 +215,8 @@ class Trainer(TrainerProperties):
         Raises:
             JaxlitError: An argument, the module, the data or the checkpoint cannot be used.
         """
-        train, val = (train_dataloaders, "train_dataloaders"), (val_dataloaders, "val_dataloaders")
+        train = (train_dataloaders, "train_dataloaders")
+        val = (val_dataloaders, "val_dataloaders")
         loaders = {"training": train, "validation": val}
         begins_with = (ckpt_path, init_from, strict, reset_optimizer)
         self._session.run(Request(STAGES["training"], model, loaders, datamodule, *begins_with), fit)

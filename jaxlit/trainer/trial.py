@@ -34,12 +34,12 @@ def trial_of(
         takes: Which callbacks of the other one, and of the module, take part.
         **arguments: Arguments in place of those of the other one.
     """
-    given = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
-    given |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
-    own = filter(takes, without(trainer.callbacks, trainer._session.added))
+    settings = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
+    settings |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
+    of_trainer = filter(takes, without(trainer.callbacks, trainer._session.added))
     # A subclass of the user's may take other arguments.
     plain = next(cls for cls in type(trainer).__mro__ if TrainerProperties in cls.__bases__)
-    trial = plain(**given, callbacks=[*own, *callbacks])
+    trial = plain(**settings, callbacks=[*of_trainer, *callbacks])
     trial._session.takes = takes  # of the callbacks that the module adds
     return trial
 
