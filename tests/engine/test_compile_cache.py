@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax._src import compilation_cache
 from kit.batches import numbered
+from kit.faults import faults
 from kit.modules import Mean
 from kit.processes import launch, say
 from kit.trainers import BARE, make_trainer
@@ -100,7 +101,7 @@ def test_every_program_is_stored_however_quickly_it_compiled(tmp_path) -> None:
 
 @pytest.mark.usefixtures("unconfigured")
 def test_entries_are_renamed_into_place_when_complete(tmp_path) -> None:
-    with jl.testing.faults(tmp_path / "programs") as seen:
+    with faults(tmp_path / "programs") as seen:
         train(compile_cache="programs")
     entries = {str(path) for path in tmp_path.glob("programs/*")}
     assert [path for path in entries if not path.endswith("-cache")] == []

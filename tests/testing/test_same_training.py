@@ -14,7 +14,7 @@ from kit.trainers import thinned
 import jaxlit as jl
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.testing import keep_first_grads
+from jaxlit.testing.same_training import keep_first_grads
 
 ROWS = 32
 
