@@ -28,11 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--timeout", type=float, default=600.0, help="seconds for one compile (default: 600)")
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.add_argument("--plot", type=Path, help="draw the bytes of a device into this file")
-    doctor = commands.add_parser("doctor", help="this machine in a block of text, for a bug report; without secrets")
-    doctor.add_argument("--default-root-dir", default="runs", help="where runs write (default: runs)")
+    commands.add_parser("doctor", help="versions and devices in a block of text, for a bug report")
     given = vars(parser.parse_args(arguments))
     if given.pop("command") == "doctor":
-        print(diagnosis(given["default_root_dir"]))
+        print(diagnosis())
         return 0
     try:
         _plan(given.pop("target"), as_json=given.pop("json"), plot=given.pop("plot"), **given)

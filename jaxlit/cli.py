@@ -2,13 +2,12 @@
 
 import importlib
 import inspect
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
@@ -19,8 +18,8 @@ from jaxlit.checkpoints.files import FOLDER
 from jaxlit.core.module import TrainModule
 from jaxlit.data.datamodule import DataModule
 from jaxlit.engine.lazy import lazy
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.porting import advice, refuse_unknown
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.porting import refuse_unknown
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy
@@ -68,19 +67,15 @@ def main(
         The Trainer, after the run.
 
     Raises:
-        ArgumentError: `model` or `data` is not such a class.
-        SystemExit: With code 2 if the command line is wrong or jsonargparse is not installed.
+        ArgumentError: `model` or `data` is not such a class, or jsonargparse is not installed.
+        SystemExit: With code 2 if the command line is wrong.
     """
     for name, cls, base in (("model", model, TrainModule), ("data", data, DataModule)):
         fits = (isinstance(cls, type) and issubclass(cls, base)) or (name == "data" and cls is None)
         check.require(fits, name, cls, f"takes a subclass of jl.{base.__name__}", owner="jl.cli.main")
     args, defaults = sys.argv[1:] if args is None else [*args], trainer_defaults or {}
     refuse_unknown(Trainer, (), defaults)
-    try:
-        parser, parsers = _parsers(model, data, defaults, args)
-    except ArgumentError as error:  # jsonargparse is not installed
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+    parser, parsers = _parsers(model, data, defaults, args)
     given = parser.parse_args(args)
     verb, given = given.verb, given[given.verb]
     config = _written(parsers[verb], given.clone(), model, data)
@@ -102,7 +97,7 @@ def main(
         # An error after the module exists is an error of the run; other processes of a job must also receive it.
         if trainer is not None and (trainer.module is not None or jax.process_count() > 1):
             raise
-        return parsers[verb].error("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        return parsers[verb].error(" ".join([str(error), *getattr(error, "__notes__", [])]))
     return trainer
 
 
@@ -124,8 +119,6 @@ def _parsers(
                 each.add_class_arguments(cls, name, skip={"rngs"}, fail_untyped=False, instantiate=False)
         each.add_method_arguments(Trainer, verb, skip={"model"} | ({"data"} if verb == "plan" else _NOT_ASKED))
         each.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
-        for option, _ in each.get_defaults().items():
-            new_parser.known.setdefault(option, []).append(verb)
         commands.add_subcommand(verb, each, help=text)
     return parser, parsers
 
@@ -179,10 +172,9 @@ def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None
         plan = trainer.plan(model, datamodule, **asked)
         if trainer.is_global_zero:
             say(str(plan))
-    elif verb == "predict":
-        trainer.predict(model, datamodule=datamodule, return_predictions=False, **asked)
     else:
-        getattr(trainer, verb)(model, datamodule=datamodule, **asked)
+        returns = {"return_predictions": False} if verb == "predict" else {}
+        getattr(trainer, verb)(model, datamodule=datamodule, **asked, **returns)
 
 
 class _SaveConfig(Callback):
@@ -202,7 +194,8 @@ class _SaveConfig(Callback):
         text, path = yaml.safe_dump(_shown(redacted(sections)), sort_keys=False), trainer.run_dir / "config.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text() != text:
-            path.rename(_free(path))
+            numbered = (path.with_stem(f"{path.stem}_{i}") for i in count())
+            path.rename(next(other for other in numbered if not other.exists()))
         (part := path.with_suffix(".tmp")).write_text(text)
         part.replace(path)
 
@@ -215,80 +208,18 @@ def _shown(x: Any) -> Any:
     return {name: _shown(y) for name, y in x.items() if not is_hidden(y)} if isinstance(x, dict) else x
 
 
-def _free(path: Path) -> Path:
-    """Return the first path with a number that does not exist: config_0.yaml."""
-    return next(x for i in count() if not (x := path.with_stem(f"{path.stem}_{i}")).exists())
-
-
 def _parser_class() -> Any:
-    """Return a parser class whose errors suggest similar names of options, callbacks and strategies."""
+    """Return a parser class of jsonargparse whose errors are one line."""
     install = '"jsonargparse[signatures]"'
     package = check.import_package("jsonargparse", owner="jl.cli.main", install=install, kind=ArgumentError)
-    names = {x for room in (callbacks, strategies) for x in room.__all__ if getattr(room, x)}  # imports all of them
+    for room in (callbacks, strategies):
+        for name in room.__all__:
+            getattr(room, name)  # a class can be named once it is imported
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
-        known: ClassVar[dict[str, list[str]]] = {}  # the commands that have each option
-        files: ClassVar[list[str]] = [""]  # those read; "" at the end once the last is
-
-        def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
-            self.files.append(str(path))
-            given = super().parse_string(content, path, *args, **kwargs)
-            for name in _CLASSES:
-                if name in given and not hasattr(given[name], "items"):
-                    self.error(
-                        f"{name} takes arguments by name, such as `trainer: {{max_epochs: 3}}`, got {given[name]!r}"
-                    )
-            self.files.append("")
-            return given
-
         def error(self, message: str, ex: Exception | None = None) -> Any:
             if not self.exit_on_error:  # the parser of a class, whose error becomes part of another message
                 return super().error(message, ex)
-            message = "- Problem".join(message.split("- Problem")[:2])  # of several subtypes the first
-            hint, file = "", self.files[-1]
-            if option := re.match(r"unrecognized arguments: --([\w.]+)|.* does not accept option '([\w.]+)'", message):
-                name, dashes = option[1] or option[2], "--" if option[1] else ""
-                file = "" if dashes else next(filter(None, reversed(self.files)), "")
-                known = [f"{dashes}{x}" for x in self.known if x != name]
-                ends = [x for x in known if x.endswith(f".{name}")]
-                if name in self.known and not ends:
-                    hint = f"{dashes}{name} is an argument of {' and '.join(self.known[name])} alone: leave it out."
-                elif not (hint := "" if ends else advice("Trainer()").get(name.removeprefix("trainer."), "")):
-                    hint = did_you_mean(ends[0] if ends else f"{dashes}{name}", ends or known)
-            elif short := re.search(r"Expected a dot import path string: (\w+)", message):
-                hint = (
-                    ""
-                    if "Unknown strategy" in message or short[1] in {*names, *strategy_names()}
-                    else did_you_mean(short[1], names)
-                )
-            elif wrong := re.search(r"class_path '([\w.]+)\.(\w+)':\s+Option '(\w+)'", message):
-                known = [*inspect.signature(getattr(importlib.import_module(wrong[1]), wrong[2])).parameters]
-                hint = f"{did_you_mean(wrong[3], known)} {wrong[2]} takes {', '.join(known) or 'no arguments'}."
-            lines = [f"error: {file and f'{file}: '}{_plain(message)}", hint.strip()]
-            command = self.prog.replace(" [options]", "")
-            self.exit(2, "\n".join([*filter(None, lines), f"{command} --help lists the arguments.\n"]))
+            self.exit(2, f"{self.prog.replace(' [options]', '')}: error: {' '.join(message.split())}\n")
 
     return Parser
-
-
-_WHERE = re.compile(r"""Parser key "([\w.]+)":|(?:Problem with )?given class_path '(?:\w+\.)*(\w+)':""")
-_NOISE = re.compile(
-    r"Does not validate.*?Errors:|- (Not of type _Name: )?Expected a [^\n]*|- Not of type _Name:|Given value type:.*"
-    r"|- Not a valid subclass.*?\(implicit class_path\)|Unexpected config:.*",
-    re.DOTALL,
-)
-_TYPE = re.compile(r"(?s).*(?:Subtypes: \[([^\n]*)\].*?Given value|Expected a ([^\n]*)\. Got value): ([^\n]*)")
-
-
-def _plain(message: str) -> str:
-    """Return an error of jsonargparse on a line: the arguments, and of a union's errors what says the most."""
-    if not re.search("Parser key|Does not validate|Unexpected config|unicode string", message):
-        return message
-    what = _WHERE.sub("", _NOISE.sub("", message.replace(' in "<unicode string>",', " in")))
-    what = " ".join(what.split()).lstrip("- ")
-    if (last := _TYPE.match(message)) and (not what or "Got value" in what):
-        names = re.sub(r"<class '[\w.]+\._Name'>, |<class '|'>|\b[a-z_.]+\.(?=[A-Z])", "", last[1] or last[2])
-        what = f"takes {names.replace('NoneType', 'null')}, got {last[3]}"
-        what += f". A list is written [{last[3]}]" if "Sequence" in names else ""
-    where = dict.fromkeys("".join(x) for x in _WHERE.findall(message))
-    return ": ".join([*where, what or "takes arguments by name, such as `trainer: {max_epochs: 3}`"])

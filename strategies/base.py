@@ -127,7 +127,7 @@ class Strategy(Configured, ABC):
         if self.per_replica and type(self).batch_spec is not Strategy.batch_spec:
             raise ArgumentError(
                 f"{name}.batch_spec splits a batch, and each replica sees entire rows. Take a strategy whose step sees "
-                "the entire batch: subclass DDP, or FSDP with body='auto'."
+                "the entire batch: subclass DDP or FSDP."
             )
         if not isinstance(given, Mesh):
             self.mesh = self._build_mesh(sharding.first_devices(devices))

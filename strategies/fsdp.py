@@ -12,15 +12,13 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica
 from jaxlit.core.state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.explicit import ExplicitBody
 from jaxlit.strategies.optimizer_shardings import like_params
-from jaxlit.strategies.program import Program, remat_policy
+from jaxlit.strategies.program import remat_policy
 from jaxlit.strategies.rules import Rules, axes_of, dim_names
 
 
@@ -46,9 +44,6 @@ class FSDP(Strategy):
         rules: Which mesh axes arrays are split over, see `Rules`.
         remat: Recompute the layers that a step scans over in the backward pass: True keeps their inputs only,
             "dots_saveable" and other names of `jax.checkpoint_policies` what these save. Refused if there is no scan.
-        body: "auto" leaves the collectives to XLA. "explicit" runs the step once on each device, on its rows (see
-            `ShardMapDDP`): split parameters are gathered once a step and gradients summed into shards once a window, so
-            a device holds all parameters during a step, and all of its own gradients in float32 during a window.
         mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
             state over `fsdp`; with one of the two, or with an only axis, both are split over that.
 
@@ -71,16 +66,14 @@ class FSDP(Strategy):
         replicas: int | Literal["auto"] = 1,
         rules: Mapping[str, Any] | None = None,
         remat: bool | str = False,
-        body: Literal["auto", "explicit"] = "auto",
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
     ) -> None:
         name = type(self).__name__
         check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
         self.min_size = check.integer("min_size", min_size, low=0, owner=name)
         self.replicas = check.integer("replicas", replicas, low=1, also=("auto",), owner=name)
-        self.body = check.one_of("body", body, ("auto", "explicit"), owner=name)
         self.stage, self.remat, self._policy = stage, remat, remat_policy(remat, name)
-        self.rules, self.per_replica = Rules(rules, owner=name), body == "explicit"
+        self.rules = Rules(rules, owner=name)
         if replicas != 1:
             self.batch_axes = ("data", "fsdp")
         self.use_mesh(mesh)
@@ -90,22 +83,6 @@ class FSDP(Strategy):
         free, name = mesh is None or self.replicas in (1, "auto"), type(self).__name__
         check.require(free, "replicas", self.replicas, "is a size of the given mesh: leave it out", owner=name)
         super().use_mesh(mesh)
-
-    def setup(self, devices: int | None = None) -> None:
-        """Choose the devices and build the mesh.
-
-        Raises:
-            ArgumentError: The explicit body cannot run on this mesh.
-        """
-        super().setup(devices)
-        if not self.per_replica:
-            return
-        if len(self.batch_axes) > 1 or self.mesh.size != self.num_replicas:
-            raise ArgumentError(
-                f"FSDP(body='explicit') takes a mesh of one axis, got {dict(self.mesh.shape)}. Leave replicas and "
-                "other axes out, or take body='auto'."
-            )
-        self._explicit = ExplicitBody(self.mesh, str(next(iter(self.batch_axes))))
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each.
@@ -135,9 +112,7 @@ class FSDP(Strategy):
         params, frozen, model_state = split if self.stage == 3 else jax.tree.map(self._gathered, split)
         shardings = jax.tree.map(lambda _: self.replicated, state)
         window = shardings.window
-        if self.per_replica:
-            window = jax.tree.map(lambda _: sharding.rows(self.mesh, self.batch_axes), window)
-        elif window is not None:
+        if window is not None:
             window = replace(window, grads=split[0] if self.stage >= 2 else params)
         opt_state = like_params(state.opt_state, state.params, split[0], self.replicated)
         module = {"params": params, "frozen": frozen, "model_state": model_state}
@@ -150,41 +125,10 @@ class FSDP(Strategy):
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
         """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
         pairs = [(x, self._gathered(x)) for x in jax.tree.leaves(shardings.variables)]
-        if self.per_replica:  # the explicit body gathers them before the step
-            pairs = [(gathered, gathered) for _, gathered in pairs]
         if self.remat:
             return by_layer(body, pairs, self._policy)
         split = [pair if pair[0] != pair[1] else None for pair in pairs]
         return by_layer(body, split) if any(split) else body
-
-    # The step: of the global batch, or with the explicit body of each device's rows
-
-    @property
-    def replica(self) -> Replica:
-        """What a step body sees."""
-        return self._explicit.replica if self.per_replica else super().replica
-
-    @property
-    def fuses_steps(self) -> bool:  # type: ignore[override]
-        """Whether one program may take several steps: not the explicit body, which has an optimizer of its own."""
-        return not self.per_replica
-
-    def shard_batch(self, batch: Any) -> Any:
-        """Place a host batch; see `Strategy.shard_batch`."""
-        return self._explicit.shard_batch(batch) if self.per_replica else super().shard_batch(batch)
-
-    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn` on abstract values; see `Strategy.trace`."""
-        (self._explicit.trace if self.per_replica else super().trace)(fn, states, batch)
-
-    def compile(self, program: Program) -> Callable[..., Any]:
-        """Return a function of `(*states, batch)` that runs the program."""
-        return self._explicit.compile(program) if self.per_replica else super().compile(program)
-
-    def describe(self) -> str:
-        """Return one line, with what the explicit body costs."""
-        cost = ", explicit: all parameters and gradients on each device during a step" if self.per_replica else ""
-        return super().describe() + cost
 
     # How an array is split
 

@@ -22,11 +22,6 @@ class Program:
         inputs: The spec of each array of each state.
         outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
-        parts: The two halves of an optimizer step, for a strategy that runs them separately:
-            `gradients(replica, leaves, batch) -> (leaves, grads, table, loss, outputs)`, with gradients of the
-            parameters' structure, and `apply(old_leaves, leaves, grads, table) -> (leaves, logs)`, which clips, checks
-            and runs the optimizer on global arrays.
-        grads: The shardings of the gradients between the two halves, a tree like the parameters; None lets XLA choose.
         passes: For a training program under a strategy that takes gradients itself, in passes over parts of a batch.
     """
 
@@ -36,8 +31,6 @@ class Program:
     inputs: tuple[list["ArraySpec"], ...]
     outputs: tuple[Any, ...]
     donate: tuple[int, ...] = ()
-    parts: tuple[Callable[..., Any], Callable[..., Any]] | None = None
-    grads: Any = None
     passes: MicrobatchStep | None = None
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec as P
 from jax.stages import Traced
 
 from jaxlit import checks as check
@@ -140,7 +139,7 @@ class PerReplica(Strategy, ABC):
         rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
         return *local, with_rows(batch, rows)
 
-    def compile(self, program: Program) -> "ByDivision":
+    def compile(self, program: Program) -> ByDivision:
         """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""
         # In the second no key is folded and nothing is summed: every replica computes the same.
         return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, sees_all_rows=True)))
@@ -154,8 +153,3 @@ class PerReplica(Strategy, ABC):
             return per_replica if x is EACH or (x is ROWS and replica.splits) else shared
 
         return jax.tree.map(layout, program.outputs)
-
-
-def row_specs(batch: Any, axis: str) -> Any:
-    """Return the partition of a batch's leaves: rows over `axis`, scalars replicated."""
-    return jax.tree.map(lambda x: P(axis) if x.ndim else P(), batch)

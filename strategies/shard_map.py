@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
 from jaxlit.strategies.program import EACH, ArraySpec, Program, jit, named, state_shardings
-from jaxlit.strategies.replicas import PerReplica, row_specs
+from jaxlit.strategies.replicas import PerReplica
 
 
 class ShardMapDDP(PerReplica):
@@ -47,20 +47,14 @@ class ShardMapDDP(PerReplica):
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
-        mapped, out = self.mapped(program, replica), state_shardings(program)
-        return jit(self.mesh, named(program.name, mapped), out_shardings=out, donate_argnums=program.donate)
-
-    def mapped(self, program: Program, replica: Replica) -> Callable[..., Any]:
-        """Return the program under shard_map."""
-        specs = tuple([self._spec(spec) for spec in state] for state in program.inputs)
-        outs = self.out_tree(program, replica, per_replica=P(self.axis), shared=P())
-        split = lambda x, out: self._spec(x) if isinstance(x, ArraySpec) else out  # noqa: E731
-        out_specs = jax.tree.map(split, program.outputs, outs)
+        split, replicated = P(self.axis), P()
+        specs = tuple([split if spec.per_replica else replicated for spec in state] for state in program.inputs)
+        out_specs = self.out_tree(program, replica, per_replica=split, shared=replicated)
 
         def call(*args: Any) -> Any:
             *states, batch = args
             body = self.on_replica(program, replica, *self.local(program, replica, states, batch))
-            batch_specs = row_specs(batch, self.axis) if replica.splits else jax.tree.map(lambda _: P(), batch)
+            batch_specs = jax.tree.map(lambda x: split if replica.splits and x.ndim else replicated, batch)
             mapped = jax.shard_map(
                 partial(self._blocks, program, body),
                 mesh=self.mesh,
@@ -72,11 +66,8 @@ class ShardMapDDP(PerReplica):
             )
             return mapped(*args)
 
-        return call
-
-    def _spec(self, spec: ArraySpec) -> P:
-        # An array on a divided mesh is replicated: several devices hold each of its parts.
-        return spec.sharding.spec if spec.sharding.mesh == self.mesh else P()
+        out = state_shardings(program)
+        return jit(self.mesh, named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # A replica's own arrays come as a block with a leading dim of one.

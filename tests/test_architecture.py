@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 # Lowest first: a room imports itself and the rooms before it.
 _GROUND = """errors cache_folder notes shown version leaf_names fingerprint background table to_json checks control
-mesh_context porting faces configured sharding"""
+mesh_context porting faces configured sharding compat"""
 GROUND = _GROUND.split()  # the files on the ground floor, which is one room
 _ROOMS = """ground programs distributed checkpoints reporting weights core pipeline strategies data engine callbacks
 loop populations trainer integrations testing jaxlit"""
@@ -223,6 +223,31 @@ def test_the_map_shows_rooms_and_files_that_exist() -> None:
     named = set(re.findall(r"`(\w+/\w+\.py)`", text))
     assert len(named) > 20
     assert not [name for name in named if not ((ROOT / "jaxlit" / name).exists() or (ROOT / name).exists())]
+
+
+def own_names() -> set[str]:
+    """Return the names that the library itself defines: functions, classes, variables, arguments, attributes."""
+    names: set[str] = {"_replace", "_exit", "_getframe"}  # of Python
+    for node in (node for tree in trees().values() for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.update([node.attr] if ast.unparse(node.value) in ("self", "cls") else [])
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+    return names
+
+
+def test_private_parts_of_other_libraries_are_in_compat_alone() -> None:
+    own, wrong = own_names(), list[str]()
+    for module, tree in trees().items():
+        for node in ast.walk(tree) if module != "jaxlit.compat" else ():
+            private = isinstance(node, ast.Attribute) and re.fullmatch(r"_[a-z]\w*", node.attr)
+            if (private and node.attr not in own) or (isinstance(node, ast.ImportFrom) and "_src" in str(node.module)):
+                wrong.append(f"{where(module, node.lineno)} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_only_the_trainers_room_names_its_private_parts() -> None:

@@ -274,16 +274,14 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--trainer.stratgy=x"], ["--trainer.stratgy=x", "Did you mean '--trainer.strategy'?"]),
-        (["--model.widht=4"], ["--model.widht=4", "Did you mean '--model.width'?"]),
-        (["--trainer.max_epoch=1"], ["--trainer.max_epoch=1", "Did you mean '--trainer.max_epochs'?"]),
-        (["--conf=wrong.yaml"], ["Did you mean '--config'?"]),
-        (["--trainer.accelerator=gpu"], ["--trainer.accelerator=gpu", "jax uses the devices that it detects"]),
-        (["--trainer.callbacks+=EarlyStoping"], ["Did you mean 'EarlyStopping'?"]),
-        (["--trainer.callbacks+=Timer", "--trainer.callbacks.duratoin=1"], ["'duratoin'", "Did you mean 'duration'?"]),
+        (["--trainer.stratgy=x"], ["--trainer.stratgy=x"]),
+        (["--trainer.callbacks+=EarlyStoping"], ["trainer.callbacks", "EarlyStoping"]),
+        (["--trainer.callbacks+=EarlyStopping"], ["trainer.callbacks", "EarlyStopping", "required", "monitor"]),
+        (["--trainer.callbacks+=Timer", "--trainer.callbacks.duratoin=1"], ["Timer", "'duratoin'"]),
         (["--trainer.strategy=fspd"], ["Unknown strategy 'fspd'", "Did you mean 'fsdp'?"]),
+        (["--trainer.strategy=zero1", "--trainer.strategy.min=0"], ["FSDP", "'min'"]),
         (["--trainer.precision=8"], ["trainer.precision", "'bf16-mixed'"]),
-        (["--trainer.max_epochs=x"], ["trainer.max_epochs", "int"]),
+        (["--trainer.max_epochs=x"], ["trainer.max_epochs", "int", "x"]),
         (["--trainer.max_steps=-3"], ["Trainer(max_steps=...) takes an int of at least -1, got -3."]),
         (
             ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.patience=-1"],
@@ -291,46 +289,27 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         ),
         ([], ["Trainer.fit has no limit."]),
         (["--trainer.max_epochs=1", "--ckpt_path=nowhere"], ["'nowhere' is not a checkpoint"]),
-        (["--config=wrong.yaml"], ["wrong.yaml: ", "'trainer.max_epoch'", "Did you mean 'trainer.max_epochs'?"]),
-        (["--config=flow.yaml"], ["error: flow.yaml: ", "line 2"]),
-        (["--config=value.yaml"], ["error: value.yaml: trainer.max_epochs: takes ", "int", ", got x\n"]),
-        (["--config=empty.yaml"], ["error: empty.yaml: takes arguments by name, such as `trainer: {max_epochs: 3}`\n"]),
-        (["--config=list.yaml"], ["error: list.yaml: takes arguments by name"]),
-        (["--config=number.yaml"], ["error: number.yaml: trainer takes arguments by name, such as ", "got 3\n"]),
-        (["--width=4"], ["--width=4", "Did you mean '--model.width'?"]),
-        (["--lr=4"], ["--lr=4", "configure_optimizers"]),
-        (["--trainer.callbacks+=EarlyStopping"], ["error: trainer.callbacks: EarlyStopping: ", " required: monitor\n"]),
-        (
-            ["--trainer.callbacks=EarlyStopping", "--trainer.callbacks.monitor=a", "--trainer.callbacks.mode=maximal"],
-            ["error: trainer.callbacks: EarlyStopping: mode: takes Literal['min', 'max'], got maximal\n"],
-        ),
-        (
-            ["--trainer.logger+=CSVLogger", "--trainer.logger.on_error=now"],
-            ["error: trainer.logger: CSVLogger: on_error: takes Literal['warn', 'raise'], got now\n"],
-        ),
-        (
-            ["--trainer.strategy={class_path: FSDP, init_args: {min_size: big}}"],
-            ["strategy: FSDP: min_size: takes int,"],
-        ),
-        (
-            ["--trainer.strategy=zero1", "--trainer.strategy.min=0"],
-            ["FSDP: Option 'min' is", "FSDP takes stage, min_size,"],
-        ),
+        (["--config=wrong.yaml"], ["'trainer.max_epoch'"]),
+        (["--config=flow.yaml"], ["line 2"]),
+        (["--config=value.yaml"], ["trainer.max_epochs", "int", "x"]),
+        (["--config=empty.yaml"], ["config"]),
         (
             ["--trainer.max_epochs=1", "--trainer.default_root_dir=flow.yaml"],
-            ["error: Trainer(default_root_dir=...) takes a folder, got 'flow.yaml'."],
+            ["Trainer(default_root_dir=...) takes a folder, got 'flow.yaml'."],
         ),
     ],
     ids=lambda x: " ".join(x) if not x or x[0].startswith("--") else "",
 )
-def test_a_wrong_argument_is_named(args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_is_an_error_of_one_line(
+    args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     files = {"wrong": "trainer: {max_epoch: 1}\n", "flow": "a: {b: 1\nc: d\n", "value": "trainer: {max_epochs: x}\n"}
-    for name, content in {**files, "empty": "", "list": "- a\n", "number": "trainer: 3"}.items():
+    for name, content in {**files, "empty": ""}.items():
         Path(f"{name}.yaml").write_text(content)
-    text = refused(capsys, "fit", *args)
+    (line,) = refused(capsys, "fit", *args).splitlines()
+    assert ": error: " in line
     for word in words:
-        assert word in text
-    assert len(text.splitlines()) < 4
+        assert word in line
 
 
 class Broken(Net):
@@ -354,29 +333,19 @@ def test_what_is_no_class_of_the_kind_is_refused(model: Any, data: Any) -> None:
         jl.cli.main(model, data, args=["fit"])
 
 
-def test_without_jsonargparse_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_jsonargparse_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
-    (line,) = refused(capsys, "fit").splitlines()
-    assert line.startswith("error: jl.cli.main needs jsonargparse")
-    assert line.endswith('Run `pip install "jsonargparse[signatures]"`.')
+    words = r'jl\.cli\.main needs jsonargparse.* Run `pip install "jsonargparse\[signatures\]"`\.'
+    with pytest.raises(jl.errors.ArgumentError, match=words):
+        run("fit")
 
 
 def test_an_argument_of_another_command_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run("fit", "--print_config")
-    Path("printed.yaml").write_text(capsys.readouterr().out)
-    text = refused(capsys, "validate", "--config=printed.yaml")
-    assert "init_from is an argument of fit alone: leave it out." in text
-    assert "Did you mean" not in text
-    assert "--timeout is an argument of plan alone: leave it out." in refused(capsys, "fit", "--timeout=8")
-    assert "Did you mean '--trainer.devices'?" in refused(capsys, "fit", "--devices=8")
+    assert "--timeout=8" in refused(capsys, "fit", "--timeout=8")
 
 
 def test_a_plan_takes_lists_in_brackets(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "got 2,8. A list is written [2,8]" in refused(capsys, "plan", "--devices=2,8")
-    assert "got ddp. A list is written [ddp]" in refused(capsys, "plan", "--strategies=ddp")
+    assert "2,8" in refused(capsys, "plan", "--devices=2,8")
     assert "Unknown strategy 'fspd'. Did you mean 'fsdp'?" in refused(capsys, "plan", "--strategies=[ddp,fspd]")
 
 

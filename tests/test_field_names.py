@@ -170,6 +170,17 @@ class Wide(Based):
         super().__init__(*args, **kwargs)
 
 
+class Choosing(jl.TrainModule):
+    def __init__(self, lr: float, depth: int = 2) -> None:
+        self.save_hyperparameters("lr")
+
+
+class Both(Choosing):
+    def __init__(self, width: int, note: str = "x") -> None:
+        self.save_hyperparameters(ignore="note")
+        super().__init__(lr=0.5)
+
+
 class Replaced(Based):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -181,6 +192,7 @@ class Replaced(Based):
     [
         (lambda: Narrow(3), {"width": 3}, {"lr": 0.5, "depth": 2, "extra": 1, "note": "n"}),
         (lambda: Wide(0.2, depth=5), {"lr": 0.2, "depth": 5, "width": 1}, {}),
+        (lambda: Both(3), {"width": 3}, {"lr": 0.5}),
         (lambda: Replaced(4), {"width": 4}, {"chosen": 3}),
         (lambda: Data(4), {"batch_size": 4}, {}),
     ],

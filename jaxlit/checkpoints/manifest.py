@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -143,7 +142,6 @@ def patiently(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def fsync(path: Path) -> None:
     """Put a file, or the names in a folder, onto the disk."""
-    sys.audit("jaxlit.fsync", str(path))  # os.fsync has no audit event, for jaxlit.testing.faults
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

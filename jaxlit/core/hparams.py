@@ -1,9 +1,9 @@
 """The constructor's arguments of a module or a DataModule, as it and its checkpoints keep them."""
 
 import argparse
+import functools
 import inspect
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, encode, not_kept, readable
@@ -74,10 +74,16 @@ class Hparams(dict[str, Any]):
 
 
 _hparams: SideTable[Hparams] = SideTable()
+_running: SideTable[dict[str, Any]] = SideTable()  # the arguments of the constructor that runs
 
 
 class KeepsHparams:
     """The base of modules and DataModules, which keep their constructors' arguments."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = _recorded(cls, cls.__init__)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep those of the constructor's arguments that can be saved as hyperparameters."""
@@ -116,12 +122,14 @@ class KeepsHparams:
         """
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
         called, names = f"{type(self).__name__}.save_hyperparameters", [x for x in args if isinstance(x, str)]
-        here, was = _of_base_class(self), hparams_of(self)
-        kept = was if here.keys() <= was.keys() else {**here, **was}
-        known = {*inspect.signature(type(self).__init__).parameters, *here, *kept}
+        here = _running.get(self) or {}
+        kept = {**here, **hparams_of(self)}
+        known = {*inspect.signature(type(self).__init__).parameters, *kept}
         if unknown := [x for x in (*names, *ignore) if x not in known]:
             raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
-        hparams = {k: v for k, v in kept.items() if (k in names or not names) and k not in ignore}
+        # Names choose among the arguments of the constructor that runs, not of those around it.
+        chosen = {*names} | (kept.keys() - here.keys() if here else set()) if names else kept.keys()
+        hparams = {k: v for k, v in kept.items() if k in chosen and k not in ignore}
         for values in args:
             if not isinstance(values, str):
                 hparams |= _mapping(f"{called} takes names of the constructor's arguments, and dicts", values)
@@ -173,16 +181,26 @@ def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
         return True
 
 
-def _constructors(classes: Iterable[type]) -> list[type]:
-    """Return the classes that define a constructor in Python, nearest first."""
-    return [cls for cls in classes if hasattr(vars(cls).get("__init__"), "__code__")]
+def _recorded(cls: type, init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor whose arguments `save_hyperparameters` sees while it runs."""
+
+    @functools.wraps(init)
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        outer = _running.get(self) or {}
+        _running[self] = _named(cls.__mro__, self, args, kwargs, defaults=True)
+        try:
+            init(self, *args, **kwargs)
+        finally:
+            _running[self] = outer
+
+    return run
 
 
 def _named(
     classes: Iterable[type], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, defaults: bool
 ) -> dict[str, Any]:
     """Return a constructor's arguments by name; what it hands on as `*args, **kwargs` has the names of its base."""
-    cls, *bases = _constructors(classes) or [type(owner)]
+    cls, *bases = [cls for cls in classes if hasattr(vars(cls).get("__init__"), "__code__")] or [type(owner)]
     parameters = inspect.signature(cls.__init__).parameters.values()
     try:
         # In part: jl.lazy leaves out rngs.
@@ -200,18 +218,3 @@ def _named(
             given.pop(several, None)
             named = handed_on
     return given | named
-
-
-def _of_base_class(owner: Any) -> dict[str, Any]:
-    """Return what a base class's constructor was given, if one of its lines has called this; else nothing."""
-    codes = {cls.__init__.__code__: cls for cls in _constructors(type(owner).__mro__)[1:]}  # type: ignore[attr-defined]
-    frame = sys._getframe(2)
-    for _ in range(2):  # what wraps save_hyperparameters, and the line that called it
-        if frame.f_code in codes and frame.f_locals.get(frame.f_code.co_varnames[0]) is owner:
-            cls, given = codes[frame.f_code], frame.f_locals
-            _, *parameters = inspect.signature(cls.__init__).parameters.values()
-            plain = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            more = next((given.get(p.name, {}) for p in parameters if p.kind is p.VAR_KEYWORD), {})
-            return {name: given[name] for name in plain if name in given} | more
-        frame = frame.f_back or frame
-    return {}

@@ -228,7 +228,7 @@ def named_values(dictionary: Any) -> dict[str, Any]:
         LogError: It is neither.
     """
     if isinstance(dictionary, nnx.MultiMetric):
-        return {name: getattr(dictionary, name) for name in dictionary._metric_names}
+        return {name: x for name, x in vars(dictionary).items() if isinstance(x, nnx.metrics.Metric)}
     if not isinstance(dictionary, Mapping):
         raise LogError(f"self.log_dict(dictionary) takes names and values, got {type(dictionary).__name__}.")
     return dict(dictionary)

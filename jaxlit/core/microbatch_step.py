@@ -114,5 +114,5 @@ class MicrobatchStep:
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs
         mean = over_rows(total, rows, old.params)
-        made, logs, *seen = step.apply(leaves, step.layout.flatten(new), mean, table)
+        made, logs, *seen = step.apply(old, new, mean, table)
         return made, logs, loss, outputs, *seen

@@ -14,6 +14,9 @@ from jaxlit.leaf_names import leaf_name
 MODES = {"deterministic", "use_running_average", "decode"}
 CONTAINERS = (list, tuple, set, dict, deque)
 _COPIED = (*CONTAINERS, OrderedDict, defaultdict)
+# The attributes of its own that nnx adds to a module, and to an `nnx.List`.
+_OF_NNX = frozenset(vars(nnx.Module()))
+_OF_NNX_LIST = frozenset(vars(nnx.List([])))
 
 
 def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -29,10 +32,10 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
     for path, node in list(nnx.iter_graph(module)):
         if isinstance(node, nnx.Variable) or not (isinstance(node, of) and hasattr(node, "__dict__")):
             continue
-        if "_pytree__" in str(path):  # nnx keeps its own books as attributes too
+        if not _OF_NNX.isdisjoint(path):
             continue
         for name, value in list(vars(node).items()):
-            is_book = name in MODES or name.startswith("_pytree__")
+            is_book = name in MODES or name in _OF_NNX
             if not (is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
                 yield leaf_name((*path, name)), vars(node), name
 
@@ -54,7 +57,7 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
     found = dict[str, Any]()
     for path, node in nnx.iter_graph(module):
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
-            if not name.startswith("_pytree__") and not (isinstance(node, nnx.List) and name == "_length"):
+            if name not in (_OF_NNX_LIST if isinstance(node, nnx.List) else _OF_NNX):
                 key = int(name) if isinstance(node, nnx.List) else name
                 is_array = hasattr(value, "shape") and not isinstance(value, (nnx.Variable, nnx.Pytree))
                 kind = jax.Array if is_array else type(value) if nnx.has_data(value) else value

@@ -85,20 +85,6 @@ class Replica:
         # With the same rows everywhere the mean is what each has: no collective is needed.
         return sharding.all_reduce(tree, str(self.axis)) if self.splits else tree
 
-    def reduce(self, tree: Any, how: str) -> Any:
-        """Return the "sum" or the "mean" over replicas, see `psum` and `pmean`."""
-        return self.psum(tree) if how == "sum" else self.pmean(tree)
-
-    def reduce_grads(self, grads: Any, how: str, shardings: Any) -> Any:
-        """Return this replica's gradients summed or averaged over all replicas.
-
-        Args:
-            grads: Its gradients, a tree like the parameters; of a body that sees the global batch those of all rows.
-            how: "sum" or "mean".
-            shardings: What `Strategy.grad_sharding` returned.
-        """
-        return sharding.constrain(self.reduce(grads, how), shardings)
-
     # Tracing must see as many rows as a pass does: a program is of one shape.
     def part_of(self, batch: Any) -> Any:
         """Return a batch, or the shapes of the part of it that one pass of a training step sees."""

@@ -38,8 +38,7 @@ class TrainStep:
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
         rates: The learning rates, which leave the optimizer step with its table.
         wrap: What the strategy makes of the user's step.
-        reduce_grads: Sums or averages a replica's gradients over all, given (replica, grads, "sum" or "mean").
-        constrain_window: Shards a window's gradients inside the step.
+        constrain_grads: Shards gradients inside the step.
     """
 
     pure: PureModule
@@ -48,8 +47,7 @@ class TrainStep:
     traced: tuple[Callable[..., Any], ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable[..., Any] = same
-    reduce_grads: Callable[[Replica, Any, str], Any] = Replica.reduce
-    constrain_window: Callable[[Any], Any] = same
+    constrain_grads: Callable[[Any], Any] = same
 
     def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -65,32 +63,18 @@ class TrainStep:
         return self.layout.flatten(state), self.logs(table, state), loss, outputs
 
     def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
-        """Take an optimizer step with one batch, or with the window that it completes: `gradients`, then `apply`.
+        """Take an optimizer step with one batch, or with the window that it completes.
 
         Returns:
             The state, the table of the batch or window, the batch's loss if it ends a window, its outputs, and with
             traced functions a tuple of their results.
-        """
-        new, grads, table, loss, outputs = self.gradients(replica, leaves, batch)
-        new, logs, *seen = self.apply(leaves, new, grads, table)
-        return new, logs, loss, outputs, *seen
-
-    def gradients(
-        self, replica: Replica, leaves: list[Any], batch: Any
-    ) -> tuple[list[Any], Any, jax.Array, jax.Array | None, Any]:
-        """Return what an optimizer step is made of: the first half of `update`, which sees the batch.
-
-        Returns:
-            The state with what the user's step has written and an empty window, the gradients as the parameters, the
-            table of the batch or window, the batch's loss if it ends a window, and its outputs. Gradients and table
-            are those of all replicas.
         """
         old = self.layout.unflatten(leaves)
         if old.window is None:
             new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
             loss = None  # it is in the table
             # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
-            grads = self.reduce_grads(replica, grads, "mean")
+            grads = self.constrain_grads(replica.pmean(grads))
             if replica.splits:
                 table = self.table.reduce(table, replica.psum, str(replica.axis))
         else:
@@ -101,29 +85,29 @@ class TrainStep:
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
-            grads = over_rows(self.reduce_grads(replica, new.window.grads, "sum"), replica.psum(rows), old.params)
+            total = self.constrain_grads(replica.psum(new.window.grads))
+            grads = over_rows(total, replica.psum(rows), old.params)
             new = replace(new, window=self.empty_window(new.window))
-        return self.layout.flatten(new), grads, table, loss, outputs
+        new_leaves, logs, *seen = self.apply(old, new, grads, table)
+        return new_leaves, logs, loss, outputs, *seen
 
-    def apply(self, old: list[Any], new: list[Any], grads: Any, table: jax.Array) -> tuple[Any, ...]:
-        """Clip, check and take the optimizer's step: the second half of `update`, which sees no batch and no replica.
+    def apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[Any, ...]:
+        """Clip and check gradients, and take the optimizer's step with them.
 
         Args:
             old: The state before the batch.
-            new: The state, the gradients and the table that `gradients` returned.
-            grads: See `new`.
-            table: See `new`.
+            new: The state with what the user's step has written, and an empty window.
+            grads: The gradients over all replicas, a tree like the parameters.
+            table: The table of the batch or window, over all replicas.
 
         Returns:
             The state, the table as it leaves the step, and with traced functions a tuple of their results.
         """
-        before = self.layout.unflatten(old)
-        after = self.layout.unflatten(new)
-        params = after.params  # as the batch left them
-        after, updates = self._apply(before, after, grads, table)
-        seen = tuple(fn(grads, updates, params, after.opt_state) for fn in self.traced)
-        rates = self.rates.values(before.opt_state, loss_of(table), before.step, before.epoch)
-        return self.layout.flatten(after), self.logs(table, after, rates), *([seen] if self.traced else [])
+        params = new.params  # as the batch left them
+        new, updates = self._apply(old, new, grads, table)
+        seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
+        rates = self.rates.values(old.opt_state, loss_of(table), old.step, old.epoch)
+        return self.layout.flatten(new), self.logs(table, new, rates), *([seen] if self.traced else [])
 
     def diagnose(
         self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
@@ -143,7 +127,7 @@ class TrainStep:
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
         if replica.splits:
             table = self.table.reduce(table, replica.psum, str(replica.axis))
-        bad = replica.psum(count_bad(self.reduce_grads(replica, grads, "mean")))
+        bad = replica.psum(count_bad(self.constrain_grads(replica.pmean(grads))))
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
@@ -209,7 +193,7 @@ class TrainStep:
         weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(self.constrain_window(grads), window.rows + weight, self.table.combine(window.metrics, table))
+        window = Window(self.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
         return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
     def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:

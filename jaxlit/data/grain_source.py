@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, reseeded_stage
 from jaxlit.data.source import Source
 
 # A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
@@ -41,19 +42,19 @@ class GrainSource(Source):
     def is_endless(self) -> bool:
         """Whether the loader repeats its records without end."""
         if self._kind == "DataLoader":
-            sampler = self.loader._sampler
+            sampler = loader_parts(self.loader).sampler
             return len(sampler) > 2**60 if hasattr(sampler, "__len__") else False
         for stage in _stages(self.loader):
             if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
                 return True
-            if type(stage).__name__ == "RepeatIterDataset" and getattr(stage, "_num_epochs", 1) is None:
+            if repeats_without_end(stage):
                 return True
         return False
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
         """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
         if self._kind == "DataLoader":
-            iterator = iter(_loader_at(self.loader, epoch))
+            iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
             pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
         else:
             dataset = _dataset_at(self.loader, epoch)
@@ -78,11 +79,11 @@ class GrainSource(Source):
     def content(self) -> dict[str, Any]:
         """Return each stage's numbers, and a hash of a few records."""
         if self._kind == "DataLoader":
-            sampler = self.loader._sampler
+            sampler, data_source, _ = loader_parts(self.loader)
             ours = type(sampler).__module__.startswith("grain")  # another's repr may hold its address
             sources = {
                 "sampler": repr(sampler) if ours else type(sampler).__name__,
-                "source": _digest(self.loader._data_source),
+                "source": _digest(data_source),
             }
         else:
             unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
@@ -96,7 +97,7 @@ class GrainSource(Source):
 
     @property
     def _stages(self) -> list[Any]:
-        return self.loader._operations if self._kind == "DataLoader" else _stages(self.loader)
+        return list(loader_parts(self.loader).operations) if self._kind == "DataLoader" else _stages(self.loader)
 
 
 def kind_of(loader: Any) -> str | None:
@@ -150,37 +151,13 @@ def _dataset_at(x: Any, epoch: int) -> Any:
     if kind_of(x) == "MapDataset":
         length = len(x)
         return x if length > 2**60 else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
-    again = copy.copy(x)  # stages are immutable, but a copy may have other parents
-    vars(again).update({name: _dataset_at(value, epoch) for name, value in vars(x).items()})
-    if isinstance(seed := vars(x).get("_seed"), (int, np.integer)):
-        vars(again)["_seed"] = _shifted(int(seed), epoch)
-    return again
+    parts = {name: _dataset_at(value, epoch) for name, value in vars(x).items()}
+    return reseeded_stage(x, partial(_shifted, epoch=epoch), parts)
 
 
 def _shifted(seed: int, epoch: int) -> int:
     # Far apart: a record's own randomness is drawn from the sum of the seed and its number.
     return (seed + 1_000_003 * epoch) % 2**32
-
-
-def _loader_at(loader: Any, epoch: int) -> Any:
-    """Return a DataLoader with another order of the same records for each epoch, if it shuffles."""
-    import grain
-
-    sampler = loader._sampler
-    shuffles = type(sampler) is grain.samplers.IndexSampler and sampler._shuffle
-    if not epoch or not shuffles or sampler._num_epochs is None:
-        return loader
-    assert sampler._seed is not None  # grain wants one to shuffle
-    again = copy.copy(loader)
-    again._sampler = grain.samplers.IndexSampler(
-        sampler._num_records,
-        sampler._shard_options,
-        shuffle=True,
-        num_epochs=sampler._num_epochs,
-        seed=_shifted(sampler._seed, epoch),
-    )
-    again._dataset = again._create_dataset()
-    return again
 
 
 def _from_here(state: str, iterator: Any) -> bytes:

@@ -1,7 +1,6 @@
 """Fate sharing: when one process of a job fails or dies, all of them end soon, and say which one and why."""
 
 import atexit
-import ctypes
 import json
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxlit import compat
 from jaxlit.background import Background
 from jaxlit.distributed.store import arrive, gather
 from jaxlit.errors import PeerError
@@ -96,7 +96,7 @@ class Fate:
         with suppress(Exception):  # a process before this one has made it
             self.client.key_value_set(_FAILURE, "")
         self._beat()
-        _speak_on_abort(self._aborted)
+        compat.on_abort(self._aborted)
         hook = sys.excepthook
 
         def uncaught(kind: type[BaseException], error: BaseException, where: Any) -> None:
@@ -311,27 +311,6 @@ def _code_of(error: BaseException) -> int:
     return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
-def _speak_on_abort(aborted: Callable[[], int | None]) -> None:
-    """End with the exit code that `aborted` returns when the process is aborted, which jax does from a thread of C++.
-
-    No Python code runs after that, and no handler of Python's own: so it is one of C, by ctypes.
-    """
-
-    def handle(number: int) -> None:
-        code = aborted()
-        if code is not None:
-            os._exit(code)
-        if before not in (None, 1):  # for example that of faulthandler; not "ignore"
-            kind(before)(number)
-
-    libc, kind = ctypes.CDLL(None), ctypes.CFUNCTYPE(None, ctypes.c_int)
-    libc.signal.restype = ctypes.c_void_p
-    handler = kind(handle)
-    _handlers.append(handler)
-    before = libc.signal(int(signal.SIGABRT), handler)
-
-
-_handlers: list[Any] = []  # ctypes does not keep them
 _fate: Fate | None = None
 
 
@@ -339,8 +318,7 @@ def fate(dead_after: float = DEAD_AFTER_S) -> Fate:
     """Return what watches the processes of this job; it starts at the first call."""
     global _fate
     if _fate is None:
-        from jax._src.distributed import global_state as job  # jax has no public way to its key-value store
-
+        job = compat.coordination()
         address = str(job.coordinator_address)
         _fate = Fate(job.client, job.process_id, job.num_processes, address, dead_after)
         _fate.start()

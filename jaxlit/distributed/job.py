@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
+from jaxlit.compat import clusters, coordination
 from jaxlit.distributed.start import initialize, jax_runs
 from jaxlit.errors import ProcessError
 
@@ -35,11 +36,9 @@ def join_job() -> None:
             "them with jl.integrations.ray.RayTrainer. If each is meant to train alone, set JAX_NUM_PROCESSES=1."
         )
     initialize()
-    from jax._src.distributed import global_state
-
-    if global_state.num_processes != count:
+    if (found := coordination().num_processes) != count:
         raise ProcessError(
-            f"The environment names a job of {count} processes, and jax has found {global_state.num_processes}. Pass "
+            f"The environment names a job of {count} processes, and jax has found {found}. Pass "
             "the address of process 0 to jl.distributed.initialize, or set JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID; "
             "in Ray, start them with jl.integrations.ray.RayTrainer."
         )
@@ -51,8 +50,6 @@ def job_size() -> int:
     SLURM, Open MPI, TPU pods and indexed jobs of Kubernetes are detected by jax, workers of Ray Train by Ray;
     `JAX_NUM_PROCESSES` counts first.
     """
-    from jax._src.clusters import ClusterEnv  # jax has no public way to ask what initialize() would detect
-
     if (count := os.environ.get("JAX_NUM_PROCESSES", "")).isdecimal():
         return int(count)
     if (ray_train := sys.modules.get("ray.train")) is not None:  # as in a worker that Ray Train has started
@@ -61,9 +58,9 @@ def job_size() -> int:
     is_indexed = "JOB_COMPLETION_INDEX" in os.environ  # else a pod is no process of a job
     with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for env in ClusterEnv._cluster_types:
-            if not env.opt_in_only_method and (env.__name__ != "K8sCluster" or is_indexed) and env.is_env_present():
-                return env.get_process_count()
+        for cluster in clusters():
+            if (cluster.__name__ != "K8sCluster" or is_indexed) and cluster.is_env_present():
+                return cluster.get_process_count()
     if is_indexed:
         _logger.warning(
             "JOB_COMPLETION_INDEX says that this is a pod of an indexed job, and jax cannot find the others: it trains "

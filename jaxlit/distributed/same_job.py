@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -15,6 +16,7 @@ import jax
 import jaxlib.version
 import numpy as np
 import optax
+from jax.extend.source_info_util import summarize
 from jax.stages import Traced
 
 from jaxlit.distributed.team import team
@@ -29,7 +31,7 @@ JAX_SETTINGS = (
     *("jax_use_shardy_partitioner", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs"),
 )
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_MOST_ITEMS, _MOST_TEXT = 8, 160
+_MOST_ITEMS, _MOST_TEXT, _MOST_FRAMES = 8, 160, 1000
 _LIBRARY = str(Path(__file__).parents[1])
 
 
@@ -139,13 +141,12 @@ def _compared(values: Sequence[Sequence[str]], hosts: Sequence[str]) -> str:
 
 def _place(eqn: Any) -> str:
     """Return where an equation is in the user's code, in parentheses."""
-    from jax._src import source_info_util  # jax has no public way to get the frames of an equation
-
     if eqn is None:
         return ""
-    # What is further out than jaxlit is the line that has called the Trainer, for every equation.
-    frames = source_info_util.user_frames(eqn.source_info.traceback)
-    inner = list(takewhile(lambda frame: not frame.file_name.startswith(_LIBRARY), frames))
-    users = [frame for frame in inner if "site-packages" not in frame.file_name]
-    places = [f"{frame.file_name.rpartition('site-packages/')[2]}:{frame.start_line}" for frame in users or inner]
-    return f" ({places[0]})" if places else ""
+    # Lines "file:line:column (function)", the innermost frame first. What is further out than jaxlit is the line that
+    # has called the Trainer, for every equation.
+    frames = reversed(summarize(eqn.source_info, num_frames=_MOST_FRAMES).splitlines())
+    inner = list(takewhile(lambda frame: not frame.startswith(_LIBRARY), frames))
+    users = [frame for frame in inner if "site-packages" not in frame]
+    places = [re.match(r".+?:\d+", frame.rpartition("site-packages/")[2]) for frame in users or inner]
+    return f" ({places[0][0]})" if places and places[0] else ""

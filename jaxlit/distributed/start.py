@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxlit import checks as check
+from jaxlit.compat import clusters, coordination
 from jaxlit.distributed.fate import DEAD_AFTER_S, fate
 from jaxlit.errors import ArgumentError, ProcessError
 
@@ -57,8 +58,6 @@ def initialize(
     _check_seconds(dead_after, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout)
     if jax.distributed.is_initialized() or not (is_complete or _cluster_is_present()):
         return
-    from jax._src.distributed import global_state  # jax has no public way to ask before its devices are initialized
-
     _check_early()
     if coordinator_address is not None and process_id:
         _wait_for(coordinator_address, timeout)
@@ -72,7 +71,7 @@ def initialize(
         )
     except RuntimeError as error:
         raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
-    if global_state.num_processes > 1:
+    if coordination().num_processes > 1:
         fate(dead_after)
 
 
@@ -121,9 +120,13 @@ def _check_seconds(dead_after: float, **of_jax: float) -> None:
 
 def jax_runs() -> bool:
     """Return whether jax has initialized its devices."""
-    from jax._src import xla_bridge  # jax has no public way to ask without starting its backend
-
-    return xla_bridge.backends_are_initialized()
+    count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_num_cpu_devices", count + 1)  # which jax refuses from then on
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
 
 
 def own_rows(rows: int, process: int | None = None) -> slice:
@@ -176,8 +179,4 @@ def _not_met(address: str, timeout: float) -> str:
 
 
 def _cluster_is_present() -> bool:
-    from jax._src.clusters import ClusterEnv  # nor a public way to ask what initialize() would detect
-
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        return True
-    return any(env.is_env_present() for env in ClusterEnv._cluster_types if not env.opt_in_only_method)
+    return "JAX_COORDINATOR_ADDRESS" in os.environ or any(cluster.is_env_present() for cluster in clusters())

@@ -13,6 +13,7 @@ import jax
 from jax.experimental.multihost_utils import reached_preemption_sync_point
 
 from jaxlit import errors
+from jaxlit.compat import coordination
 from jaxlit.distributed.decisions import Decisions
 from jaxlit.distributed.fate import fate
 from jaxlit.distributed.store import arrive, arrived, gather
@@ -127,10 +128,8 @@ class Several(Alone):
     """The processes of a job; see `Alone`."""
 
     def __init__(self) -> None:
-        from jax._src.distributed import global_state  # jax has no public way to ask
-
         self.index, self.size = jax.process_index(), jax.process_count()
-        self.announces = global_state.preemption_sync_manager is not None
+        self.announces = coordination().preemption_sync_manager is not None
         self._fate = fate()
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
@@ -247,6 +246,4 @@ _decisions = cache(Decisions)  # one for all runs: its places must be counted al
 
 
 def _client() -> Any:
-    from jax._src import distributed  # jax has no public access to its key-value store, which needs no device
-
-    return distributed.global_state.client
+    return coordination().client

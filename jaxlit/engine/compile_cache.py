@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +42,6 @@ def use_compile_cache(where: bool | str | Path) -> None:
         config.update("jax_compilation_cache_dir", folder)
         reset_cache()  # jax opens a folder once
         _ours[0] = folder
-        if folder is not None:
-            _write_atomically(folder)
     if folder is not None and config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -54,24 +51,10 @@ def default_folder() -> Path:
     return cache_folder("compiled")
 
 
-def _write_atomically(folder: str) -> None:
-    """Have jax move complete entries into a folder, also in place of those that it could not read."""
-    from jax._src import compilation_cache, lru_cache  # jax has no public way: it writes in place, and once
-
-    class Entries(lru_cache.LRUCache):
-        def put(self, key: str, value: bytes) -> None:
-            entry = Path(folder, f"{key}-cache")
-            part = entry.with_name(f"{entry.name}.{uuid.uuid4().hex}")  # other machines may share the folder
-            part.write_bytes(value)
-            part.replace(entry)
-
-    compilation_cache._cache = Entries(folder, max_size=-1)
-
-
 def _trim(folder: Path) -> None:
     """Delete the oldest entries down to `MAX_BYTES`; jax does so itself only with another package."""
     total, stats = 0, dict[Path, os.stat_result]()
-    for file in folder.glob("*-cache*"):  # as jax names its entries, and parts that a killed process left
+    for file in folder.glob("*-cache"):  # as jax names its entries
         with contextlib.suppress(OSError):  # another process may have deleted it
             stats[file] = file.stat()
     for file in sorted(stats, key=lambda file: stats[file].st_mtime, reverse=True):

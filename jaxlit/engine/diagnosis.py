@@ -32,7 +32,7 @@ class Diagnosis:
         self._state, self._step, self._written = state, step, [counters, *training.written]
         outputs = ([spec.array_specs[i] for i in self._written], SHARED, SHARED)
         program = replace(train, name="diagnose", fn=partial(step.diagnose, self._written), outputs=outputs)
-        self._compile = partial(compile, replace(program, parts=None, donate=(), passes=passes))
+        self._compile = partial(compile, replace(program, donate=(), passes=passes))
 
     def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""

@@ -64,8 +64,7 @@ class Training:
             *(self.pure, self.options, spec.layout),
             rates=self.rates,
             wrap=spec.wrap,
-            reduce_grads=lambda replica, grads, how: replica.reduce_grads(grads, how, spec.grad_shardings),
-            constrain_window=partial(sharding.constrain, shardings=None if spec.per_replica else spec.grad_shardings),
+            constrain_grads=partial(sharding.constrain, shardings=spec.grad_shardings),
         )
 
     @cached_property
@@ -86,8 +85,6 @@ class Training:
             # The state is donated: a step overwrites the arrays that it was given, and so holds one copy, not two.
             outputs=(spec.array_specs, SHARED, self._loss, outputs_of(self.pure, "training")),
             donate=(0,),
-            parts=(step.gradients, step.apply),
-            grads=spec.grad_shardings,
             passes=MicrobatchStep(step, self.written),
         )
 
@@ -96,7 +93,7 @@ class Training:
         """The program of a batch that completes no accumulation window."""
         outputs = (self.spec.array_specs, EACH, self._loss, outputs_of(self.pure, "training"))
         passes = MicrobatchStep(self.step, self.written, "micro")
-        given = {"name": "micro_step", "kind": "micro", "fn": self.step.micro, "parts": None}
+        given = {"name": "micro_step", "kind": "micro", "fn": self.step.micro}
         return replace(self.train, **given, passes=passes, outputs=outputs)
 
     def traced(self, functions: tuple[Callable[..., Any], ...]) -> Program:
@@ -107,8 +104,8 @@ class Training:
         """
         step, train = replace(self.step, traced=functions), self.train
         assert train.passes is not None
-        parts, passes = (step.gradients, step.apply), replace(train.passes, step=step)
-        train = replace(train, name="train_step_traced", fn=step.update, parts=parts, passes=passes)
+        passes = replace(train.passes, step=step)
+        train = replace(train, name="train_step_traced", fn=step.update, passes=passes)
         return replace(train, outputs=(*train.outputs, SHARED))
 
     def fused(self, window: int, kept: Sequence[int]) -> Program:
@@ -125,7 +122,7 @@ class Training:
         fn = FusedSteps(self.step, window, counters, tuple(kept), is_row)
         return replace(
             self.train,
-            **{"name": "train_steps", "fn": fn, "parts": None, "passes": None},
+            **{"name": "train_steps", "fn": fn, "passes": None},
             inputs=(spec.array_specs, backup),
             outputs=(spec.array_specs, backup, *rest),
         )

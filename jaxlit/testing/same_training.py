@@ -1,49 +1,80 @@
 """The same training under every strategy, compared number by number."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.optimizer_of import optimizer_of
 from jaxlit.core.replica import num_rows
 from jaxlit.data.datamodule import DataModule
 from jaxlit.errors import ArgumentError
-from jaxlit.testing.difference import PARTS, RTOL, assert_close
-from jaxlit.testing.pairwise import pairwise
-from jaxlit.testing.training import Training, by_path, train
+from jaxlit.leaf_names import is_key, leaf_name
+from jaxlit.notes import noting_place
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.shard_map import ShardMapDDP
+from jaxlit.strategies.simulated import Simulated
+from jaxlit.trainer.trainer import Trainer
 
-if TYPE_CHECKING:
-    from jaxlit.core.module import TrainModule
-    from jaxlit.strategies.base import Strategy
+PARTS = ("loss", "metrics", "grads", "params")
 
-FACTORS: dict[str, Sequence[Any]] = {
-    "accumulate_grad_batches": (1, 3),
-    "gradient_clip_val": (None, 0.1),
-    "precision": ("32-true", "bf16-mixed"),
-}
-"""Arguments of the Trainer that a strategy affects, each with values under which it must train equally."""
+RTOL: Mapping[str, float] = {"32-true": 1e-5, "bf16-mixed": 2e-2, "16-mixed": 2.5e-3}
+"""How far trainings may differ, by precision.
+
+Strategies add up rows in different orders, and round differently: in float32 by 2**-24 each time, so that 1e-5 allows
+170 roundings. The tolerances of the 16-bit floats allow five roundings, of 2**-8 and of 2**-11; a gradient that misses
+one of eight replicas is off by an eighth.
+"""
+
+
+@dataclass
+class Training:
+    """The results of one training.
+
+    Attributes:
+        name: Strategy and device count.
+        loss: One float a batch.
+        metrics: One dict a step of the logged values.
+        grads: Gradients of the first step by path.
+        params: The module's arrays after the last step by path: parameters and all other state.
+        random: Whether the step drew random numbers.
+    """
+
+    name: str
+    loss: list[float] = field(default_factory=list)
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    grads: dict[str, np.ndarray] = field(default_factory=dict)
+    params: dict[str, np.ndarray] = field(default_factory=dict)
+    random: bool = False
+
 
 _NONE: Mapping[str, Sequence[Any]] = MappingProxyType({})
 
 
 def assert_same_training(
-    model_fn: "Callable[[], TrainModule]",
+    model_fn: Callable[[], TrainModule],
     data: Any,
     *,
-    strategies: "Sequence[str | Strategy]",
+    strategies: Sequence[str | Strategy],
     devices: Sequence[int] = (1, 2, 8),
     steps: int = 5,
     tx: optax.GradientTransformation | None = None,
     rtol: float | Mapping[str, float] = RTOL,
     compare: Sequence[str] = PARTS,
-    reference: "Callable[..., Sequence[Any]] | None" = None,
+    reference: Callable[..., Sequence[Any]] | None = None,
     factors: Mapping[str, Sequence[Any]] = _NONE,
     **trainer_arguments: Any,
 ) -> dict[str, float]:
@@ -54,10 +85,7 @@ def assert_same_training(
     by the sign of rounding noise. Whole numbers must be equal. Where all batches divide among the devices, a part of
     the first is put after them as one step more, so that a tail is trained on too. Strategies that run the step once
     a replica draw other random numbers than `single`; if the model draws some, they are compared with `simulate`, and
-    `simulate` with `shard_map`, on as many replicas.
-
-    Strategies share the steps that they compile, and with them a fault: only a loop of your own, `reference`, knows
-    what the numbers should be.
+    `simulate` with `shard_map`, on as many replicas. All share the compiled step: only `reference` finds a fault in it.
 
     Args:
         model_fn: Returns a new module with the same weights at each call.
@@ -71,8 +99,7 @@ def assert_same_training(
         compare: Which of "loss", "metrics", "grads", "params"; the last is the module's entire state.
         reference: Trains a module in place on a list of batches, without a Trainer, and returns the loss of each
             batch; takes the value of each factor by its name. `single` is compared with it in losses and parameters.
-        factors: Values of arguments of the Trainer, such as `FACTORS`. Each meets each value of the others, each
-            strategy and each number of devices, in few trainings.
+        factors: Values of arguments of the Trainer, by its name. The comparison is repeated for each combination.
         **trainer_arguments: Other arguments of the Trainer.
 
     Returns:
@@ -85,96 +112,236 @@ def assert_same_training(
     Example:
         >>> import jaxlit as jl, numpy as np
         >>> def check(model_fn):
-        ...     data = jl.ArrayLoader({"x": np.ones((16, 2)), "y": np.ones((16, 1))}, 8)
-        ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors=jl.testing.FACTORS)
+        ...     data = [np.ones((8, 2), np.float32)]
+        ...     jl.testing.assert_same_training(model_fn, data, strategies=["ddp"], factors={"max_epochs": [1, 2]})
     """
-    given = {"tx": tx, **trainer_arguments}
-    return _compare(model_fn, data, strategies, devices, steps, given, rtol, compare, reference, factors)
+    comparison = _Comparison(model_fn, data, tuple(devices), steps, rtol, compare, reference)
+    return comparison.run([x for x in strategies if x != "single"], factors, {"tx": tx, **trainer_arguments})
 
 
-def _compare(
-    model_fn: Any,
-    data: Any,
-    strategies: Sequence[Any],
-    devices: Sequence[int],
-    steps: int,
-    given: dict[str, Any],
-    rtol: float | Mapping[str, float],
-    compare: Sequence[str],
-    reference: Any,
-    factors: Mapping[str, Sequence[Any]],
-) -> dict[str, float]:
-    """Train each pair of all that is given, `single` once for each case, and return the differences by name."""
-    others, differences = [s for s in strategies if s != "single"], dict[str, float]()
-    for name, values in factors.items():  # the letters of a str would be values too
-        valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
-        check.require(valid, "factors", factors, rule, owner="assert_same_training")
-    if not others and reference is None:
-        raise ArgumentError(
-            f"assert_same_training(strategies={list(strategies)}) has nothing to compare 'single' with. Name "
-            "another strategy, or give a loop of your own as reference=."
-        )
+@dataclass(frozen=True)
+class _Comparison:
+    """The arguments of `assert_same_training`; see there."""
 
-    def batches(case: dict[str, Any]) -> tuple[list[Any], int]:
-        return _some_batches(data, steps * (given | case).get("accumulate_grad_batches", 1), devices)
+    model_fn: Callable[[], TrainModule]
+    data: Any
+    devices: tuple[int, ...]
+    steps: int
+    rtol: float | Mapping[str, float]
+    compare: Sequence[str]
+    reference: Any
 
-    def run(strategy: Any, count: int | str, case: dict[str, Any]) -> Training:
-        some, tails = batches(case)
-        training = train(model_fn, some, strategy=strategy, devices=count, steps=steps + tails, **(given | case))
-        return replace(training, name=", ".join([training.name, *(f"{k}={v}" for k, v in case.items())]))
+    def run(
+        self, strategies: Sequence[Any], factors: Mapping[str, Sequence[Any]], arguments: Mapping[str, Any]
+    ) -> dict[str, float]:
+        """Compare the trainings for each combination of the factors' values, and return the differences by name."""
+        for name, values in factors.items():  # the letters of a str would be values too
+            valid, rule = bool(values) and not isinstance(values, str), f"takes a sequence of values of {name!r}"
+            check.require(valid, "factors", factors, rule, owner="assert_same_training")
+        if not strategies and self.reference is None:
+            raise ArgumentError(
+                "assert_same_training(strategies=...) has nothing to compare 'single' with. Name another strategy, or "
+                "give a loop of your own as reference=."
+            )
+        differences: dict[str, float] = {}
+        for values in itertools.product(*factors.values()):
+            case = dict(zip(factors, values, strict=True))
+            precision = {**arguments, **case}.get("precision", "32-true")
+            rtol = self.rtol[precision] if isinstance(self.rtol, Mapping) else self.rtol
+            for parts, first, other in self._pairs(strategies, {**arguments, **case}, case):
+                other.name = ", ".join([other.name, *(f"{name}={value}" for name, value in case.items())])
+                difference = assert_close([part for part in parts if part in self.compare], first, other, rtol)
+                # Two objects of one class have one name.
+                differences[other.name] = max(difference, differences.get(other.name, 0.0))
+        return differences
 
-    def compared(parts: Sequence[str], case: dict[str, Any], first: Training, other: Training) -> None:
-        most = rtol[(given | case).get("precision", "32-true")] if isinstance(rtol, Mapping) else rtol
-        difference = assert_close(parts, first, other, most)
-        # Two objects of one class have one name.
-        differences[other.name] = max(difference, differences.get(other.name, 0.0))
+    def _pairs(
+        self, strategies: Sequence[Any], arguments: dict[str, Any], case: dict[str, Any]
+    ) -> Iterator[tuple[Sequence[str], Training, Training]]:
+        """Yield the parts to compare, the training that is right, and the other one."""
+        batches, tails = self._batches(self.steps * arguments.get("accumulate_grad_batches", 1))
+        run = partial(train, self.model_fn, batches, steps=self.steps + tails, **arguments)
+        single = run(strategy="single")
+        if self.reference is not None:
+            module = self.model_fn()
+            losses = [float(loss) for loss in self.reference(module, batches, **case)]
+            state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
+            by_hand = Training("the reference", loss=losses, params=by_path(state))
+            yield ("loss", "params"), by_hand, replace(single)  # a loop returns no other parts
+        for strategy, count in itertools.product(strategies, self.devices):
+            other, kin = run(strategy=strategy, devices=count), _kin_of(strategy)
+            first = run(strategy=kin, devices=count) if single.random and kin is not None else single
+            yield PARTS, first, other
 
-    singles: list[tuple[dict[str, Any], Training]] = []  # by case
-    for case in pairwise({**({"devices": devices, "strategy": others} if others else {}), **factors}):
-        strategy, count = case.pop("strategy", None), case.pop("devices", 1)
-        if (single := next((x for of, x in singles if of == case), None)) is None:
-            single = run("single", "auto", case)
-            singles.append((case, single))
-            if reference is not None:
-                module = model_fn()
-                losses = [float(x) for x in reference(module, batches(case)[0], **case)]
-                state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
-                by_hand = Training("the reference", loss=losses, params=by_path(state))
-                # A loop returns no other parts.
-                compared([part for part in ("loss", "params") if part in compare], case, by_hand, single)
-        if strategy is not None:
-            other, kin = run(strategy, count, case), _kin_of(strategy) if single.random else None
-            compared(compare, case, single if kin is None else run(kin, count, case), other)
-    return differences
-
-
-def _some_batches(data: Any, count: int, devices: Sequence[int]) -> tuple[list[Any], int]:
-    """Return the first batches of a loader, repeated if it ends, and how many tails were added."""
-    if isinstance(data, DataModule):
-        data.setup("fit")
-        data = data.train_dataloader()
-    batches: list[Any] = []
-    while len(batches) < count:
-        some = list(itertools.islice(iter(data), count - len(batches)))
-        if not some:
-            raise ArgumentError("assert_same_training(data=...) gave no batch. Give a re-iterable loader.")
-        batches += some
-    several = [n for n in devices if n > 1]
-    rows = num_rows(batches[0])
-    if all(any(num_rows(batch) % n for batch in batches) for n in several) or rows == 1:
-        return batches, 0
-    size = next((r for r in range(rows - 1, 0, -1) if all(r % n for n in several)), rows - 1)
-    return [*batches, jax.tree.map(lambda x: x[:size] if np.ndim(x) else x, batches[0])], 1
+    def _batches(self, count: int) -> tuple[list[Any], int]:
+        """Return the first batches of the loader, repeated if it ends, and how many tails were added."""
+        data = self.data
+        if isinstance(data, DataModule):
+            data.setup("fit")
+            data = data.train_dataloader()
+        batches: list[Any] = []
+        while len(batches) < count:
+            some = list(itertools.islice(iter(data), count - len(batches)))
+            if not some:
+                raise ArgumentError("assert_same_training(data=...) gave no batch. Give a re-iterable loader.")
+            batches += some
+        several = [n for n in self.devices if n > 1]
+        rows = num_rows(batches[0])
+        if all(any(num_rows(batch) % n for batch in batches) for n in several) or rows == 1:
+            return batches, 0
+        size = next((r for r in range(rows - 1, 0, -1) if all(r % n for n in several)), rows - 1)
+        return [*batches, jax.tree.map(lambda x: x[:size] if np.ndim(x) else x, batches[0])], 1
 
 
-def _kin_of(strategy: Any) -> "Strategy | None":
+def _kin_of(strategy: Any) -> Strategy | None:
     """Return another strategy that draws the same random numbers on as many replicas; None if they draw as `single`."""
-    from jaxlit.strategies.registry import resolve_strategy
-    from jaxlit.strategies.shard_map import ShardMapDDP
-    from jaxlit.strategies.simulated import Simulated
-
     given: Any = resolve_strategy(strategy, None)
     if not given.per_replica:
         return None
     cls = ShardMapDDP if isinstance(given, Simulated) else Simulated
     return cls(**{name: getattr(given, name) for name in ("sync_batchnorm", "loss_reduction") if hasattr(given, name)})
+
+
+class _Keep(Callback):
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.training.loss.append(float(outputs["loss"]))
+
+    def on_log(self, trainer: Any, values: dict[str, float], step: int) -> None:
+        self.training.metrics.append(values)
+
+
+def train(
+    model_fn: Callable[[], TrainModule],
+    data: Any,
+    *,
+    strategy: str | Strategy,
+    devices: int | str = "auto",
+    steps: int = 5,
+    tx: optax.GradientTransformation | None = None,
+    **trainer_arguments: Any,
+) -> Training:
+    """Train a new model for some steps and return the results that every strategy must reproduce.
+
+    Args:
+        model_fn: Returns a new module with the same weights at each call.
+        data: A loader.
+        strategy: The strategy.
+        devices: The number of devices.
+        steps: Optimizer steps.
+        tx: The optimizer in place of the module's own.
+        **trainer_arguments: Other arguments of the Trainer.
+    """
+    module = model_fn()
+    cls = type(module)
+
+    def configure_optimizers(self: Any) -> Optimizer:
+        own = optimizer_of(self, cls)
+        return Optimizer(optax.chain(keep_first_grads(), tx or own.tx), own.wrt)
+
+    # The class, not the object: an attribute would become part of the module's graph.
+    module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": configure_optimizers})
+    plain = type(strategy).__str__ is object.__str__  # which would print its address
+    training = Training(f"{type(strategy).__name__ if plain else strategy} on {devices}")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        strategy=strategy,  # type: ignore[arg-type]  # a registered name as well
+        devices=devices,
+        max_steps=steps,
+        log_every_n_steps=1,
+        callbacks=[_Keep(training)],
+        **(quiet | trainer_arguments),
+    )
+    counts = lambda: by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))  # noqa: E731
+    before, kept = counts(), nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
+    with noting_place(f"the training under {training.name}, of {trainer_arguments}"):
+        trainer.fit(module, data)
+    state = trainer.state
+    training.grads = by_path(state.opt_state[0].grads)
+    for part in state.variables:
+        training.params |= by_path(part)
+    # By a stream, which counts, or by a key that the module holds besides them.
+    drawn = any((x != before[name]).any() for name, x in counts().items())
+    training.random = drawn or any(map(is_key, jax.tree.leaves(kept)))
+    return training
+
+
+def by_path(tree: Any) -> dict[str, np.ndarray]:
+    """Return the arrays of a pytree by their paths, keys as raw data and 16-bit floats as float32."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    arrays = [(leaf_name(path), jax.random.key_data(x) if is_key(x) else x) for path, x in leaves]
+    # numpy does not know bfloat16 as a float.
+    return {name: np.asarray(x, np.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else None) for name, x in arrays}
+
+
+class KeepFirstGrads(NamedTuple):
+    """The state of `keep_first_grads`."""
+
+    count: jax.Array  # () int32
+    grads: Any  # the gradients of step 0, the shape of the parameters
+
+
+def keep_first_grads() -> optax.GradientTransformation:
+    """Return a transform that keeps the gradients of the first step; put it first in a chain.
+
+    They become part of the optimizer state, so every strategy is read alike.
+    """
+
+    def init(params: Any) -> KeepFirstGrads:
+        return KeepFirstGrads(jnp.zeros((), "int32"), jax.tree.map(jnp.zeros_like, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, KeepFirstGrads]:
+        first = state.count == 0
+        kept = jax.tree.map(lambda old, new: jnp.where(first, new, old), state.grads, updates)
+        return updates, KeepFirstGrads(state.count + 1, kept)
+
+    return optax.GradientTransformation(init, update)
+
+
+def assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) -> float:
+    """Assert that two trainings agree; returns their largest difference, relative to the largest magnitude.
+
+    Args:
+        parts: Which of "loss", "metrics", "grads", "params".
+        a: The reference.
+        b: The other.
+        rtol: The most that they may differ.
+
+    Raises:
+        AssertionError: They differ by more, or in an integer; it names them, the part and the difference.
+    """
+    return max((_assert_part_close(part, a, b, rtol) for part in parts), default=0.0)
+
+
+def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> float:
+    left, right = _arrays(part, a), _arrays(part, b)
+    what = "the gradient of the first step under " if part == "grads" else ""
+    assert left.keys() == right.keys(), f"{part}: {a.name} has {sorted(left)}, {b.name} has {sorted(right)}"
+    sizes = {name: np.abs(x).max(initial=0.0) for name, x in left.items() if np.issubdtype(x.dtype, np.inexact)}
+    # An array whose true value is zero holds rounding noise of the size of the others; counts and keys have none.
+    floor, largest = max(sizes.values(), default=0.0) if part in ("grads", "params") else 0.0, 0.0
+    for name, x in left.items():
+        y = right[name]
+        assert x.shape == y.shape, f"{part} {name}: {a.name} has shape {x.shape}, {b.name} has {y.shape}"
+        if name not in sizes:
+            assert (x == y).all(), f"{part} {name}: {a.name} has {x}, {b.name} has {y}"
+            continue
+        scale, worst = max(sizes[name], floor), np.abs(x - y).max(initial=0.0)
+        assert worst <= rtol * scale, (
+            f"{part} {name}: {what}{a.name} and {b.name} differ by {worst:.3g} where the largest value is "
+            f"{sizes[name]:.3g} (rtol={rtol})"
+        )
+        largest = max(largest, float(worst / scale) if worst else 0.0)
+    return largest
+
+
+def _arrays(part: str, training: Training) -> dict[str, Any]:
+    value = getattr(training, part)
+    if part == "loss":
+        return {"loss": np.array(value)}
+    if part == "metrics":
+        names = sorted({k for row in value for k in row})
+        return {k: np.array([row[k] for row in value if k in row]) for k in names}
+    return value

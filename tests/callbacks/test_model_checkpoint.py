@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
+from kit.faults import Crash, faults
 from kit.inside import files
 from kit.journal import at_batch, hooks, raising
 from kit.modules import Mean, module
@@ -21,7 +22,6 @@ from kit.trainers import fit, make_trainer, thinned
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, model_checkpoint
 from jaxlit.errors import ArgumentTypeError, CheckpointError, LoggerError, NonFiniteError
-from jaxlit.testing import Crash, faults
 
 NAN, INF = math.nan, math.inf
 
@@ -247,7 +247,7 @@ def test_nothing_is_deleted_before_the_newer_one_is_verified(monkeypatch) -> Non
     for i, newer in zip(deleted, (3, 4, 4), strict=True):
         (put,) = [k for k, (what, where) in enumerate(done) if what == "os.rename" and f".tmp-{name(newer)}-" in where]
         # Its name, which is on the disk before it is looked at: then the older one goes.
-        assert put < done.index(("jaxlit.fsync", "checkpoints"), put) < done.index(("verified", name(newer)), put) < i
+        assert put < done.index(("os.fsync", "checkpoints"), put) < done.index(("verified", name(newer)), put) < i
 
 
 @pytest.mark.parametrize(("on_save_error", "last"), [("raise", 1), ("warn", 3)])

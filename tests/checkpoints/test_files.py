@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kit.checkpoints import NEWER, OLDER, bytes_of, edit, flip, keep_all, names, put, seal, train
+from kit.faults import Crash, faults
 from kit.journal import hooks
 from kit.refusals import warnings_of
 
-import jaxlit as jl
 from jaxlit.checkpoints import files
 from jaxlit.errors import CheckpointError
 
@@ -219,7 +219,7 @@ def test_only_what_checkpoints_have_left_is_swept(root):
 
 
 def test_a_removal_begins_by_hiding_the_checkpoint(newest):
-    with jl.testing.faults(newest.parent, at=2), pytest.raises(jl.testing.Crash):
+    with faults(newest.parent, at=2), pytest.raises(Crash):
         files.remove(newest)
     assert [p.name for p in files.candidates(newest.parent)] == [OLDER]
     (left,) = [name for name in names(newest.parent) if name != OLDER]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from kit.batches import numbered
 from kit.checkpoints import names
+from kit.faults import faults
 from kit.journal import hooks, raising
 from kit.modules import Mean
 from kit.refusals import refuses, warnings_of
@@ -69,7 +70,7 @@ def test_a_folder_that_cannot_be_written_is_refused_and_not_held():
     Path("held").unlink()
     for kind in ("full", "denied"):
         for at in (1, 2, 3):  # the folder, the probe, the lock's file
-            with jl.testing.faults("held", at=at, kind=kind):
+            with faults("held", at=at, kind=kind):
                 refuses(CheckpointError, take, "can be written in")
     take().close()
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from kit.checkpoints import canonical, entry_of, flip, seal
+from kit.faults import faults
 from kit.refusals import warnings_of
 
-import jaxlit as jl
 from jaxlit.checkpoints import manifest
 from jaxlit.errors import CheckpointError
 
@@ -47,14 +47,14 @@ def test_a_seal_is_the_documented_one_and_verifies(folder):
 
 def test_files_are_on_disk_before_their_manifest(folder):
     (folder / "MANIFEST.json").unlink()
-    with jl.testing.faults(folder) as seen:
+    with faults(folder) as seen:
         manifest.seal(folder, 1)
     done = [f"{what} {os.path.relpath(path, folder)}" for what, path in seen.operations]
     at = done.index("open MANIFEST.json")
-    assert sorted(done[:at]) == sorted(f"jaxlit.fsync {name}" for name in FILES)
+    assert sorted(done[:at]) == sorted(f"os.fsync {name}" for name in FILES)
     # Then the manifest, and the names of the files, inner folders first.
-    assert done[at + 1] == "jaxlit.fsync MANIFEST.json" and done[-1] == "jaxlit.fsync ."
-    assert done[at + 2 : -1] == ["jaxlit.fsync arrays/state", "jaxlit.fsync arrays"]
+    assert done[at + 1] == "os.fsync MANIFEST.json" and done[-1] == "os.fsync ."
+    assert done[at + 2 : -1] == ["os.fsync arrays/state", "os.fsync arrays"]
 
 
 def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):

@@ -4,6 +4,7 @@ import argparse
 import collections
 import dataclasses
 import enum
+import inspect
 import json
 import shutil
 import sys
@@ -338,12 +339,16 @@ class Several(Mean):
 
     def __init__(self, init=lambda x: x, width=8, *layers, last=0):
         super().__init__()
-        self.built = (init is Several.__init__.__defaults__[0], width, layers, last)
+        self.built = (init is default_of(Several, "init"), width, layers, last)
+
+
+def default_of(cls, name):
+    return inspect.signature(cls.__init__).parameters[name].default
 
 
 @pytest.mark.parametrize("layers", [(), (1, 2)])
 def test_arguments_before_any_number_of_others_keep_their_places(layers):
-    given = (Several.__init__.__defaults__[0], 9, *layers) if layers else ()
+    given = (default_of(Several, "init"), 9, *layers) if layers else ()
     fit(Several(*given, last=4), random(1), default_root_dir="run")
     assert Several.load_from_checkpoint("run").built == (True, 9 if layers else 8, layers, 4)
 

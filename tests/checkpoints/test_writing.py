@@ -20,6 +20,7 @@ from flax import nnx
 from kit.batches import random
 from kit.checkpoints import NEWER, OLDER, bytes_of, keep_all, names, state_of, train
 from kit.compiles import compiles
+from kit.faults import Crash, faults
 from kit.journal import hooks, raising
 from kit.modules import Net
 from kit.refusals import refuses, warnings_of
@@ -28,7 +29,6 @@ from kit.trainers import BARE, fit, thinned
 import jaxlit as jl
 from jaxlit.checkpoints import files, manifest, writing
 from jaxlit.errors import ArgumentError, CheckpointError
-from jaxlit.testing import Crash, faults
 
 # What orbax leaves of a save that a fault has ended, after the error that it raised.
 pytestmark = [
@@ -97,16 +97,16 @@ def test_a_saves_operations_are_in_a_crash_safe_order(state):
     text = [f"{operation} {os.path.relpath(path)}" for operation, path in seen.operations]
     # Written aside, put onto the disk, sealed, named; and only then is the old one deleted.
     aside = r"\.tmp-step_00000002-\w+"
-    stages = [rf"os\.mkdir {aside}", rf"jaxlit\.fsync {aside}/state\.json", rf"open {aside}/MANIFEST\.json"]
-    stages += [rf"jaxlit\.fsync {aside}/MANIFEST\.json", rf"jaxlit\.fsync {aside}", r"os\.rename step_00000002"]
-    stages += [rf"os\.rename {aside}", r"jaxlit\.fsync \.", r"os\.rename step_00000002-replaced_\w+"]
+    stages = [rf"os\.mkdir {aside}", rf"os\.fsync {aside}/state\.json", rf"open {aside}/MANIFEST\.json"]
+    stages += [rf"os\.fsync {aside}/MANIFEST\.json", rf"os\.fsync {aside}", r"os\.rename step_00000002"]
+    stages += [rf"os\.rename {aside}", r"os\.fsync \.", r"os\.rename step_00000002-replaced_\w+"]
     stages += [r"shutil\.rmtree \.trash-step_00000002-replaced_[\w-]+"]
     result = [next(i for i, line in enumerate(text) if re.fullmatch(stage, line)) for stage in stages]
     assert result == sorted(result)
     # Every file is on the disk before the manifest that vouches for it is written.
     sealed = next(i for i, line in enumerate(text) if "open" in line and "MANIFEST.json" in line)
     files_of = lambda start: {line.split("/")[-1] for line in text[:sealed] if line.startswith(start)}  # noqa: E731
-    assert {"state.json"} < files_of("open .tmp-") <= files_of("jaxlit.fsync")
+    assert {"state.json"} < files_of("open .tmp-") <= files_of("os.fsync")
 
 
 def newest_of(folder, where=""):
@@ -139,7 +139,7 @@ def test_a_failing_save_leaves_the_old_or_new_checkpoint(kind, every, state, cap
     with faults("counted") as seen:
         save("counted/step_00000002", state, 2.0, order=2).wait()
     text = [f"{what} {os.path.relpath(path, 'counted')}" for what, path in seen.operations]
-    named = text.index("jaxlit.fsync .") + 1  # after it, it can only be deleted
+    named = text.index("os.fsync .") + 1  # after it, it can only be deleted
     kinds = [re.sub(r"arrays.*|[-_][0-9a-f]{8}", "", operation) for operation in text]
     result = []
     for at in [at for at, kind in enumerate(kinds, 1) if every or kind not in kinds[: at - 1]]:

@@ -34,7 +34,7 @@ from jaxlit.distributed.team import team
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows
 # divides among the processes.
-STREAMS, MORE = ("fsdp lazy dropout", "shard_map", "hsdp lazy"), ("explicit", "tensor", "ddp dropout", "zero1")
+STREAMS, MORE = ("fsdp lazy dropout", "shard_map", "hsdp lazy"), ("tensor", "ddp dropout", "zero1")
 LISTS = (("shard_map", 24), ("zero1", 26))  # the second one with more streams
 TAILS = (("arrays", 1), ("generator", 4))
 RESUMED = {"fsdp": "two", "shard_map": "one"}  # and of how many processes two continue

@@ -371,7 +371,7 @@ def print_digests() -> None:
     """Print the digest of all that this process would compare, in trainings with much to compare."""
     file.team = like_another(print)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "nan_policy": "skip"}
-    for strategy in ("explicit", "hsdp", "shard_map"):
+    for strategy in ("fsdp", "hsdp", "shard_map"):
         kept = [Mean(), Norm(), jl.callbacks.EMA(0.9), jl.callbacks.GradientNorm()]
         run({"strategy": splitting(strategy), "model": module(tx=optax.adamw), "callbacks": kept} | options)
     run({"strategy": "ddp", "model": jl.lazy(Model, hidden={"names": {"b", "a", "c"}})})

@@ -21,9 +21,9 @@ OF_FIT = ("ckpt_path", "datamodule", "reset_optimizer", "init_from", "strict")
 
 
 def splitting(name: str) -> Any:
-    """Return a strategy by its name, or "explicit"; those that shard split even the smallest array."""
-    kinds = {"fsdp": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}}
-    sharding = (kinds | {"hsdp": {"replicas": 2}, "explicit": {"body": "explicit"}}).get(name)
+    """Return a strategy by its name; those that shard split even the smallest array."""
+    kinds = {"fsdp": {}, "zero2": {"stage": 2}, "zero1": {"stage": 1}, "hsdp": {"replicas": 2}}
+    sharding = kinds.get(name)
     return name if sharding is None else jl.strategies.FSDP(**sharding, min_size=0)
 
 

@@ -17,13 +17,13 @@ from kit.checkpoints import bytes_of, names
 from kit.checkpoints import state_of as saved_state
 from kit.journal import at_batch, hooks, raising
 from kit.modules import Linear, Mean, Net
+from kit.pairwise import pairwise
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import NonFiniteError
-from jaxlit.testing.pairwise import pairwise
 
 BAD, COUNT, RATE = 4, 9, 0.1  # the bad batch, and all of them
 KINDS = {"nan": np.nan, "inf": np.inf, "overflow": 3e38}  # the last one is ten times as large in the step

@@ -11,11 +11,10 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import sized
-from kit.by_hand import assert_same, train_net
+from kit.by_hand import assert_same
 from kit.compiles import compiles
-from kit.inside import leaves_of, own_strategies
+from kit.inside import leaves_of
 from kit.journal import Rows, hooks
-from kit.modules import Wide
 from kit.trainers import BARE, REPLICAS, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
@@ -141,18 +140,6 @@ def test_the_training_step_is_traced_once(run: Any) -> None:
 def test_a_step_donates_the_whole_state(run: Any) -> None:
     # But for the first of an epoch: the sums of its metrics start again, and a checkpoint may be written meanwhile.
     assert [run.alive[i] for i in range(2 * len(SIZES)) if i % len(SIZES)] == [[]] * 2 * (len(SIZES) - 1)
-
-
-@pytest.mark.parametrize("strategy", thinned([name for name in own_strategies() if name != "pipeline"], full=()))
-def test_any_two_factors_together_train_alike(strategy: str) -> None:
-    """By one, two and eight devices, accumulation, clipping and bfloat16; `single` like a loop by hand."""
-    jl.testing.assert_same_training(
-        lambda: Wide(rngs=nnx.Rngs(0)),
-        sized(16, 16, 16),
-        strategies=[strategy],
-        factors=jl.testing.FACTORS,
-        **({"reference": train_net} if strategy == "single" else {}),
-    )
 
 
 WINDOWED = (8, 8, 8, 8, 8, 8, 8, 5)  # windows of 3, 3 and 2; the last batch neither fills its window nor divides by 8

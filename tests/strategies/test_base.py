@@ -1,6 +1,5 @@
-"""What a strategy of one's own can override: the two halves of a step, how a batch lies, the mesh."""
+"""What a strategy of one's own can override: how a batch is split, and the mesh."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,46 +16,6 @@ from kit.modules import Linear, Net
 from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.strategies.program import Program
-
-
-class Apart(jl.strategies.DDP):
-    """Runs the two halves of an optimizer step as two programs, and the rest as they come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: list[str] = []
-
-    def compile(self, program: Program) -> Any:
-        self.kinds.append(program.kind)
-        if program.kind != "train":
-            return super().compile(program)
-        assert program.parts is not None
-        gradients, apply = program.parts
-        first, second = jax.jit(partial(gradients, self.replica)), jax.jit(apply)
-
-        def run(leaves: list[Any], batch: Any) -> tuple[Any, ...]:
-            new, grads, table, loss, outputs = first(leaves, batch)
-            leaves, logs, *seen = second(leaves, new, grads, table)
-            return leaves, logs, loss, outputs, *seen
-
-        return run
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "kinds"),
-    thinned([(1, ["train", "eval"]), (2, ["train", "micro", "eval"])], (2, ["train", "micro", "eval"])),
-)
-def test_the_halves_of_a_step_may_run_separately(accumulate: int, kinds: Any) -> None:
-    strategy, batches, model = Apart(), random(4), Linear()
-    arguments = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
-    trainer = fit(model, batches, batches[:1], strategy=strategy, num_sanity_val_steps=0, **arguments)
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
-    loop = HandLoop(Linear(), tx)
-    for i in range(0, 4, accumulate):
-        loop.window(*batches[i : i + accumulate])
-    assert_same(model, loop.module)
-    assert strategy.kinds == kinds and trainer.global_step == 4 // accumulate
 
 
 class Columns(jl.Strategy):

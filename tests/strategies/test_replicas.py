@@ -14,6 +14,7 @@ from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, StateError
+from jaxlit.testing.same_training import train
 
 
 def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -35,7 +36,7 @@ class Linear(jl.TrainModule):
 @pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
     batch, make = arrays(32), lambda: Linear(rngs=nnx.Rngs(0))
-    got = jl.testing.train(make, [batch], strategy=strategy, steps=1, max_epochs=1).grads
+    got = train(make, [batch], strategy=strategy, steps=1, max_epochs=1).grads
     error = np.asarray(make().linear(batch["x"])) - batch["y"]
     np.testing.assert_allclose(got["linear.kernel"], 2 * batch["x"].T @ error / 32, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(got["linear.bias"], 2 * error.mean(0), rtol=1e-5)
@@ -147,7 +148,7 @@ def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: i
     batch = arrays(16)
     outputs = np.asarray(Coupled(rngs=nnx.Rngs(0)).linear(batch["x"])).reshape(devices, -1)
     name = strategy.partition(":")[0]
-    training = jl.testing.train(lambda: Coupled(rngs=nnx.Rngs(0)), [batch], strategy=name, devices=devices, steps=1)
+    training = train(lambda: Coupled(rngs=nnx.Rngs(0)), [batch], strategy=name, devices=devices, steps=1)
     assert training.loss[0] == pytest.approx((outputs.mean(1) ** 2).mean(), rel=1e-5)
 
 

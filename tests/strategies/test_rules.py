@@ -186,8 +186,6 @@ SPLIT = {
     "gathered by layer": (lambda: FSDP(min_size=0), {"scanned": True}),
     "computed again": (lambda: FSDP(min_size=0, remat=True), {"scanned": True}),
     "dots kept": (lambda: FSDP(min_size=0, remat="dots_saveable"), {"scanned": True}),
-    "explicit": (lambda: FSDP(min_size=0, body="explicit"), {}),
-    "explicit, by layer": (lambda: FSDP(stage=2, min_size=0, body="explicit", remat=True), {"scanned": True}),
     "sequences": (lambda: SequenceParallel(seq=4, data=2), {}),
 }
 ODD = {"plain": {}, "window": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}}
@@ -198,7 +196,7 @@ def tokens() -> list[np.ndarray]:
     return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
-SELDOM = [("explicit", "window"), ("sequences", "plain")]
+SELDOM = [("dots kept", "window"), ("sequences", "plain")]
 
 
 @pytest.mark.parametrize(("kind", "how"), thinned([(k, how) for k in SPLIT for how in ODD], full=SELDOM))

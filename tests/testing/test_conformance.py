@@ -1,5 +1,6 @@
 """The check that a strategy's author runs, on the strategies that there are and pairs of all that it is given."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,12 +9,16 @@ from kit.batches import sized
 from kit.by_hand import train_net
 from kit.inside import own_strategies
 from kit.modules import Wide
+from kit.pairwise import pairwise
 from kit.trainers import thinned
 
 import jaxlit as jl
-from jaxlit.testing import FACTORS
-from jaxlit.testing.pairwise import pairwise
 
+FACTORS: dict[str, Sequence[Any]] = {
+    "accumulate_grad_batches": (1, 3),
+    "gradient_clip_val": (None, 0.1),
+    "precision": ("32-true", "bf16-mixed"),
+}
 # A pipeline wants a model with marks: tests/strategies/test_pipeline.py has some.
 OTHERS = [name for name in own_strategies() if name not in ("single", "pipeline")]
 CASES = [tuple(case.values()) for case in pairwise({"strategy": OTHERS, "devices": (1, 2, 8), **FACTORS})]

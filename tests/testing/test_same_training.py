@@ -14,7 +14,7 @@ from kit.trainers import thinned
 import jaxlit as jl
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.testing import keep_first_grads
+from jaxlit.testing.same_training import keep_first_grads
 
 ROWS = 32
 
@@ -64,8 +64,8 @@ class Named:
 class Scaling(Replica):
     factor: int = 1
 
-    def reduce_grads(self, grads, how, shardings):
-        return jax.tree.map(lambda g: self.factor * g, super().reduce_grads(grads, how, shardings))
+    def pmean(self, tree):
+        return jax.tree.map(lambda x: self.factor * x, super().pmean(tree))
 
 
 class Doubled(Named, jl.strategies.DDP):

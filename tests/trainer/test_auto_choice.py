@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax._src import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache
 from kit.trainers import BARE
 
 import jaxlit as jl

@@ -76,10 +76,10 @@ def planned(trainer: jl.Trainer, strategy: Any, module: Any = None, **asked: Any
     return row
 
 
-SHARDED = ("hsdp", "zero2", "explicit")
+SHARDED = ("hsdp", "zero2")
 CASES = thinned(
     [(s, n) for s in ("single", *SEVERAL, *SHARDED) for n in (1, 3)],
-    *[("single", 1), ("fsdp", 3), ("shard_map", 1), ("pmap", 3), ("zero1", 1), ("explicit", 3)],
+    *[("single", 1), ("fsdp", 3), ("shard_map", 1), ("pmap", 3), ("zero1", 1)],
 )
 
 

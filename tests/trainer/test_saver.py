@@ -10,6 +10,7 @@ import pytest
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.checkpoints import names, state_of
+from kit.faults import faults
 from kit.inside import files
 from kit.journal import hooks
 from kit.modules import Mean
@@ -18,7 +19,6 @@ from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, CheckpointError, DataError
-from jaxlit.testing import faults
 from jaxlit.trainer.saver import Saver
 
 

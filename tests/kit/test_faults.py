@@ -6,11 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
+
+from kit.faults import Crash, faults
 from kit.inside import files
 from kit.refusals import refuses
-
-from jaxlit.errors import JaxlitError
-from jaxlit.testing import Crash, faults
 
 fsynced = files.manifest.write  # which puts what it writes onto the disk
 
@@ -110,9 +109,3 @@ def test_a_full_or_denied_folder_gives_the_systems_error(kind, error, code, tmp_
         else:
             refuses(PermissionError, (tmp_path / "a").unlink)
     (tmp_path / "b").write_text("1")
-
-
-def test_bad_arguments_are_refused_by_name(tmp_path):
-    for name, values in {"kind": ("explode", None), "at": (0, -1, 1.0, True, "1")}.items():
-        for value in values:
-            refuses(JaxlitError, lambda: faults(tmp_path, **{name: value}), rf"{name}=.*{value!r}")  # noqa: B023

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxlit.testing.pairwise import pairwise
+from kit.pairwise import pairwise
 
 FACTORS: tuple[dict[str, Any], ...] = (
     {"strategy": "abcdefghi", "devices": (1, 2, 8), "accumulate": (1, 3), "clip": (None, 0.1), "precision": (32, 16)},

@@ -10,16 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jaxlit import checks as check
-
 KINDS = ("kill", "crash", "full", "denied", "broken")
-_CREATES = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "jaxlit.fsync")
+_CREATES = ("open", "os.mkdir", "os.rename", "os.link", "os.symlink", "os.fsync")
 _REMOVES = ("os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 class Crash(BaseException):
-    """For a folder, the process has died: `jl.testing.faults(kind="crash")`."""
+    """For a folder, the process has died: `faults(kind="crash")`."""
 
 
 class faults:
@@ -37,22 +35,12 @@ class faults:
 
     Attributes:
         operations: The operations in order: (operation, path).
-
-    Raises:
-        ArgumentError: A value is out of its set.
-
-    Example:
-        >>> import jaxlit as jl
-        >>> with jl.testing.faults("checkpoints", at=1000, kind="full") as seen:
-        ...     pass
-        >>> len(seen.operations)
-        0
     """
 
     def __init__(self, folder: str | Path, *, at: int | None = None, kind: str = "crash") -> None:
-        owner = "jl.testing.faults"
-        self.kind = check.one_of("kind", kind, KINDS, owner=owner)
-        self.at = check.integer("at", at, low=1, also=(None,), owner=owner)
+        assert kind in KINDS
+        assert at is None or at > 0
+        self.kind, self.at = kind, at
         self.folder = os.path.abspath(folder)
         self.operations: list[tuple[str, str]] = []
         self._lock = threading.Lock()
@@ -86,6 +74,13 @@ _active: list[faults] = []
 def _listen() -> None:
     # An audit hook stays until the process ends; without an active fault it returns at once.
     sys.addaudithook(_hear)
+    plain = os.fsync
+
+    def fsync(file: Any) -> None:  # it has no audit event
+        _hear("os.fsync", (os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"),))
+        plain(file)
+
+    os.fsync = fsync
 
 
 def _hear(event: str, args: tuple[Any, ...]) -> None:
