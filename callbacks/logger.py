@@ -90,7 +90,7 @@ class Logger(Callback):
     """What an error in one of its hooks does: "warn" is `may_fail`, "raise" ends training."""
 
     may_lose_rows: bool = False
-    """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger and a JSONLLogger."""
+    """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger."""
 
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
@@ -143,9 +143,7 @@ class Logger(Callback):
         if type(self).on_log is Logger.on_log:  # a logger that takes no rows
             return
         if (trainer := self._attached) is None:
-            raise LoggerError(
-                f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
-            )
+            raise self._no_run()
         self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, self._step_or_newest(step))
 
     def save(self) -> None:
@@ -190,7 +188,7 @@ class Logger(Callback):
             params: Values by name.
         """
         raise LoggerError(
-            f"{type(self).__name__} cannot store hyperparameters. Log them to a jl.callbacks.CSVLogger, JSONLLogger or "
+            f"{type(self).__name__} cannot store hyperparameters. Log them to a jl.callbacks.CSVLogger or "
             "WandbLogger: trainer.loggers has those that are used."
         )
 
@@ -263,12 +261,15 @@ class Logger(Callback):
     def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
         """Give data that this logger cannot store to the first other one that can, or else to the run's folder."""
         if self._media is None:
-            raise LoggerError(
-                f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
-            )
+            raise self._no_run()
         loggers = () if self._attached is None or self._stores(method) else self._attached.loggers
         takes = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), self._media)
         getattr(takes, method)(key, *args, **named)
+
+    def _no_run(self) -> LoggerError:
+        return LoggerError(
+            f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
+        )
 
     def _step_or_newest(self, step: int | None) -> int:
         """Return a step, or the newest one for None."""

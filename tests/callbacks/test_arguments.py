@@ -90,7 +90,6 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         **dict.fromkeys(("init_timeout", "finish_timeout"), ((0, -1.0, INF, True, "5"), "above 0")),
     },
 }
-WRONG["JSONLLogger"] = WRONG["CSVLogger"]
 NEEDED = {name: {"monitor": "loss"} for name in ("EarlyStopping", "ReduceLROnPlateau")}
 NEEDED |= {"PredictionWriter": {"output_dir": "made"}}
 

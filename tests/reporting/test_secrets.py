@@ -11,7 +11,7 @@ from kit.modules import Mean
 from kit.trainers import fit
 from kit.wandb_runs import records
 
-from jaxlit.callbacks import CSVLogger, JSONLLogger, WandbLogger
+from jaxlit.callbacks import CSVLogger, WandbLogger
 from jaxlit.reporting.secrets import hide
 
 SECRETS = (
@@ -62,7 +62,7 @@ class Secretive(Mean):
 def test_no_secret_is_written_and_one_line_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     model = Secretive(7, api_key="planted", nested={"deep": [{"db_password": "planted"}]})
     wandb = WandbLogger(offline=True, config={"extra": {"password": "planted"}})
-    given = {"logger": [wandb, CSVLogger(), JSONLLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
+    given = {"logger": [wandb, CSVLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
     more = {"more": {"token": "planted"}, "lr": 0.1}
     tell = hooks(on_train_start=lambda t, m: [logger.log_hyperparams(more) for logger in t.loggers])
     fit(model, numbered(2), None, tell, **given)
