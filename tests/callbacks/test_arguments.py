@@ -56,10 +56,7 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "on_save_error": (("ignore",), "'raise', 'warn'"),
     },
     "ModelSummary": {"max_depth": ((-2, 1.0, "1", True, None), "'auto'")},
-    "PredictionWriter": {
-        "write_interval": (("batch_and_epoch",), "'batch', 'epoch'"),
-        "format": (("csv",), "'npy', 'parquet'"),
-    },
+    "PredictionWriter": {"format": (("npy", "csv"), "'npz', 'parquet'")},
     "Profiler": {"start_step": ((-1, 1.5), "int"), "num_steps": (NOT_POSITIVE, "int")},
     "ProgressBar": {"refresh_rate": ((0, 10.1, NAN, "fast", True), "above 0|at most 10")},
     "ReduceLROnPlateau": {

@@ -60,7 +60,7 @@ def joined(rows):
     """Return rows as the file has them: one for each step and epoch, with six digits."""
     result = []
     for exact in rows:
-        row = {name: float(f"{x:.6g}") for name, x in exact.items()}
+        row = {name: x if x % 1 == 0 else float(f"{x:.6g}") for name, x in exact.items()}
         same = result and all(result[-1].get(name) == row.get(name) for name in ("step", "epoch"))
         result[-1:] = [result[-1] | row] if same else [*result[-1:], row]
     return result
