@@ -82,7 +82,6 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "log_model": (("latest", None), "'all', 'best'"),
         "watch": (("grads", True), "'gradients'"),
         "watch_every_n_steps": (NOT_POSITIVE, "int"),
-        "processes": (("all", "shared"), "'first', 'group'"),
         "on_error": (("ignore",), "'warn', 'raise'"),
         **dict.fromkeys(("init_timeout", "finish_timeout"), ((0, -1.0, INF, True, "5"), "above 0")),
     },

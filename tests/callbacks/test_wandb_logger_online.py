@@ -211,31 +211,23 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
 
 
 def fit_together():
-    for kind in ("group", "first"):
-        logger = WandbLogger("project", processes=kind)
-        note = hooks(on_train_end=lambda t, m: t.loggers[0].log_text("note", f"from process {jax.process_index()}"))
-        root = {"default_root_dir": Path("..") / kind, "enable_checkpointing": False}
-        trainer_of(logger, note, strategy="ddp", max_epochs=2, **root).fit(Wide(), data(), data())
-        say(kind, logger.id)
+    logger = WandbLogger("project")
+    note = hooks(on_train_end=lambda t, m: t.loggers[0].log_text("note", f"from process {jax.process_index()}"))
+    root = {"default_root_dir": Path("../run"), "enable_checkpointing": False}
+    trainer_of(logger, note, strategy="ddp", max_epochs=2, **root).fit(Wide(), data(), data())
+    say("id", logger.id)
 
 
 @pytest.mark.full
-def test_two_processes_have_a_run_each_or_only_the_first_has_one(tmp_path):
+def test_the_first_of_two_processes_has_the_run(tmp_path):
     with Backend() as backend:
         ended = start(fit_together, tmp_path / "here", 2, log_to=backend)
     assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
-    group, alone = ended[0].said["group"], ended[0].said["first"]
-    assert ended[1].said["group"] == group
-    for index, name in enumerate((group, f"{group}-1")):
-        run = backend.runs[name]
-        assert (run.group, run.job_type, run.sessions, run.exit_code) == (group, f"process_{index}", 1, 0)
-        assert run.config["mesh"] == {"data": 8}
-        assert joined(rows_of(run)) == lines_of(tmp_path / "group")
-        assert [row["note"] for row in run.history if "note" in row] == [f"from process {index}"]
-    run = backend.runs[alone]
-    assert joined(rows_of(run)) == lines_of(tmp_path / "first")
+    ((name, run),) = backend.runs.items()
+    assert name == ended[0].said["id"]
+    assert run.config["mesh"] == {"data": 8} and (run.sessions, run.exit_code) == (1, 0)
+    assert joined(rows_of(run)) == lines_of(tmp_path / "run")
     assert [row["note"] for row in run.history if "note" in row] == ["from process 0"]
-    assert (run.sessions, run.exit_code, len(backend.runs)) == (1, 0, 3)
 
 
 def fit_twice():
