@@ -50,9 +50,8 @@ class Logger(Callback):
     """A callback that sends rows somewhere, with the names of Lightning's loggers.
 
     A subclass overrides `log_metrics`, or the hook `on_log`, and those of the other methods whose data it can store.
-    Images, tables and the like that a logger cannot store go to the first other logger of the Trainer that can, and
-    to files in `media/<key>` of the run's folder if there is none, or if that logger fails during training, unless its
-    `on_error` is "raise".
+    Images, tables and the like that a logger cannot store, or fails to store during training, go to files in
+    `media/<key>` of the run's folder; a failure is raised if `on_error` is "raise".
 
     From `setup` on, a logger can use `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which the first
@@ -254,17 +253,11 @@ class Logger(Callback):
         """
         self.log_image(key, figure, step=step)
 
-    def _stores(self, method: str) -> bool:
-        """Return whether this logger stores what a method of `_MEDIA` takes."""
-        return getattr(type(self), method) is not getattr(Logger, method)
-
     def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
-        """Give data that this logger cannot store to the first other one that can, or else to the run's folder."""
+        """Give data that this logger cannot store to the run's folder."""
         if self._media is None:
             raise self._no_run()
-        loggers = () if self._attached is None or self._stores(method) else self._attached.loggers
-        takes = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), self._media)
-        getattr(takes, method)(key, *args, **named)
+        getattr(self._media, method)(key, *args, **named)
 
     def _no_run(self) -> LoggerError:
         return LoggerError(

@@ -1,4 +1,4 @@
-"""Images, tables and texts that no logger can store, as files in the run's folder."""
+"""Images, tables and texts that a logger cannot store, as files in the run's folder."""
 
 import csv
 import io
@@ -114,4 +114,4 @@ class MediaFolder:
         self._newest[folder] = at, number + 1
         if self._announces and media != self._announced:
             self._announced = media
-            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them)")
+            say(f"images, tables and texts are saved in {short_path(media)}: their logger does not store them")
