@@ -31,19 +31,19 @@ ORDINARY = (
 )
 
 
-@pytest.mark.parametrize("name", " ".join(SECRETS).split())
-def test_a_text_under_the_name_of_a_secret_is_hidden(name: str) -> None:
-    result: list[str] = []
-    given = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
-    assert hide(given, result) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
-    assert result == [f"deep[0].{name}", name]
-    for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
-        assert hide({name: plain}, []) == {name: plain}
+def test_a_text_under_the_name_of_a_secret_is_hidden() -> None:
+    for name in " ".join(SECRETS).split():
+        paths: list[str] = []
+        values = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
+        assert hide(values, paths) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
+        assert paths == [f"deep[0].{name}", name]
+        for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
+            assert hide({name: plain}, []) == {name: plain}
 
 
-@pytest.mark.parametrize("name", " ".join(ORDINARY).split())
-def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
-    assert hide({name: "gpt2", "other": [{name: "gpt2"}]}, []) == {name: "gpt2", "other": [{name: "gpt2"}]}
+def test_a_name_that_is_about_something_else_is_ordinary() -> None:
+    values = {name: "gpt2" for name in " ".join(ORDINARY).split()}
+    assert hide({**values, "deep": [values]}, []) == {**values, "deep": [values]}
 
 
 def test_a_password_in_a_url_is_hidden() -> None:
