@@ -66,7 +66,6 @@ def main() -> None:
     print(f"{'':<34}{'asleep':>10}{'at work':>10}{'ratio':>8}   quartiles      one on_log")
     for name, callback, traced in (
         ("CSVLogger", jl.callbacks.CSVLogger(), False),
-        ("JSONLLogger", jl.callbacks.JSONLLogger(), False),
         ("WandbLogger", wandb(offline=True), False),
         ("GradientNorm, every 50 steps", jl.callbacks.GradientNorm(), True),
         ("watch='all', every 100 steps", wandb(offline=True, watch="all"), True),

@@ -10,7 +10,6 @@ with lazy_imports(globals()):
     from jaxlit.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
     from jaxlit.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from jaxlit.callbacks.gradient_norm import GradientNorm
-    from jaxlit.callbacks.jsonl_logger import JSONLLogger
     from jaxlit.callbacks.lambda_callback import LambdaCallback
     from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
     from jaxlit.callbacks.logger import Logger, NoLogger
@@ -40,7 +39,6 @@ __all__ = [
     "EarlyStoppingReason",
     "GradientAccumulationScheduler",
     "GradientNorm",
-    "JSONLLogger",
     "LambdaCallback",
     "LearningRateMonitor",
     "Logger",

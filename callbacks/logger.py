@@ -19,7 +19,7 @@ _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
 
 def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `_MEDIA` that keeps what it fails to take in the run's folder, while training continues.
+    """Return a method of `_MEDIA` whose failure is a warning while training continues.
 
     A wrong argument is a mistake of the program, and raises.
     """
@@ -41,7 +41,7 @@ def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
             media = self._media
             if self.on_error == "raise" or media is None or not media.goes_on():
                 raise
-            media.stand_in(f"{type(self).__name__}.{name}", name, error, key, *args, **named)
+            media.warn(f"{type(self).__name__}.{name}", error)
 
     return log
 
@@ -50,9 +50,8 @@ class Logger(Callback):
     """A callback that sends rows somewhere, with the names of Lightning's loggers.
 
     A subclass overrides `log_metrics`, or the hook `on_log`, and those of the other methods whose data it can store.
-    Images, tables and the like that a logger cannot store go to the first other logger of the Trainer that can, and
-    to files in `media/<key>` of the run's folder if there is none, or if that logger fails during training, unless its
-    `on_error` is "raise".
+    Images, tables and the like that a logger cannot store go to files in `media/<key>` of the run's folder. A failure
+    is a warning during training, and is raised if `on_error` is "raise".
 
     From `setup` on, a logger can use `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which the first
@@ -90,7 +89,7 @@ class Logger(Callback):
     """What an error in one of its hooks does: "warn" is `may_fail`, "raise" ends training."""
 
     may_lose_rows: bool = False
-    """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger and a JSONLLogger."""
+    """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger."""
 
     hyperparams_of_module: bool = True
     """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
@@ -143,9 +142,7 @@ class Logger(Callback):
         if type(self).on_log is Logger.on_log:  # a logger that takes no rows
             return
         if (trainer := self._attached) is None:
-            raise LoggerError(
-                f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
-            )
+            raise self._no_run()
         self.on_log(trainer, {"epoch": trainer.current_epoch, **metrics}, self._step_or_newest(step))
 
     def save(self) -> None:
@@ -190,7 +187,7 @@ class Logger(Callback):
             params: Values by name.
         """
         raise LoggerError(
-            f"{type(self).__name__} cannot store hyperparameters. Log them to a jl.callbacks.CSVLogger, JSONLLogger or "
+            f"{type(self).__name__} cannot store hyperparameters. Log them to a jl.callbacks.CSVLogger or "
             "WandbLogger: trainer.loggers has those that are used."
         )
 
@@ -256,19 +253,16 @@ class Logger(Callback):
         """
         self.log_image(key, figure, step=step)
 
-    def _stores(self, method: str) -> bool:
-        """Return whether this logger stores what a method of `_MEDIA` takes."""
-        return getattr(type(self), method) is not getattr(Logger, method)
-
     def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
-        """Give data that this logger cannot store to the first other one that can, or else to the run's folder."""
+        """Give data that this logger cannot store to the run's folder."""
         if self._media is None:
-            raise LoggerError(
-                f"{type(self).__name__} has no folder yet. Log from a hook, or after the first run of its Trainer."
-            )
-        loggers = () if self._attached is None or self._stores(method) else self._attached.loggers
-        takes = next((x for x in loggers if isinstance(x, Logger) and x._stores(method)), self._media)
-        getattr(takes, method)(key, *args, **named)
+            raise self._no_run()
+        getattr(self._media, method)(key, *args, **named)
+
+    def _no_run(self) -> LoggerError:
+        return LoggerError(
+            f"{type(self).__name__} has no run yet. Log from a hook, or after the first run of its Trainer."
+        )
 
     def _step_or_newest(self, step: int | None) -> int:
         """Return a step, or the newest one for None."""

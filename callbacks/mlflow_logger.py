@@ -171,9 +171,6 @@ class MLFlowLogger(Logger):
 
     # Helpers, the last four in the thread -------------------------------------------------------------
 
-    def _stores(self, method: str) -> bool:
-        return True
-
     def _take(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
         """Send media as files."""
         if self._attached is None or not self._attached.is_global_zero or self._error is not None:

@@ -1,7 +1,7 @@
 """Write predictions to files as they are made."""
 
-import contextlib
 import shutil
+import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,37 +10,34 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.prediction_files import LOADER, Rows, folders_of, import_pyarrow, read_rows
 from jaxlit.distributed.exchange import fetch
-from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentError, in_all
+from jaxlit.errors import ArgumentError, DataError
+from jaxlit.leaf_names import named_leaves
+from jaxlit.shown import shown
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
+_FILE_BYTES = 2**26  # of rows in a file: that many are in memory
+
 
 class PredictionWriter(Callback):
     """Write what `predict_step` returns to files while `trainer.predict` runs, in the order of the data.
 
-    With `trainer.predict(..., return_predictions=False)` one or two batches are in memory at a time. In several
-    processes the rows of all are gathered batch by batch, and the first process writes them.
-
-    The folder appears when everything is written. A run that is interrupted leaves no folder; an earlier one with
-    predictions is replaced at the end. `index.json` in it lists the leaves. Each leaf of the outputs is a `.npy` file
-    of its name, or a column of `predictions.parquet`; `PredictionWriter.load(folder)` returns the pytree. Several
-    loaders have a folder each, `dataloader_idx_0` and so on, also one without rows. Where outputs are a dict,
-    `Trainer(host_keys=...)` are written as well, in one process. bfloat16 and float16 are written as float32.
+    The files have 64 MiB of rows each: `predictions_0_00000.npz`, with the index of the loader and the number of the
+    file. A file has an array, or with "parquet" a column, for each leaf of the outputs, named by its path: `mean`,
+    `sides.up`, or `predictions` if the outputs are one array. bfloat16 is written as float32. Where the outputs are
+    a dict, `Trainer(host_keys=...)` are written as well, in one process. In several processes the first one writes the
+    rows of all. The folder appears when everything is written, in place of earlier predictions.
 
     Args:
         output_dir: The folder.
-        write_interval: "batch" to write each batch as it comes, "epoch" to keep those of a loader in memory and write
-            them at its end, in one piece.
-        format: "npy", or "parquet", which holds texts too and needs `pip install pyarrow`.
+        format: "npz", or "parquet", which needs `pip install pyarrow`.
 
     Raises:
-        ArgumentError: An argument is invalid, or the folder has other files, cannot be made or is another writer's.
-        DataError: The outputs are no arrays with one row for each row of the batch, or change their shape.
+        ArgumentError: An argument is invalid, or the folder has other files.
+        DataError: The outputs are no arrays with one row for each row of the batch.
 
     Example:
         >>> import jaxlit as jl
@@ -49,110 +46,104 @@ class PredictionWriter(Callback):
 
     in_fast_dev_run = False
 
-    def __init__(
-        self,
-        output_dir: str | Path,
-        write_interval: Literal["batch", "epoch"] = "batch",
-        *,
-        format: Literal["npy", "parquet"] = "npy",
-    ) -> None:
-        owner = "PredictionWriter"
-        self.output_dir = Path(check.on_disk("output_dir", output_dir, owner=owner))
-        self.write_interval = check.one_of("write_interval", write_interval, ("batch", "epoch"), owner=owner)
-        self.format = check.one_of("format", format, ("npy", "parquet"), owner=owner)
+    def __init__(self, output_dir: str | Path, *, format: Literal["npz", "parquet"] = "npz") -> None:
+        self.output_dir = Path(check.on_disk("output_dir", output_dir, owner="PredictionWriter"))
+        self.format = check.one_of("format", format, ("npz", "parquet"), owner="PredictionWriter")
         if format == "parquet":
-            import_pyarrow()
+            check.import_package("pyarrow.parquet", owner="PredictionWriter", install="pyarrow", kind=ArgumentError)
         self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
-        self._partial: Path | None = None  # the folder that is being written
-        self._rows: list[Rows] = []  # of the loaders so far; the last is open
+        self.exclusive = "folder", self._folder
+        self._begin(None)
+
+    def _begin(self, partial: Path | None) -> None:
+        self._partial = partial  # the folder that is written to, in the first process
+        self._loader = 0  # that of the rows
+        self._rows: list[dict[str, np.ndarray]] = []  # of the next file
         self._waiting: list[tuple[int, Any]] = []  # a loader, and outputs that are not read yet
 
     @staticmethod
-    def load(output_dir: str | Path) -> Any:
-        """Return the predictions of a folder; a list with those of each loader if there are several, None without rows.
-
-        Args:
-            output_dir: The folder. Arrays of `.npy` files are mapped, and read when they are used.
-
-        Raises:
-            ArgumentError: It contains no predictions.
-        """
-        if not (folders := folders_of(folder := Path(output_dir))):
-            raise ArgumentError(f"PredictionWriter.load({str(output_dir)!r}) finds no predictions there.")
-        return read_rows(folder) if folders == [folder] else [read_rows(path) for path in folders]
+    def load(output_dir: str | Path, dataloader_idx: int = 0) -> dict[str, np.ndarray]:
+        """Return the rows of a loader from .npz files; pandas and pyarrow read a folder of Parquet files."""
+        if not (paths := sorted(Path(output_dir).glob(f"predictions_{dataloader_idx}_*.npz"))):
+            raise ArgumentError(f"PredictionWriter.load({str(output_dir)!r}, {dataloader_idx}) finds no such files.")
+        return _concatenated([dict(np.load(path)) for path in paths])
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Refuse a folder of other files, and host keys that only this process has."""
-        if trainer.host_keys and team().size > 1:
-            error = ArgumentError(
-                f"Trainer(host_keys={trainer.host_keys}): in several processes predictions are of all rows, and host "
-                "keys of this process's. Put a number that tells the rows apart into the batch as an array."
+        """Refuse to replace other files, and make the folder that is written to."""
+        if not trainer.is_global_zero:
+            return
+        name = "predictions_[0-9]*_[0-9][0-9][0-9][0-9][0-9].*"
+        if self._folder.exists() and not all(path.match(name) for path in self._folder.iterdir()):
+            raise ArgumentError(
+                f"PredictionWriter(output_dir={str(self.output_dir)!r}) would replace what is there, and it holds no "
+                "predictions. Name another folder, or delete it."
             )
-            raise in_all(error)
-        problem = self._problem(trainer) if trainer.is_global_zero else None
-        problem, *_ = team().agree("the folder of predictions", problem)
-        if problem is not None:
-            raise in_all(ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {problem}"))
-
-    def _problem(self, trainer: "Trainer") -> str | None:
-        """Make the folder that is written, and return why the final one cannot be used, if so."""
-        if Path.cwd().is_relative_to(folder := self._folder):
-            return "is the folder that the program runs in, or one above it, and would be replaced. Name another."
-        writers = [c.output_dir.resolve() for c in trainer.callbacks if isinstance(c, PredictionWriter)]
-        if sum(theirs.is_relative_to(folder) for theirs in writers) > 1:
-            return "and another one replace each other's files. Give each its own."
-        try:
-            if folder.exists() and not folders_of(folder) and any(folder.iterdir()):
-                return "would replace what is there, and it holds no predictions. Name another folder, or delete it."
-            self._partial = folder.with_name(f".{folder.name}.partial")
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a process that was killed
-            self._partial.mkdir(parents=True)
-        except OSError as error:
-            return f"cannot be made: {error}. Name another folder."
-        return None
+        partial = self._folder.with_name(f".{self._folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir(parents=True)
+        self._begin(partial)
 
     def on_predict_batch_end(
         self, trainer: "Trainer", module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the outputs, and write those of the batch before, which are ready by now."""
-        self._take()
+        """Keep the outputs, and take those of the batch before, which are ready by now."""
         if trainer.host_keys and isinstance(outputs, dict):
             outputs = {**{str(key): np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
-        self._waiting = [(dataloader_idx, outputs)]
+        ready, self._waiting = self._waiting, [(dataloader_idx, outputs)]
+        self._take(ready)
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write the rest, and give the folder its name."""
-        self._take()
-        if self._partial is None or not self._rows or trainer.interrupted:
-            return
-        num_loaders = len(trainer.num_predict_batches)
-        self._rows_of(num_loaders - 1, self._partial).close()
-        partial, self._partial = self._partial, None  # complete: kept if it cannot be renamed
-        shutil.rmtree(self._folder, ignore_errors=True)
-        (partial if num_loaders > 1 else partial / f"{LOADER}0").rename(self._folder)
-        shutil.rmtree(partial, ignore_errors=True)
+        self._take(self._waiting)
+        if (partial := self._partial) is not None and not trainer.interrupted:
+            self._write(partial)
+            self._partial = None  # complete: it stays if it cannot be renamed
+            shutil.rmtree(self._folder, ignore_errors=True)
+            partial.rename(self._folder)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Delete what was interrupted."""
         if self._partial is not None:
-            with contextlib.suppress(Exception):  # what is closed is deleted
-                self._rows[-1].close()
             shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial, self._waiting, self._rows = None, [], []
+        self._begin(None)
 
-    def _take(self) -> None:
-        """Bring the outputs that wait to the host, in all processes, and write them in the first."""
-        waiting, self._waiting = self._waiting, []
+    def _take(self, waiting: list[tuple[int, Any]]) -> None:
+        """Bring outputs to the host, in all processes, and write full files in the first."""
         for loader, outputs in waiting:
             arrays = jax.tree.map(fetch, outputs)
-            if self._partial is not None:
-                self._rows_of(loader, self._partial).add(arrays)
+            if (partial := self._partial) is None:
+                continue
+            rows = {name or "predictions": np.asarray(x) for name, x in named_leaves(arrays)}
+            # "V" is what numpy takes bfloat16 for.
+            rows = {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in rows.items()}
+            counts = {x.shape[:1] for x in rows.values()}
+            if len(counts) != 1 or () in counts:
+                raise DataError(
+                    "PredictionWriter: predict_step must return arrays with one row for each row of the batch, got "
+                    f"{shown(rows)}. Leave out what has no rows."
+                )
+            num_bytes = sum(x.nbytes for x in rows.values())
+            if loader != self._loader or num_bytes * (len(self._rows) + 1) > _FILE_BYTES:
+                self._write(partial)
+            self._loader = loader
+            self._rows.append(rows)
 
-    def _rows_of(self, loader: int, partial: Path) -> Rows:
-        """Return the files of a loader; those of the loaders before are complete, also of loaders without rows."""
-        while len(self._rows) <= loader:
-            for rows in self._rows[-1:]:
-                rows.close()
-            folder, at_once = partial / f"{LOADER}{len(self._rows)}", self.write_interval == "batch"
-            self._rows.append(Rows(folder, self.format, at_once=at_once))
-        return self._rows[loader]
+    def _write(self, partial: Path) -> None:
+        """Write the rows to the next file."""
+        if not self._rows:
+            return
+        rows, self._rows = _concatenated(self._rows), []
+        path = partial / f"predictions_{self._loader}_{len(list(partial.iterdir())):05}.{self.format}"
+        if self.format == "npz":
+            with zipfile.ZipFile(path, "w") as archive:
+                for name, x in rows.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                        np.lib.format.write_array(file, x, allow_pickle=False)
+        else:
+            from pyarrow import parquet, table
+
+            parquet.write_table(table({name: x if x.ndim == 1 else list(x) for name, x in rows.items()}), path)
+
+
+def _concatenated(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: np.concatenate([rows[name] for rows in batches]) for name in batches[0]}

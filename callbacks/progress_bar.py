@@ -14,36 +14,24 @@ from jaxlit.callbacks.best_so_far import BestSoFar
 from jaxlit.callbacks.closing_lines import closing_lines
 from jaxlit.callbacks.traits import Traits
 from jaxlit.reporting.epoch_line import epoch_line, live_line, number
-from jaxlit.reporting.terminal import (
-    NotebookLine,
-    TerminalLine,
-    clock,
-    in_notebook,
-    is_terminal,
-    join,
-    say,
-    short_path,
-    show_picture,
-)
+from jaxlit.reporting.terminal import TerminalLine, clock, is_terminal, join, say, short_path
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-
 _STAGES = {"fit": "validat", "validate": "validat", "test": "test", "predict": "predict"}  # with "ing" and "ed"
 _LEAST_COMPILING = 0.005  # seconds that are worth a line
 
 
 class ProgressBar(Callback):
-    """Show a header, a live line for each epoch and closing lines; without a terminal plain lines.
+    """Show a header, a live line for each epoch and closing lines; plain lines without a terminal and in notebooks.
 
     The line shows the metrics logged with `prog_bar=True`, and the training loss unless `training_step` logs a metric
     with "loss" in its name so: during an epoch those of the newest row, at its end the means. An epoch is marked if its
     monitored metric is the best so far; that is the metric of the first ModelCheckpoint, EarlyStopping or the like that
-    monitors one. Compiled programs are printed with their seconds, at the start and for a batch of another size. A
-    notebook shows the curves of all metrics at the end of a fit, if matplotlib is installed.
+    monitors one. The programs of the first step are printed with the seconds of their compilation.
 
     Args:
         refresh_rate: The most refreshes a second, above 0 and at most 10.
@@ -67,19 +55,17 @@ class ProgressBar(Callback):
         check.positive("refresh_rate", refresh_rate, owner="ProgressBar")
         check.require(refresh_rate <= 10, "refresh_rate", refresh_rate, "takes at most 10", owner="ProgressBar")
         self._interval = 1 / refresh_rate
-        self._line: TerminalLine | NotebookLine | None = None
+        self._line: TerminalLine | None = None
         self._header = ""
         self._reset("fit", active=False)
 
     def _reset(self, stage: str, *, active: bool) -> None:
         self._stage, self._active, self._trained = stage, active, False
-        self._trainer: Trainer | None = None  # of the fit that runs
         self._start = time.monotonic()
         # When to draw next; never where nothing can change in place.
         self._next = self._start if active and is_terminal() else math.inf
         self._error: BaseException | None = None
-        # The seconds by program, and the changes of batches, that are printed.
-        self._best, self._compiled, self._changes = BestSoFar(), dict[str, float](), dict[str, str]()
+        self._best = BestSoFar()
         self._begin(0)
 
     # The run ----------------------------------------------------------------------------------------
@@ -89,7 +75,6 @@ class ProgressBar(Callback):
         self._reset(stage, active=trainer.is_global_zero)
         if stage != "fit":
             return
-        self._trainer = trainer
         devices, used = jax.devices(), trainer.strategy.mesh.size
         writes, root = trainer.loggers or trainer.checkpoint_callbacks, trainer.default_root_dir
         parts = [
@@ -118,8 +103,6 @@ class ProgressBar(Callback):
     def on_fit_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the closing lines: the checkpoints are written by now."""
         self._conclude(trainer)
-        if self._active and in_notebook():
-            self._safely(lambda: show_picture(trainer.history))
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Give the terminal back before other callbacks print."""
@@ -142,9 +125,8 @@ class ProgressBar(Callback):
             self._draw(trainer, "" if self._trained else "compiling ...")
 
     def due_in(self, step: int) -> int | None:
-        """Return the next step after one that compiled, to print that."""
-        compiled = self._trainer is not None and self._trainer.compile_seconds != self._compiled
-        return None if self._trained and not compiled else 1
+        """Return the first step, to print what was compiled."""
+        return None if self._trained else 1
 
     def due_in_seconds(self) -> float | None:
         """Return the seconds to the next refresh."""
@@ -153,9 +135,10 @@ class ProgressBar(Callback):
     def on_train_batch_end(
         self, trainer: "Trainer", module: "TrainModule", outputs: Mapping[str, Any], batch: Any, batch_idx: int
     ) -> None:
-        """Print what was compiled; draw when it is time."""
-        self._last, self._trained = time.monotonic(), True
-        if trainer.compile_seconds != self._compiled:
+        """Print what the first step has compiled; draw when it is time."""
+        self._last = time.monotonic()
+        if not self._trained:
+            self._trained = True
             self._print_compiled(trainer)
         if self._last >= self._next:
             self._draw(trainer)
@@ -187,11 +170,7 @@ class ProgressBar(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Draw when it is time."""
-        is_time = time.monotonic() >= self._next
-        # What compiles before the first training step is printed with it.
-        if (is_time or not batch_idx) and (self._trained or self._stage != "fit"):
-            self._print_compiled(trainer)
-        if is_time and not trainer.sanity_checking:
+        if time.monotonic() >= self._next and not trainer.sanity_checking:
             most = trainer.num_val_batches[dataloader_idx] if self._stage == "fit" else math.inf
             total = f"/{most}" if most < math.inf else ""
             self._draw(trainer, f"{_STAGES[self._stage]}ing {batch_idx + 1}{total}")
@@ -200,9 +179,8 @@ class ProgressBar(Callback):
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Print the metrics of an evaluation, or let the clock of the rate continue."""
-        if self._trained or self._stage != "fit":
-            self._print_compiled(trainer)  # for a last batch of another size
         if self._stage != "fit":
+            self._print_compiled(trainer)
             metrics = "".join(f"  {name} {value:.4g}" for name, value in trainer.callback_metrics.items())
             self._close(f"{_STAGES[self._stage]}ed{metrics}" if trainer.verbose else None)
         elif not trainer.sanity_checking:
@@ -215,7 +193,7 @@ class ProgressBar(Callback):
 
     def _begin(self, first: int) -> None:
         self._first, self._epoch_start = first, time.monotonic()  # a resume may begin in the middle of an epoch
-        self._compiling_before = self._waited_before = 0.0
+        self._compiling_before = 0.0
         self._shown: dict[str, float] = {}
         self._last = self._epoch_start  # when the newest batch was done, as far as is known
 
@@ -230,15 +208,15 @@ class ProgressBar(Callback):
 
         def draw() -> None:
             if self._line is None:
-                self._line = NotebookLine() if in_notebook() else TerminalLine()
+                self._line = TerminalLine()
             self._line.show(text)
 
         self._safely(draw)
 
     def _close(self, text: str | None = None) -> None:
         """Remove the live line, and print a text."""
-        if (line := self._line) is not None and not (line.stays and text is not None):
-            self._line = None
+        line, self._line = self._line, None
+        if line is not None:
             self._safely(line.close)
         if text is not None:
             self._print(text)
@@ -265,27 +243,19 @@ class ProgressBar(Callback):
         return self._last - self._epoch_start - (_compiling(trainer) - self._compiling_before)
 
     def _waiting(self, trainer: "Trainer") -> str:
-        seconds, waited = self._seconds(trainer), trainer.data_wait - self._waited_before
+        seconds, waited = self._seconds(trainer), trainer.data_wait
         # Less than a tenth of the time, or than half a second, needs no faster loader.
         worth = waited >= 0.5 and waited >= 0.1 * seconds > 0
         return f"waits for data {min(waited / seconds, 1.0):.0%}" if worth else ""
 
     def _print_compiled(self, trainer: "Trainer") -> None:
-        """Print the seconds of each program that was compiled, and for what change of the batches if it was again."""
-        before, self._compiled = self._compiled, trainer.compile_seconds
-        known, self._changes = self._changes, trainer.batch_changes
-        seconds = {name: total - before.get(name, 0.0) for name, total in self._compiled.items()}
-        seconds = {name: x for name, x in seconds.items() if x >= _LEAST_COMPILING}
-        each = [f"{name}{' again' if name in before else ''} in {clock(x)}" for name, x in seconds.items()]
-        new, why = [text for loader, text in self._changes.items() if text != known.get(loader)], ""
-        if new and seconds.keys() <= before.keys():  # what compiles for the first time does so for no change
-            first, *more = new[0].split("; ")
-            why = f": {first}{f' and {len(more)} more' if more else ''}"
-        if each:
-            self._close(join(f"compiled {', '.join(each)}{why}".split(), between=" "))
+        """Print the seconds of each program that was compiled so far."""
+        seconds = {name: x for name, x in trainer.compile_seconds.items() if x >= _LEAST_COMPILING}
+        if seconds:
+            each = ", ".join(f"{name} in {clock(x)}" for name, x in seconds.items())
+            self._close(join(f"compiled {each}".split(), between=" "))
 
     def _conclude(self, trainer: "Trainer") -> None:
-        self._print_compiled(trainer)  # no step came after it
         self._best.recall(trainer)  # a checkpoint in the middle of an epoch may be better
         seconds, best = time.monotonic() - self._start, self._best.describe()
         self._print(closing_lines(trainer, seconds=seconds, error=self._error, best=best))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
-from jaxlit.errors import ArgumentError, LoggerError
+from jaxlit.errors import ArgumentError
 from jaxlit.reporting.histogram import count
 from jaxlit.reporting.images import as_images
 from jaxlit.reporting.secrets import redacted
@@ -165,7 +165,7 @@ class TensorBoardLogger(Logger):
     def _opened(self) -> Any:
         """Return the writer, None in a process that writes nothing."""
         if (trainer := self._attached) is None:
-            raise LoggerError("TensorBoardLogger has no run yet. Log from a hook, or after the first run.")
+            raise self._no_run()
         if not trainer.is_global_zero:
             return None
         if not self._open:

@@ -19,8 +19,8 @@ class Traits(Configured):
     """Whether it takes part in `Trainer(fast_dev_run=...)`; loggers and early stopping do not."""
 
     role: str = ""
-    """Which of the Trainer's own callbacks it replaces: "progress_bar", "model_summary", "checkpoint", "csv_logger" or
-    "jsonl_logger". A "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others, except
+    """Which of the Trainer's own callbacks it replaces: "progress_bar", "model_summary", "checkpoint" or
+    "csv_logger". A "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others, except
     those of a "mirror"; "early_stopping" is `trainer.early_stopping_callback`."""
 
     is_logger: bool = False

@@ -13,7 +13,6 @@ from jaxlit import checks as check
 from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.wandb_config import config_of
-from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.leaf_names import named_leaves
 from jaxlit.reporting.histogram import count, histogram, unpack
@@ -57,7 +56,6 @@ class WandbLogger(Logger):
             is written, True those that are kept at the end, "best" the best one at the end.
         watch: "gradients", "parameters" or "all": log a histogram of each one's entries, computed on the devices.
         watch_every_n_steps: Optimizer steps between histograms.
-        processes: Which of several processes have a run: "first", or "group": each its own with all rows, in one group.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
         on_error: What a failure of W&B does: "warn" prints a line and continues without it, "raise" raises.
@@ -90,7 +88,6 @@ class WandbLogger(Logger):
         log_model: bool | Literal["all", "best"] = False,
         watch: Literal["gradients", "parameters", "all"] | None = None,
         watch_every_n_steps: int = 100,
-        processes: Literal["first", "group"] = "first",
         experiment: "wandb.Run | None" = None,
         on_error: Literal["warn", "raise"] = "warn",
         init_timeout: float = 20.0,
@@ -103,7 +100,6 @@ class WandbLogger(Logger):
         if watch is not None:
             check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
         every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
-        self.processes = check.one_of("processes", processes, ("first", "group"), owner=owner)
         self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
         self.init_timeout = check.seconds("init_timeout", init_timeout, owner=owner)
         self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner=owner)
@@ -132,7 +128,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> "wandb.Run | None":
-        """W&B's run, in the processes that have one, also after it is finished; None before it is open."""
+        """W&B's run, also after it is finished; None before it is open, and in other processes than the first."""
         return self._run.run if self._run is not None else self._last or self._given
 
     @property
@@ -166,7 +162,7 @@ class WandbLogger(Logger):
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Send one row."""
         self._open(trainer)  # in validate and test, which have a run only if there are rows
-        if self._run is not None and (trainer.is_global_zero or self.processes == "group"):
+        if self._run is not None:
             run, row = self._run.run, {**values, STEP: step}
             self._run.do(lambda: run.log(row))
 
@@ -178,7 +174,7 @@ class WandbLogger(Logger):
 
     def on_trace(self, trainer: "Trainer", values: dict[str, np.ndarray], step: int) -> None:
         """Send the histograms."""
-        if self._run is None or not trainer.is_global_zero:
+        if self._run is None:
             return
 
         run, make = self._run.run, import_wandb().Histogram
@@ -199,7 +195,7 @@ class WandbLogger(Logger):
         """Finish the run, in bounded time."""
         self._trainer = None
         try:
-            if stage == "fit" and self._run is not None and trainer.is_global_zero:
+            if stage == "fit" and self._run is not None:
                 self._conclude(trainer, self._run)
         except Exception:  # with on_error="raise"; the run ends all the same
             self._failed = True
@@ -281,16 +277,14 @@ class WandbLogger(Logger):
         run.do(lambda: run.run.config.update(values, allow_val_change=True))
 
     def _open(self, trainer: "Trainer") -> None:
-        """Open the run, where this process has one and it is not open yet."""
+        """Open the run in the first process, if it is not open yet."""
         if self._opened:
             return
         self._opened, raises = True, self.on_error == "raise"
         run = self._given or open_already(self._wanted_id)
         run_is_new, self._id = run is None, self._id if run is None else run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-        if several := self.processes == "group" and team().size > 1:
-            self._id = team().agree("the id of the W&B run", self._id)[0]
-        if not trainer.is_global_zero and self.processes == "first":
+        if not trainer.is_global_zero:
             return
         if run is None:
             folder = self.save_dir or Path(os.path.abspath(trainer.run_dir))
@@ -300,10 +294,6 @@ class WandbLogger(Logger):
             names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
             arguments = {name: getattr(self, name) for name in names}
             arguments |= {"dir": str(folder), "config": config_of(trainer, self._module, self.config)}
-            if several:
-                rank = jax.process_index()
-                arguments |= {"group": self.group or self.id, "job_type": self.job_type or f"process_{rank}"}
-                arguments |= {"id": f"{self.id}-{rank}"} if rank else {}
             timeouts = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
             run = open_run(arguments, timeouts, offline=offline, raises=raises)
         if run is None:
@@ -335,7 +325,7 @@ class WandbLogger(Logger):
 
     def _upload(self, trainer: "Trainer", callback: "ModelCheckpoint", path: Path, *, lasts: bool) -> None:
         """Send a checkpoint; unless it `lasts`, it may be deleted as soon as this returns."""
-        if self._run is None or not trainer.is_global_zero or str(path) in self._sent:
+        if self._run is None or str(path) in self._sent:
             return
         self._sent.add(str(path))
         marks = {"latest": callback.last_model_path, "best": callback.best_model_path}

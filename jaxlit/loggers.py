@@ -3,6 +3,6 @@
 from jaxlit.faces import lazy_imports
 
 with lazy_imports(globals()):
-    from jaxlit.callbacks import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+    from jaxlit.callbacks import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
-__all__ = ["CSVLogger", "JSONLLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]
+__all__ = ["CSVLogger", "Logger", "MLFlowLogger", "TensorBoardLogger", "WandbLogger"]

@@ -144,7 +144,7 @@ def surroundings() -> dict[str, Any]:
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="lists open files by /proc")
 def test_a_fit_leaves_no_thread_file_handler_or_listener() -> None:
     def run(epochs: int) -> None:
-        loggers = [jl.callbacks.CSVLogger(), jl.callbacks.JSONLLogger()]
+        loggers = [jl.callbacks.CSVLogger(), jl.callbacks.CSVLogger("second.csv")]
         given = {"logger": loggers, "prefetch": 2, "data_timeout": 60, "hang_timeout": 60, "resume": "auto"}
         rows = [{name: x[0] for name, x in batch.items()} for batch in random(64, rows=1)]
         train = grain.MapDataset.source(rows).batch(4)  # which jaxlit reads ahead in threads, left in mid-epoch

@@ -175,6 +175,8 @@ class BatchValidator:
                 again + 1,
                 what,
             )
+        elif what:
+            _logger.info("%s: the step is compiled again: %s.", self.argument, what)
 
     def _without_host_keys(self, batch: Any) -> Any:
         known = batch if isinstance(batch, dict) else range(len(batch) if type(batch) in (tuple, list) else 0)

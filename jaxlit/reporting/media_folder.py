@@ -1,4 +1,4 @@
-"""Images, tables and texts that no logger can store, as files in the run's folder."""
+"""Images, tables and texts that a logger cannot store, as files in the run's folder."""
 
 import csv
 import io
@@ -49,34 +49,21 @@ class MediaFolder:
         self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
         self._failures: set[tuple[str, type]] = set()
 
-    def stand_in(self, call: str, method: str, error: Exception, *args: Any, **named: Any) -> None:
-        """Keep media that a logger failed to take; warn once and never raise.
-
-        Args:
-            call: The logger's method that failed, for the warning.
-            method: Its name, which this folder has as well.
-            error: What it has raised.
-            *args: Its arguments.
-            **named: Its keyword arguments.
-        """
-        outcome = "It is kept in the run's media folder"
-        try:
-            getattr(self, method)(*args, **named)
-        except Exception:
-            outcome = "It is left out"
+    def warn(self, call: str, error: Exception) -> None:
+        """Warn of a logger's call that has failed, once in a run for each class of errors."""
         if (failure := (call, type(error))) not in self._failures:
             self._failures.add(failure)
-            words = "%s failed: %r. %s, and training continues; with on_error='raise' it ends."
-            _logger.warning(words, call, error, outcome)
+            words = "%s failed: %r. It is left out, and training continues; with on_error='raise' it ends."
+            _logger.warning(words, call, error)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Write a text to a .txt file, without secrets."""
+        """Write a text to a .txt file."""
         self._keep(key, [(".txt", str(text).encode())], step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
-        """Write a table to a .csv file, without secrets."""
+        """Write a table to a .csv file."""
         csv.writer(text := io.StringIO(), lineterminator="\n").writerows([columns, *data])
         self._keep(key, [(".csv", text.getvalue().encode())], step)
 
@@ -114,4 +101,4 @@ class MediaFolder:
         self._newest[folder] = at, number + 1
         if self._announces and media != self._announced:
             self._announced = media
-            say(f"images, tables and texts are saved in {short_path(media)} (no logger here takes them)")
+            say(f"images, tables and texts are saved in {short_path(media)}: their logger does not store them")

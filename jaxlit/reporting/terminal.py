@@ -1,6 +1,5 @@
 """Lines in the terminal, and one line that changes in place."""
 
-import base64
 import contextlib
 import math
 import os
@@ -49,7 +48,7 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> 
 
 def line_width() -> int | None:
     """Return how many characters a line of the terminal has, also of a dumb one; None if there is none."""
-    return shutil.get_terminal_size().columns if _is_tty() and not in_notebook() else None
+    return shutil.get_terminal_size().columns if _is_tty() else None
 
 
 def bar(done: int, total: float, width: int) -> str:
@@ -81,16 +80,8 @@ def absolute(path: Path) -> Path:
 
 
 def is_terminal() -> bool:
-    """Return whether a line can change in place: on a terminal, or in a notebook."""
-    moves = _is_tty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return moves or in_notebook()
-
-
-def in_notebook() -> bool:
-    """Return whether the code runs in a notebook, whose stdout only grows."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
+    """Return whether a line can change in place."""
+    return _is_tty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def _is_tty() -> bool:
@@ -119,8 +110,6 @@ def _writable(text: str) -> str:
 class TerminalLine:
     """A line at the bottom of the terminal, below other output."""
 
-    stays = False  # while other lines are printed
-
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -146,40 +135,3 @@ class TerminalLine:
     def close(self) -> None:
         """Take the line away."""
         self._live.stop()
-
-
-class NotebookLine:
-    """An output of a notebook's cell that is replaced each time; lines that stay are printed below it.
-
-    So they are one output, in the order in which they and a user's own came, and a notebook that is kept has no bars.
-    """
-
-    stays = True
-
-    def __init__(self) -> None:
-        from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
-
-        self._handle: Any = display(_in_notebook(""), raw=True, display_id=True)
-
-    def show(self, text: str) -> None:
-        """Replace the output."""
-        self._handle.update(_in_notebook(text), raw=True)
-
-    def close(self) -> None:
-        """Leave an output that takes no room."""
-        self._handle.update(_in_notebook(""), raw=True)
-
-
-def show_picture(thing: Any) -> None:
-    """Show in a notebook's cell what has a picture of itself, by `_repr_png_`; nothing where it has none."""
-    from IPython.display import display  # type: ignore[import-not-found]  # there is one in every notebook
-
-    with contextlib.suppress(Exception):  # matplotlib may be half installed; a picture ends no training
-        if (picture := thing._repr_png_()) is not None:
-            encoded = base64.b64encode(picture).decode()
-            display({"image/png": encoded, "text/plain": repr(thing)}, raw=True)
-
-
-def _in_notebook(text: str) -> dict[str, str]:
-    # An empty line of text would take the room of one.
-    return {"text/plain": text} if text else {"text/html": ""}

@@ -1,9 +1,8 @@
 """Opening a run of Weights & Biases in bounded time, offline if it cannot be online."""
 
-import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +81,8 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
 
     def init() -> Any:
         if wandb.run is None:  # otherwise the user has set up the SDK already
-            wandb.setup(settings=wandb.Settings(silent=True))  # its lines come also from outside of runs
+            # Its lines come also from outside of runs, and in a terminal it asks for an API key.
+            wandb.setup(settings=wandb.Settings(silent=True, login_timeout=settings["init_timeout"]))
         return wandb.init(
             **arguments,
             mode=mode,
@@ -92,9 +92,7 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
             settings=wandb.Settings(**known),
         )
 
-    opening = Background("wandb-init", init)
-    with _without_prompt():
-        return opening.start().result(settings["init_timeout"] + MARGIN)
+    return Background("wandb-init", init).start().result(settings["init_timeout"] + MARGIN)
 
 
 def open_already(wanted: str | None) -> "wandb.Run | None":
@@ -134,18 +132,6 @@ def import_wandb() -> Any:
         WandbError: It is not installed.
     """
     return check.import_package("wandb", owner="WandbLogger", install="wandb", kind=WandbError)
-
-
-@contextlib.contextmanager
-def _without_prompt() -> Iterator[None]:
-    """Replace stdin, so that W&B does not ask for an API key: a job that waits for an answer would hang."""
-    stdin = sys.stdin
-    with open(os.devnull) as empty:
-        sys.stdin = empty
-        try:
-            yield
-        finally:
-            sys.stdin = stdin
 
 
 def first_line(error: BaseException) -> str:

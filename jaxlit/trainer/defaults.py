@@ -8,7 +8,6 @@ from typing import Any
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.jsonl_logger import JSONLLogger
 from jaxlit.callbacks.logger import NoLogger
 from jaxlit.callbacks.mirror import Mirror
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
@@ -56,11 +55,10 @@ def all_callbacks(settings: Settings) -> TrainerCallbacks:
     if not isinstance(logger, bool):
         loggers = callbacks_of("logger", logger)
     callbacks = [*from_argument, *loggers]
-    # A logger whose rows are lost when the process is killed gets files next to it.
+    # A logger whose rows are lost when the process is killed gets a file next to it.
     fragile = logger is not False and any(getattr(c, "may_lose_rows", False) for c in callbacks)
     for kind, enabled, argument in (
         (CSVLogger, logger is True or fragile, ""),
-        (JSONLLogger, fragile, ""),
         # The bar's header comes before the summary's table.
         (ProgressBar, settings.enable_progress_bar, "enable_progress_bar"),
         (ModelSummary, settings.enable_model_summary, "enable_model_summary"),

@@ -54,7 +54,7 @@ class Trainer(TrainerProperties):
         max_time: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
         callbacks: A callback or a list of them.
         logger: True for a CSVLogger unless the callbacks hold one, False, or loggers (which are callbacks). With a
-            WandbLogger there is a CSVLogger and a JSONLLogger too, unless it is False: W&B loses rows if it is killed.
+            WandbLogger there is a CSVLogger too, unless it is False: W&B loses rows if it is killed.
         limit_train_batches: Batches an epoch: an int counts, a float is a fraction.
         limit_val_batches: The same for validation; 0 turns it off.
         limit_test_batches: The same for `test`.

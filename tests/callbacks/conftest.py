@@ -49,7 +49,6 @@ class StandInTrainer:
         mesh = SimpleNamespace(shape={"data": 8}, size=8)
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})
         self.is_global_zero, self.data_wait, self.compile_seconds, self.train_dataloader = True, 0.0, {}, None
-        self.batch_changes: dict[str, str] = {}
         self.callbacks, self.loggers, self.checkpoint_callbacks = [], [], []
         vars(self).update(attributes)
 

@@ -56,10 +56,7 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "on_save_error": (("ignore",), "'raise', 'warn'"),
     },
     "ModelSummary": {"max_depth": ((-2, 1.0, "1", True, None), "'auto'")},
-    "PredictionWriter": {
-        "write_interval": (("batch_and_epoch",), "'batch', 'epoch'"),
-        "format": (("csv",), "'npy', 'parquet'"),
-    },
+    "PredictionWriter": {"format": (("npy", "csv"), "'npz', 'parquet'")},
     "Profiler": {"start_step": ((-1, 1.5), "int"), "num_steps": (NOT_POSITIVE, "int")},
     "ProgressBar": {"refresh_rate": ((0, 10.1, NAN, "fast", True), "above 0|at most 10")},
     "ReduceLROnPlateau": {
@@ -85,12 +82,10 @@ WRONG: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "log_model": (("latest", None), "'all', 'best'"),
         "watch": (("grads", True), "'gradients'"),
         "watch_every_n_steps": (NOT_POSITIVE, "int"),
-        "processes": (("all", "shared"), "'first', 'group'"),
         "on_error": (("ignore",), "'warn', 'raise'"),
         **dict.fromkeys(("init_timeout", "finish_timeout"), ((0, -1.0, INF, True, "5"), "above 0")),
     },
 }
-WRONG["JSONLLogger"] = WRONG["CSVLogger"]
 NEEDED = {name: {"monitor": "loss"} for name in ("EarlyStopping", "ReduceLROnPlateau")}
 NEEDED |= {"PredictionWriter": {"output_dir": "made"}}
 

@@ -5,10 +5,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow
+import pyarrow.parquet
 import pytest
 from kit.batches import Stream, random
 from kit.journal import hooks
@@ -18,7 +18,7 @@ from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import PredictionWriter
+from jaxlit.callbacks import PredictionWriter, prediction_writer
 from jaxlit.errors import ArgumentError, DataError
 
 (DATA,) = random(1, rows=36)  # four batches of 8 rows and one of 4
@@ -31,21 +31,20 @@ OUTPUTS: dict[str, Any] = {
 }
 
 
-def expected(case: str, x: np.ndarray) -> Any:
+def expected(case: str, x: np.ndarray = DATA["x"]) -> dict[str, np.ndarray]:
     y = (x.astype(np.float64) @ KERNEL).astype(np.float32)
     if case == "an array":
-        return y
+        return {"predictions": y}
     if case == "a dict":
-        return {"mean": y, "sides": {"up": y > 0, "n": (10 * y).astype(np.int32)}}
-    return [y[:, 0], [np.stack([y, 2 * y], 1), (y > 0).astype(np.float32)]]
+        return {"mean": y, "sides.up": y > 0, "sides.n": (10 * y).astype(np.int32)}
+    return {"[0]": y[:, 0], "[1][0]": np.stack([y, 2 * y], 1), "[1][1]": (y > 0).astype(np.float32)}
 
 
-def same(loaded: Any, wanted: Any) -> None:
-    """Compare two trees of arrays, whose dicts and lists are the same."""
-    assert jax.tree.structure(loaded) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(wanted), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, strict=True)
+def same(loaded: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    assert loaded.keys() == wanted.keys()
+    for name, x in wanted.items():
+        assert loaded[name].dtype == x.dtype
+        np.testing.assert_allclose(loaded[name], x, rtol=1e-5, atol=1e-6, strict=True)
 
 
 def predicts(make: Any) -> Any:
@@ -61,53 +60,65 @@ def loader() -> jl.ArrayLoader:
     return jl.ArrayLoader(DATA, 8)
 
 
-FILES = {
-    "a dict": ["index.json", "mean.npy", "sides.n.npy", "sides.up.npy"],
-    "an array": ["index.json", "predictions.npy"],
-    "a sequence": ["0.npy", "1_0.npy", "1_1.npy", "index.json"],
-}
 OFTEN = ("a dict", "fsdp"), ("a sequence", "single"), ("an array", "pmap")
 
 
 @pytest.mark.parametrize(("case", "strategy"), thinned([(c, s) for c in OUTPUTS for s in STRATEGIES], *OFTEN))
-@pytest.mark.parametrize("interval", ["batch", "epoch"])
-def test_rows_are_those_of_numpy_in_order(case: str, strategy: str, interval: str) -> None:
-    model, writer = predicts(OUTPUTS[case]), PredictionWriter("made/here", interval)
-    predict(model, loader(), writer, strategy=strategy)
-    same(PredictionWriter.load("made/here"), expected(case, DATA["x"]))
+def test_rows_are_those_of_numpy_in_order(case: str, strategy: str) -> None:
+    predict(predicts(OUTPUTS[case]), loader(), PredictionWriter("made/here"), strategy=strategy)
+    same(PredictionWriter.load("made/here"), expected(case))
     assert sorted(os.listdir("made")) == ["here"]
-    assert sorted(os.listdir("made/here")) == FILES[case]
+    assert sorted(os.listdir("made/here")) == ["predictions_0_00000.npz"]
 
 
-@pytest.mark.parametrize("case", OUTPUTS)
-def test_parquet_holds_the_same_rows(case: str) -> None:
-    for interval in ("batch", "epoch"):
-        predict(predicts(OUTPUTS[case]), loader(), PredictionWriter("made", interval, format="parquet"))
-        same(PredictionWriter.load("made"), expected(case, DATA["x"]))
+@pytest.mark.parametrize(("rows", "files"), [(1, 5), (20, 2)])
+def test_a_file_is_written_when_its_rows_are_complete(rows: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction_writer, "_FILE_BYTES", rows * 4)
+    predict(predicts(OUTPUTS["an array"]), loader(), PredictionWriter("made"))
+    same(PredictionWriter.load("made"), expected("an array"))
+    assert len(os.listdir("made")) == files
 
 
-@pytest.mark.parametrize("format", ["npy", "parquet"])
-def test_host_keys_are_written(format: str) -> None:
-    day = np.datetime64("2026-01-01", "D") + np.arange(36)
-    keys = {"day": day} | ({"id": np.array([f"row {k * 'x'}" for k in range(36)])} if format == "parquet" else {})
+def test_parquet_holds_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction_writer, "_FILE_BYTES", 100)
+    keys = {"id": np.array([f"row {k * 'x'}" for k in range(36)]), "day": np.datetime64("2026-01-01") + np.arange(36)}
+    make = lambda y: {"y": y, "up": y[:, 0] > 0, "half": y[:, 0].astype(jnp.bfloat16)}  # noqa: E731
+    writer = PredictionWriter("made", format="parquet")
+    predict(predicts(make), jl.ArrayLoader({**DATA, **keys}, 8), writer, host_keys=(*keys,))
+    table = pyarrow.parquet.read_table("made")  # of all files in the folder
+    assert len(os.listdir("made")) > 1 and set(table.column_names) == {"id", "day", "y", "up", "half"}
+    y = expected("an array")["predictions"]
+    np.testing.assert_allclose(np.stack(table["y"].to_numpy()), y, rtol=1e-5, atol=1e-6)
+    assert table["up"].to_pylist() == (y[:, 0] > 0).tolist()
+    for name, x in keys.items():
+        assert table[name].to_pylist() == x.tolist()
+    refuses(ArgumentError, lambda: PredictionWriter.load("made"), "finds no such files")
+
+
+def test_host_keys_are_written() -> None:
+    keys = {"file": np.array([f"row {k * 'x'}" for k in range(36)]), "day": np.datetime64("2026-01-01") + np.arange(36)}
     batches = jl.ArrayLoader({**DATA, **keys}, 8)
-    predict(predicts(lambda y: {"y": y}), batches, PredictionWriter("made", format=format), host_keys=(*keys,))
+    predict(predicts(lambda y: {"y": y}), batches, PredictionWriter("made"), host_keys=(*keys,))
     loaded = PredictionWriter.load("made")
     for name, x in keys.items():
-        assert loaded[name].tolist() == x.tolist()
-    same(loaded["y"], expected("an array", DATA["x"]))
+        assert loaded.pop(name).tolist() == x.tolist()
+    same(loaded, {"y": expected("an array")["predictions"]})
 
 
-def test_loaders_have_a_folder_each_and_a_new_run_replaces_it() -> None:
+def test_loaders_have_files_of_their_own_and_a_new_run_replaces_them() -> None:
     model, writer = predicts(lambda y: y), PredictionWriter("made")
     trainer = make_trainer(writer, **BARE)
-    several = [random(k, seed=k) for k in range(1, 12)]
+    several = [random(k, seed=k) for k in (1, 0, 2, 3, 1, 1, 1, 1, 1, 1, 2)]
     trainer.predict(model, several, return_predictions=False)
-    for loaded, batches in zip(PredictionWriter.load("made"), several, strict=True):
-        same(loaded, expected("an array", np.concatenate([b["x"] for b in batches])))
+    for i, batches in enumerate(several):
+        if batches:
+            wanted = expected("an array", np.concatenate([b["x"] for b in batches]))
+            same(PredictionWriter.load("made", i), wanted)
+        else:
+            refuses(ArgumentError, lambda i=i: PredictionWriter.load("made", i), "finds no such files")
     kept = trainer.predict(model, loader())
-    same(PredictionWriter.load("made"), np.concatenate(kept))
-    assert sorted(os.listdir("made")) == ["index.json", "predictions.npy"]
+    same(PredictionWriter.load("made"), {"predictions": np.concatenate(kept or [])})
+    assert sorted(os.listdir("made")) == ["predictions_0_00000.npz"]
 
 
 def test_an_interrupted_run_keeps_earlier_predictions() -> None:
@@ -127,10 +138,11 @@ def test_an_interrupted_run_keeps_earlier_predictions() -> None:
         assert sorted(os.listdir(".")) == ["made"]
     Path(".made.partial/of a process that was killed").mkdir(parents=True)
     predict(model, Stream(random(1)), ours)
-    assert PredictionWriter.load("made").shape == (8, 1) and sorted(os.listdir(".")) == ["made"]
+    assert PredictionWriter.load("made")["predictions"].shape == (8, 1) and sorted(os.listdir(".")) == ["made"]
 
 
-def test_at_most_two_batches_are_in_memory() -> None:
+def test_at_most_two_batches_and_a_file_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction_writer, "_FILE_BYTES", 1)
     refs, alive = list[Any](), list[int]()
 
     def count(trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
@@ -138,52 +150,43 @@ def test_at_most_two_batches_are_in_memory() -> None:
         alive.append(sum(ref() is not None for ref in refs))
 
     predict(predicts(lambda y: y), random(9), PredictionWriter("made"), hooks(on_predict_batch_end=count))
-    assert max(alive) <= 2 and len(alive) == 9
+    assert max(alive) <= 3 and len(alive) == 9
 
 
 def predict_in_a_process() -> None:
     """Predict in one of two processes, with batches that divide among them and a tail that does not."""
-    own = predicts(lambda y: {"y": y})
-    predict(own, loader(), PredictionWriter("made"), strategy="ddp")
-    rows = {**DATA, "id": np.arange(36)}
-    with pytest.raises(ArgumentError, match="in several processes predictions are of all rows"):
-        predict(own, jl.ArrayLoader(rows, 8), PredictionWriter("other"), strategy="ddp", host_keys=("id",))
+    model = predicts(lambda y: {"y": y})
+    predict(model, loader(), PredictionWriter("made"), strategy="ddp")
     os.makedirs("taken/by", exist_ok=True)
-    with pytest.raises(ArgumentError, match="holds no predictions"):
-        predict(own, loader(), PredictionWriter("taken"), strategy="ddp")
+    predict(model, loader(), PredictionWriter("taken"), strategy="ddp")
 
 
 @pytest.mark.full
 def test_two_processes_write_all_rows_in_order(tmp_path: Path) -> None:
-    for ended in launch(predict_in_a_process, tmp_path):
-        assert ended.code == 0, ended.errors
-    same(PredictionWriter.load(tmp_path / "made"), {"y": expected("an array", DATA["x"])})
+    first, second = launch(predict_in_a_process, tmp_path)
+    same(PredictionWriter.load(tmp_path / "made"), {"y": expected("an array")["predictions"]})
+    assert "ArgumentError" in first.errors and "holds no predictions" in first.errors
+    assert second.code != 0 and "process 0" in second.errors
 
 
 REFUSED: dict[str, Any] = {
-    "a scalar": (lambda y: {"y": y, "mean": y.mean()}, {}, r"one row for each row.*'mean': float32\[\]"),
-    "other rows": (lambda y: {"y": y, "half": y[:4]}, {}, r"one row for each row.*'half': float32\[4"),
-    "texts": (lambda y: {"y": y}, {"host_keys": ("id",)}, "'id' holds texts"),
+    "a scalar": (lambda y: {"y": y, "mean": y.mean()}, r"one row for each row.*'mean': float32\[\]"),
+    "other rows": (lambda y: {"y": y, "half": y[:4]}, r"one row for each row.*'half': float32\[4"),
 }
 
 
-@pytest.mark.parametrize("interval", ["batch", "epoch"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_outputs_that_are_no_rows_of_numbers_are_refused(case: str, interval: str) -> None:
-    (make, given, words), rows = REFUSED[case], {**DATA, "id": np.array(["a"] * 36)}
-    data = jl.ArrayLoader(rows if given else DATA, 8)
-    writer = PredictionWriter("made", write_interval=interval)
-    refuses(DataError, lambda: predict(predicts(make), data, writer, **given), words)
+def test_outputs_that_are_no_rows_are_refused(case: str) -> None:
+    make, words = REFUSED[case]
+    refuses(DataError, lambda: predict(predicts(make), loader(), PredictionWriter("made")), words)
     assert os.listdir(".") == []
+
+
+def test_rows_of_other_shapes_are_an_error() -> None:
     other = [{"x": np.zeros((8, width), np.float32)} for width in (3, 2)]
-    model = module(base=Linear, predict=lambda self, batch: batch["x"])
-    refuses(DataError, lambda: predict(model, other, writer), r"\[8, 2\].*\[3\].*Pad them")
-
-
-def test_host_keys_do_not_join_outputs_that_are_one_array() -> None:
-    rows = {**DATA, "id": np.arange(36)}
-    predict(predicts(lambda y: y), jl.ArrayLoader(rows, 8), PredictionWriter("made"), host_keys=("id",))
-    same(PredictionWriter.load("made"), expected("an array", DATA["x"]))
+    with pytest.raises(ValueError, match="must match exactly"):
+        predict(module(base=Linear, predict=lambda self, batch: batch["x"]), other, PredictionWriter("made"))
+    assert os.listdir(".") == []
 
 
 def test_a_link_stays_and_its_target_is_replaced() -> None:
@@ -191,27 +194,28 @@ def test_a_link_stays_and_its_target_is_replaced() -> None:
     Path("link").symlink_to("disk/here")
     for scale in (1, 2):
         predict(predicts(lambda y, scale=scale: scale * y), loader(), PredictionWriter("link"))
-        same(PredictionWriter.load("disk/here"), scale * expected("an array", DATA["x"]))
+        same(PredictionWriter.load("disk/here"), {"predictions": scale * expected("an array")["predictions"]})
     assert Path("link").is_symlink() and os.listdir("disk") == ["here"] and sorted(os.listdir(".")) == ["disk", "link"]
 
 
 @pytest.mark.parametrize(
-    ("folders", "words"),
+    ("folders", "error", "words"),
     [
-        *[(["a", other], "replace each other's files") for other in ("a", "a/b", "b/../a")],
-        (["file/made"], "cannot be made"),
-        (["work"], "holds no predictions"),
+        (["a", "b/../a"], ArgumentError, "two PredictionWriters of one folder"),
+        (["file/made"], OSError, "file"),
+        (["work"], ArgumentError, "holds no predictions"),
     ],
 )
-def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], words: str) -> None:
+def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], error: type, words: str) -> None:
     Path("file").write_text("")
     Path("work").mkdir()
-    Path("work/index.json").write_text("{}")
+    Path("work/predictions.npz").write_text("")
     begun: list[Any] = []
     watch, writers = hooks(on_predict_batch_start=lambda *_: begun.append(1)), map(PredictionWriter, folders)
-    refuses(ArgumentError, lambda: predict(predicts(lambda y: y), loader(), watch, *writers), words)
-    assert begun == [] and sorted(os.listdir(".")) == ["file", "work"] and os.listdir("work") == ["index.json"]
-    refuses(ArgumentError, lambda: PredictionWriter.load("work"), "finds no predictions")
+    with pytest.raises(error, match=words):
+        predict(predicts(lambda y: y), loader(), watch, *writers)
+    assert begun == [] and sorted(os.listdir(".")) == ["file", "work"]
+    assert os.listdir("work") == ["predictions.npz"]
 
 
 def test_predictions_that_cannot_be_renamed_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,36 +225,4 @@ def test_predictions_that_cannot_be_renamed_are_kept(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch, pytest.raises(OSError, match="resource busy.*partial"):
         patch.setattr(Path, "rename", busy)
         predict(predicts(lambda y: y), loader(), PredictionWriter("volume"))
-    same(PredictionWriter.load(".volume.partial")[0], expected("an array", DATA["x"]))
-
-
-@pytest.mark.parametrize("format", ["npy", "parquet"])
-def test_names_differ_on_a_case_insensitive_disk(format: str) -> None:
-    make = lambda y: {"a_b_2": y, "a{b": y + 1, "a|b": y + 2, "A_b": y + 3, "a_b_3": y + 4}  # noqa: E731
-    predict(predicts(make), loader(), PredictionWriter("made", format=format))
-    y = expected("an array", DATA["x"])
-    same(PredictionWriter.load("made"), make(y))
-    if format == "npy":
-        assert len({name.casefold() for name in os.listdir("made")}) == 6
-
-
-@pytest.mark.parametrize("sizes", [[1, 0, 2], [0, 1], [1, 0]])
-@pytest.mark.parametrize(("format", "interval"), [("npy", "batch"), ("npy", "epoch"), ("parquet", "batch")])
-def test_a_loader_without_rows_keeps_its_place(sizes: list[int], format: str, interval: str) -> None:
-    loaders = [random(k, seed=k) for k in sizes]
-    predict(predicts(lambda y: y), loaders, PredictionWriter("made", interval, format=format))
-    loaded = PredictionWriter.load("made")
-    assert [x is None for x in loaded] == [k == 0 for k in sizes]
-    for x, batches in zip(loaded, loaders, strict=True):
-        if batches:
-            same(x, expected("an array", np.concatenate([b["x"] for b in batches])))
-
-
-@pytest.mark.parametrize("make", [lambda y: {"x": y + 1j}, lambda y: {"x": y[:, :0], "y": y}])
-def test_npy_files_hold_what_parquet_cannot(make: Any) -> None:
-    with pytest.raises(pyarrow.ArrowException):
-        predict(predicts(make), loader(), PredictionWriter("made", format="parquet"))
-    predict(predicts(make), loader(), PredictionWriter("made"))
-    loaded, wanted = PredictionWriter.load("made"), make(expected("an array", DATA["x"]))
-    for name, x in wanted.items():
-        np.testing.assert_allclose(loaded[name], x, rtol=1e-5, atol=1e-6)
+    same(PredictionWriter.load(".volume.partial"), expected("an array"))

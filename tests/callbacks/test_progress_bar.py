@@ -116,42 +116,16 @@ def test_without_a_terminal_an_epoch_is_one_plain_line(make_trainer, capsys, mon
     assert "4/4" in second and second.endswith("val/loss 0.25")
 
 
-def test_programs_that_are_compiled_again_are_named(make_trainer, capsys):
-    trainer, bar = make_trainer(), ProgressBar()
+def test_what_the_first_step_compiles_is_printed_once(make_trainer, capsys):
+    trainer, bar = make_trainer(compile_seconds={"eval_step": 0.25, "sanity": 0.004, "train_step": 2.0}), ProgressBar()
     trainer.start(bar)
     bar.on_train_epoch_start(trainer, trainer.module)
-    for seconds in ({"eval_step": 0.25, "train_step": 2.0}, {}, {"train_step": 2.004}, {"train_step": 3.104}):
-        trainer.compile_seconds = trainer.compile_seconds | seconds
-        batch(trainer, bar)
-    trainer.compile_seconds = trainer.compile_seconds | {"eval_step": 0.75, "train_step": 3.104}
-    trainer.batch_changes = {"val": "batch['x'] was int32[4], is int32[3]; batch['y'] was int32[4], is int32[3]"}
-    bar.on_validation_end(trainer, trainer.module)
-    assert epoch_lines(capsys, "compiled ") == [
-        "compiled eval_step in 0.25 s, train_step in 2.0 s",
-        "compiled train_step again in 1.1 s",
-        "compiled eval_step again in 0.50 s: batch['x'] was int32[4], is int32[3] and 1 more",
-    ]
-
-
-def test_no_change_of_batches_is_named_where_a_program_compiles_for_the_first_time(make_trainer, capsys):
-    trainer, bar = make_trainer(batch_changes={"train": "batch was int32[4], is int32[3]"}), ProgressBar()
-    trainer.start(bar)
-    bar.on_train_epoch_start(trainer, trainer.module)
-    for seconds in ({"train_step": 1.0}, {"train_step": 2.0}, {"train_step": 3.0, "eval_step": 1.0}):
-        trainer.compile_seconds = seconds
-        batch(trainer, bar)
-    assert epoch_lines(capsys, "compiled ") == [
-        "compiled train_step in 1.0 s",
-        "compiled train_step again in 1.0 s",  # the change is that of before
-        "compiled train_step again in 1.0 s, eval_step in 1.0 s",
-    ]
-
-
-def test_a_smaller_last_batch_is_named_as_what_compiles_again(capsys, monkeypatch):
-    monkeypatch.setattr("jaxlit.callbacks.progress_bar._LEAST_COMPILING", 0.0)
-    trainers.fit(Mean(), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 2), enable_progress_bar=True)
-    (again,) = [line for line in capsys.readouterr().out.splitlines() if " again " in line]
-    assert re.search(r"train_step again in [\d.]+ s: batch\['x'\] was float32\[2, 1\], is float32\[1, 1\]$", again)
+    assert bar.due_in(0) == 1
+    batch(trainer, bar)
+    trainer.compile_seconds = {"eval_step": 0.75, "train_step": 3.104}
+    assert bar.due_in(1) is None
+    batch(trainer, bar, 1)
+    assert epoch_lines(capsys, "compiled ") == ["compiled eval_step in 0.25 s, train_step in 2.0 s"]
 
 
 def test_an_evaluation_alone_names_what_it_compiles(capsys):

@@ -41,7 +41,7 @@ def train(name: str, folder: str, *stops: int) -> tuple[Any, Any, Any]:
 KEEPING = [name for name in MADE if name != "ModelCheckpoint"]
 
 
-SELDOM = ["CSVLogger", "JSONLLogger", "ReduceLROnPlateau", "WandbLogger", "WeightAveraging"]
+SELDOM = ["CSVLogger", "ReduceLROnPlateau", "WandbLogger", "WeightAveraging"]
 
 
 @pytest.mark.parametrize("name", thinned(KEEPING, "EarlyStopping", "EMA", "ThroughputMonitor", full=SELDOM))

@@ -17,7 +17,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.callbacks import CSVLogger, EarlyStopping, JSONLLogger, ModelCheckpoint, RunReport
+from jaxlit.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, NoLogger, RunReport
 from jaxlit.errors import ArgumentError
 
 EVIL = "<script>alert('x')</script>"
@@ -106,15 +106,15 @@ def test_the_numbers_are_those_that_were_logged(trained: Any) -> None:
 def test_best_is_that_of_the_checkpoints_everywhere(capsys: Any) -> None:
     saves = [ModelCheckpoint("plain"), ModelCheckpoint(monitor="val", mode="max")]
     callbacks = [EarlyStopping("loss", min_delta=0), *saves, RunReport()]
-    arguments = {"default_root_dir": "run", "logger": JSONLLogger(), "log_every_n_steps": 1}
+    arguments = {"default_root_dir": "run", "logger": False, "log_every_n_steps": 1}
     assert fit(Mean(), numbered(2), numbered(1, 9), *callbacks, **arguments).checkpoint_callback.monitor == "val"
     assert "best val 7.75" in capsys.readouterr().out
     assert "7.75best val" in read().text
 
 
 def test_the_loggers_that_were_given_are_named() -> None:
-    fit(Mean(), numbered(1), None, RunReport(), default_root_dir="run", logger=[JSONLLogger(), CSVLogger()])
-    assert read().rows("Trainer, where it is not the default")["logger"] == ["JSONLLogger, CSVLogger"]
+    fit(Mean(), numbered(1), None, RunReport(), default_root_dir="run", logger=[NoLogger(), CSVLogger()])
+    assert read().rows("Trainer, where it is not the default")["logger"] == ["NoLogger, CSVLogger"]
 
 
 def test_two_reports_of_one_file_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Batches on their way from a loader to the step: what is refused, what stays on the host, what compiles again."""
 
+import logging
 from dataclasses import make_dataclass
 
 import jax.numpy as jnp
@@ -321,6 +322,15 @@ def test_a_recompile_too_many_is_refused_with_what_changed(batches, words, allow
     assert record.hooks.count("on_train_batch_end") == len(seen)
     assert sum("train_step" in name for name in compiled) == allowed + 1, "as many as allowed pass"
     assert_followed(made, [b["x"] for b in seen])
+
+
+def test_the_log_and_the_trainer_name_what_compiles_again(caplog):
+    trainer = trainer_of()
+    with caplog.at_level(logging.INFO, "jaxlit"):
+        trainer.fit(follow(), of_length(5, 6))
+    change = f"{X} was float32[4, 5], is float32[4, 6]"
+    assert trainer.batch_changes == {"train_dataloaders": change}
+    assert caplog.messages.count(f"train_dataloaders: the step is compiled again: {change}.") == 1
 
 
 def test_equal_step_dtypes_and_key_order_do_not_recompile():

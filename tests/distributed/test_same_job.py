@@ -259,7 +259,7 @@ def train_otherwise() -> None:
     say("steps", began)
     for name, (call, _, _) in OTHER_CALLS.items():
         refused(name, lambda call=call: call(index == 1))
-    loggers = [jl.callbacks.CSVLogger(), jl.callbacks.JSONLLogger()]
+    loggers = [jl.callbacks.CSVLogger(), jl.callbacks.CSVLogger("second.csv")]
     mine = {"default_root_dir": Path(f"run{index}").absolute(), "prefetch": index, "logger": loggers[index:]}
     say("may differ", run(mine | {"enable_progress_bar": index == 0}).global_step)
     run({"model": module(factor=1.0 + index)})  # which ends both

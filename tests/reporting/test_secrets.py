@@ -11,7 +11,7 @@ from kit.modules import Mean
 from kit.trainers import fit
 from kit.wandb_runs import records
 
-from jaxlit.callbacks import CSVLogger, JSONLLogger, WandbLogger
+from jaxlit.callbacks import CSVLogger, WandbLogger
 from jaxlit.reporting.secrets import hide
 
 SECRETS = (
@@ -31,19 +31,19 @@ ORDINARY = (
 )
 
 
-@pytest.mark.parametrize("name", " ".join(SECRETS).split())
-def test_a_text_under_the_name_of_a_secret_is_hidden(name: str) -> None:
-    result: list[str] = []
-    given = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
-    assert hide(given, result) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
-    assert result == [f"deep[0].{name}", name]
-    for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
-        assert hide({name: plain}, []) == {name: plain}
+def test_a_text_under_the_name_of_a_secret_is_hidden() -> None:
+    for name in " ".join(SECRETS).split():
+        paths: list[str] = []
+        values = {"deep": [{name: "gpt2"}], name: {"x": ["gpt2"]}, "width": 3}
+        assert hide(values, paths) == {"deep": [{name: "<redacted>"}], name: "<redacted>", "width": 3}
+        assert paths == [f"deep[0].{name}", name]
+        for plain in (None, "", True, 0.5, [None], "<pad>", "[MASK]"):
+            assert hide({name: plain}, []) == {name: plain}
 
 
-@pytest.mark.parametrize("name", " ".join(ORDINARY).split())
-def test_a_name_that_is_about_something_else_is_ordinary(name: str) -> None:
-    assert hide({name: "gpt2", "other": [{name: "gpt2"}]}, []) == {name: "gpt2", "other": [{name: "gpt2"}]}
+def test_a_name_that_is_about_something_else_is_ordinary() -> None:
+    values = {name: "gpt2" for name in " ".join(ORDINARY).split()}
+    assert hide({**values, "deep": [values]}, []) == {**values, "deep": [values]}
 
 
 def test_a_password_in_a_url_is_hidden() -> None:
@@ -62,7 +62,7 @@ class Secretive(Mean):
 def test_no_secret_is_written_and_one_line_names_them(capsys: pytest.CaptureFixture[str]) -> None:
     model = Secretive(7, api_key="planted", nested={"deep": [{"db_password": "planted"}]})
     wandb = WandbLogger(offline=True, config={"extra": {"password": "planted"}})
-    given = {"logger": [wandb, CSVLogger(), JSONLLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
+    given = {"logger": [wandb, CSVLogger()], "log_every_n_steps": 1, "default_root_dir": "run"}
     more = {"more": {"token": "planted"}, "lr": 0.1}
     tell = hooks(on_train_start=lambda t, m: [logger.log_hyperparams(more) for logger in t.loggers])
     fit(model, numbered(2), None, tell, **given)

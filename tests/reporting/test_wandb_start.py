@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -34,14 +33,13 @@ def opened(**given):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The arguments of each `wandb.init`, and functions that answer it; stdin is a terminal, which may not be asked."""
+    """The arguments of each `wandb.init`, and functions that answer it."""
     calls, answers = [], []
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
     monkeypatch.setattr(wandb_start, "_open_runs", [])
     monkeypatch.setattr(wandb, "setup", lambda settings: None)
     monkeypatch.setattr(wandb, "teardown", lambda: closed.append(threading.current_thread()))
-    monkeypatch.setattr(wandb, "init", lambda **given: calls.append((given, sys.stdin.isatty())) or answers.pop(0)())
+    monkeypatch.setattr(wandb, "init", lambda **given: calls.append(given) or answers.pop(0)())
     closed = []
     return calls, answers, closed
 
@@ -54,8 +52,7 @@ def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, c
     with held() as release:
         answers += [lambda: release.wait(30), lambda: run]
         assert opened() is run
-    assert [(given["mode"], given["id"]) for given, _ in calls] == [(None, "wanted"), ("offline", "wanted")]
-    assert not calls[0][1] and sys.stdin.isatty()
+    assert [(given["mode"], given["id"]) for given in calls] == [(None, "wanted"), ("offline", "wanted")]
     assert len(closed) == 1  # so that the end of the process does not wait for it
     line = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(r"W&B offline \(no answer after .*\) \N{MIDDLE DOT} upload: wandb sync /there", line)
