@@ -19,7 +19,7 @@ _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
 
 def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `_MEDIA` whose failure is a warning while training continues.
+    """Return a method of `_MEDIA` that keeps what it fails to take in the run's folder, while training continues.
 
     A wrong argument is a mistake of the program, and raises.
     """
@@ -41,7 +41,7 @@ def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
             media = self._media
             if self.on_error == "raise" or media is None or not media.goes_on():
                 raise
-            media.warn(f"{type(self).__name__}.{name}", error)
+            media.stand_in(f"{type(self).__name__}.{name}", name, error, key, *args, **named)
 
     return log
 
@@ -50,8 +50,8 @@ class Logger(Callback):
     """A callback that sends rows somewhere, with the names of Lightning's loggers.
 
     A subclass overrides `log_metrics`, or the hook `on_log`, and those of the other methods whose data it can store.
-    Images, tables and the like that a logger cannot store go to files in `media/<key>` of the run's folder. A failure
-    is a warning during training, and is raised if `on_error` is "raise".
+    Images, tables and the like that a logger cannot store, or fails to store during training, go to files in
+    `media/<key>` of the run's folder; a failure is raised if `on_error` is "raise".
 
     From `setup` on, a logger can use `module.hparams`, the constructor's arguments that can be saved;
     `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which the first

@@ -49,12 +49,25 @@ class MediaFolder:
         self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
         self._failures: set[tuple[str, type]] = set()
 
-    def warn(self, call: str, error: Exception) -> None:
-        """Warn of a logger's call that has failed, once in a run for each class of errors."""
+    def stand_in(self, call: str, method: str, error: Exception, *args: Any, **named: Any) -> None:
+        """Keep media that a logger failed to take; warn once and never raise.
+
+        Args:
+            call: The logger's method that failed, for the warning.
+            method: Its name, which this folder has as well.
+            error: What it has raised.
+            *args: Its arguments.
+            **named: Its keyword arguments.
+        """
+        outcome = "It is kept in the run's media folder"
+        try:
+            getattr(self, method)(*args, **named)
+        except Exception:
+            outcome = "It is left out"
         if (failure := (call, type(error))) not in self._failures:
             self._failures.add(failure)
-            words = "%s failed: %r. It is left out, and training continues; with on_error='raise' it ends."
-            _logger.warning(words, call, error)
+            words = "%s failed: %r. %s, and training continues; with on_error='raise' it ends."
+            _logger.warning(words, call, error, outcome)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text to a .txt file."""

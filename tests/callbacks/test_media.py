@@ -128,16 +128,16 @@ def test_a_failure_is_a_warning_and_ends_no_training(caplog):
     def log(trainer, *_):
         for name, given in FAILS.items():
             getattr(trainer.logger, name)(*given)
-        trainer.loggers[1].log_histogram("lost", GIVEN)
+        trainer.loggers[1].log_histogram("kept", GIVEN)
 
     loggers, module = [CSVLogger(), Broken()], Mean()
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(module, numbered(2), None, hooks(on_train_batch_end=log), logger=loggers, default_root_dir="run")
-    assert float(module.w[0]) == mean([[1], [2]]) and not Path("run/media").exists()
+    assert float(module.w[0]) == mean([[1], [2]]) and media() == ["kept/0.json", "kept/1.json"]
     told = [record.getMessage() for record in caplog.records]
     assert [line.split(" failed")[0] for line in told] == [*["CSVLogger.log_image"] * 2, "Broken.log_histogram"]
-    assert "FileNotFoundError" in told[0] and "no way out" in told[-1]
-    assert ["It is left out, and training" in line for line in told] == [True] * 3
+    assert "FileNotFoundError" in told[0] and ["It is left out, and training" in line for line in told] == [1, 1, 0]
+    assert "no way out" in told[-1] and "It is kept in the run's media folder" in told[-1]
 
 
 CALLS = [
