@@ -1,7 +1,7 @@
 """The base of callbacks that measure a training and add their values to its rows."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections import UserDict
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, LogError
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-class Measured(Mapping[str, float]):
+class Measured(UserDict[str, float]):
     """Values that callbacks add to a row, by names that are not logged otherwise; only `put` writes to it.
 
     Args:
@@ -19,7 +19,7 @@ class Measured(Mapping[str, float]):
     """
 
     def __init__(self, row: dict[str, float]) -> None:
-        self._added = dict[str, float]()
+        super().__init__()
         self._taken = {*row, "step", "epoch"}
 
     def put(self, owner: Callback, values: dict[str, float]) -> None:
@@ -29,26 +29,17 @@ class Measured(Mapping[str, float]):
             LogError: A name is taken, or a value is no number.
         """
         name = type(owner).__name__
-        if taken := sorted(values.keys() & (self._taken | self._added.keys())):
+        if taken := sorted(values.keys() & (self._taken | self.keys())):
             raise LogError(f"{name} adds {taken[0]!r} to rows, which is logged already. Rename yours.")
         for key, value in values.items():
             try:
-                self._added[key] = float(value)
+                self.data[key] = float(value)
             except (TypeError, ValueError):
                 raise LogError(f"{name} adds {key!r} to rows, which takes a number, got {value!r:.60}.") from None
 
-    def __setitem__(self, key: str, value: float) -> None:
+    def __setitem__(self, key: str, value: float) -> NoReturn:
         """Refuse to overwrite a value."""
         raise LogError(f"row[{key!r}] = ... could overwrite a value of the row. Write row.put(self, {{{key!r}: ...}}).")
-
-    def __getitem__(self, key: str) -> float:
-        return self._added[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._added)
-
-    def __len__(self) -> int:
-        return len(self._added)
 
 
 class Measure(Callback):

@@ -70,13 +70,13 @@ class MediaFolder:
             _logger.warning(words, call, error, outcome)
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Write a text to a .txt file, without secrets."""
+        """Write a text to a .txt file."""
         self._keep(key, [(".txt", str(text).encode())], step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
-        """Write a table to a .csv file, without secrets."""
+        """Write a table to a .csv file."""
         csv.writer(text := io.StringIO(), lineterminator="\n").writerows([columns, *data])
         self._keep(key, [(".csv", text.getvalue().encode())], step)
 

@@ -81,7 +81,7 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
 
     def init() -> Any:
         if wandb.run is None:  # otherwise the user has set up the SDK already
-            # Its lines come also from outside of runs, and in a terminal it asks for an API key.
+            # Its lines come also from outside of runs, and some versions ask for an API key in a terminal.
             wandb.setup(settings=wandb.Settings(silent=True, login_timeout=settings["init_timeout"]))
         return wandb.init(
             **arguments,
