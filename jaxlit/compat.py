@@ -83,7 +83,8 @@ def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
     if not shuffles or sampler._num_epochs is None:
         return loader
     again, options = copy.copy(loader), {"shuffle": True, "num_epochs": sampler._num_epochs}
-    seed = new_seed(int(sampler._seed))  # grain wants one to shuffle
+    assert sampler._seed is not None  # grain wants one to shuffle
+    seed = new_seed(int(sampler._seed))
     again._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, seed=seed, **options)
     again._dataset = again._create_dataset()
     return again

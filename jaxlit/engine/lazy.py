@@ -60,7 +60,8 @@ class lazy:
         graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
         state = nnx.as_pure(state)
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
-        return lambda: self.cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
+        cls: Callable[..., TrainModule] = self.cls
+        return lambda: cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
 
 def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule, Callable[[], Any]]:
