@@ -36,7 +36,7 @@ from flax import nnx
 import jaxlit as jl
 from benchmarks.contenders import BARE, flat_step
 from benchmarks.perceptron import Perceptron, make_batches
-from jaxlit.programs.hardware import peak_flops
+from jaxlit.programs.costs import peak_flops
 
 SECTIONS = ("dispatch", "fused", "transfers", "leaves", "gpt", "plan", "population", "checkpoint", "start")
 

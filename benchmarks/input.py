@@ -68,7 +68,7 @@ def throughput(devices: int, rounds: int) -> None:
 
     import jaxlit as jl
     from jaxlit.control import Control
-    from jaxlit.data.kinds import source_of
+    from jaxlit.data.loaders import source_of
     from jaxlit.data.prefetcher import Prefetcher
     from jaxlit.data.watchdog import Watchdog
 

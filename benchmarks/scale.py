@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxlit.distributed.store import arrive, gather
+from jaxlit.distributed.fate import arrive, gather
 
 ROUNDS = 5
 BARE: dict[str, Any] = dict.fromkeys(

@@ -4,7 +4,7 @@ from jaxlit.faces import lazy_imports
 
 with lazy_imports(globals()):
     from jaxlit.callbacks.backbone_freeze import BackboneFreeze
-    from jaxlit.callbacks.base import Callback
+    from jaxlit.callbacks.base import Callback, Measure
     from jaxlit.callbacks.csv_logger import CSVLogger
     from jaxlit.callbacks.device_stats_monitor import DeviceStatsMonitor
     from jaxlit.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
@@ -13,7 +13,6 @@ with lazy_imports(globals()):
     from jaxlit.callbacks.lambda_callback import LambdaCallback
     from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
     from jaxlit.callbacks.logger import Logger, NoLogger
-    from jaxlit.callbacks.measure import Measure
     from jaxlit.callbacks.mirror import Mirror
     from jaxlit.callbacks.mlflow_logger import MLFlowLogger
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint

@@ -7,11 +7,10 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.groups import fits_none, names_in
 from jaxlit.core.module import TrainModule
-from jaxlit.core.optimizer import transform_of
+from jaxlit.core.optimizer import fits_none, names_in, transform_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.shown import shown
+from jaxlit.texts import shown
 
 
 class BackboneFreeze(Callback):

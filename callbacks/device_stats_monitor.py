@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxlit.callbacks.measure import Measure, Measured
+from jaxlit.callbacks.base import Measure, Measured
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.leaf_names import named_leaves
+from jaxlit.texts import named_leaves
 
 
 class GradientNorm(Callback):

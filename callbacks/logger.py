@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
-from jaxlit.porting import no_such_name
-from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.faces import no_such_name
+from jaxlit.reporting.media import MediaFolder
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import FOLDER, TEMPORARY
-from jaxlit.checkpoints.manifest import MANIFEST, order_of
+from jaxlit.checkpoints.files import FOLDER, MANIFEST, TEMPORARY, order_of
 from jaxlit.checkpoints.remote import MARK, check_url, connect, manifests, read_mark, staging
-from jaxlit.distributed.exchange import once_per_node
-from jaxlit.distributed.team import team
+from jaxlit.distributed.team import once_per_node, team
 from jaxlit.errors import CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import absolute, say
 

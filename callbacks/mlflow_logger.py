@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.best_so_far import kept_checkpoints
 from jaxlit.callbacks.logger import Logger
+from jaxlit.callbacks.monitor import kept_checkpoints
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute, say
 

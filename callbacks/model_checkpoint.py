@@ -12,8 +12,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.checkpoints import files as disk
-from jaxlit.checkpoints.folder_lock import FolderLock
-from jaxlit.checkpoints.naming import check_filename, filled
+from jaxlit.checkpoints.files import FolderLock, check_filename, filled
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError

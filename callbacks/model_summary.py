@@ -11,14 +11,12 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.leaf_names import leaf_name
-from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
-from jaxlit.reporting.terminal import join, line_width, say
-from jaxlit.table import size, table
+from jaxlit.reporting.terminal import bytes_of, bytes_per_device, devices_of, join, line_width, partition, say
+from jaxlit.texts import leaf_name, size, table
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
-    from jaxlit.core.state import TrainState
+    from jaxlit.core.train_state import TrainState
     from jaxlit.trainer import Trainer
 
 

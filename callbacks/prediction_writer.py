@@ -10,10 +10,9 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentError, DataError
-from jaxlit.leaf_names import named_leaves
-from jaxlit.shown import shown
+from jaxlit.texts import named_leaves, shown
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.csv_logger import CSVLogger
-from jaxlit.callbacks.wandb_config import facts_of
-from jaxlit.reporting import html_page as html
+from jaxlit.callbacks.monitor import kept_checkpoints, monitored
+from jaxlit.callbacks.wandb_logger import facts_of
+from jaxlit.reporting import curves as html
 from jaxlit.reporting.curves import Curve, colors, curves_svg, together
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute, clock, short_path
-from jaxlit.table import count
-from jaxlit.to_json import to_json
+from jaxlit.texts import count, to_json
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule

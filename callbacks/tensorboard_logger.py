@@ -11,8 +11,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.histogram import count
-from jaxlit.reporting.images import as_images
+from jaxlit.reporting.media import as_images, count
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.terminal import absolute
 

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jaxlit import checks as check
-from jaxlit.callbacks.measure import Measure, Measured
+from jaxlit.callbacks.base import Measure, Measured
 from jaxlit.core.replica import num_rows
 from jaxlit.distributed.team import team
-from jaxlit.programs.flops import Flops
-from jaxlit.programs.hardware import peak_flops
+from jaxlit.programs.costs import Flops, peak_flops
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

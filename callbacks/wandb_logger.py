@@ -1,4 +1,7 @@
-"""Logged rows in Weights & Biases."""
+"""Logged rows in Weights & Biases.
+
+What is known of a training, for the config of a W&B run and for a report.
+"""
 
 import os
 import secrets
@@ -6,20 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import flax
 import jax
 import numpy as np
+import optax
+from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.best_so_far import kept_checkpoints, monitored
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.wandb_config import config_of
+from jaxlit.callbacks.monitor import kept_checkpoints, monitored
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.leaf_names import named_leaves
-from jaxlit.reporting.histogram import count, histogram, unpack
-from jaxlit.reporting.images import as_images
+from jaxlit.reporting.media import as_images, count, histogram, unpack
 from jaxlit.reporting.secrets import redacted
-from jaxlit.reporting.wandb_run import STEP, WandbRun
-from jaxlit.reporting.wandb_start import import_wandb, open_already, open_run
+from jaxlit.reporting.wandb_run import STEP, WandbRun, import_wandb, open_already, open_run
+from jaxlit.texts import named_leaves
+from jaxlit.version import __version__
 
 if TYPE_CHECKING:
     import wandb
@@ -27,6 +31,30 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
+
+
+def facts_of(trainer: "Trainer", module: "TrainModule") -> dict[str, Any]:
+    """Return how a module is trained, where and by which versions."""
+    strategy = trainer.strategy
+    count, kind = strategy.mesh.size, jax.devices()[0].device_kind
+    return {
+        "trainer": trainer.config,
+        "strategy": strategy.describe().split("\n")[0],
+        "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
+        "devices": {"kind": kind, "count": count, "processes": jax.process_count()},
+        "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
+        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
+    }
+
+
+def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config without secrets: hyperparameters, what else the user gives, and `facts_of` the training."""
+    # A name that the user has taken stays the user's.
+    data = trainer.datamodule
+    theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
+    return redacted(
+        {**{f"jaxlit/{k}" if k in theirs else k: v for k, v in facts_of(trainer, module).items()}, **theirs}
+    )
 
 
 class WandbLogger(Logger):

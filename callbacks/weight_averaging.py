@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.traits import steps_of
+from jaxlit.callbacks.base import Callback, steps_of
 from jaxlit.errors import ArgumentError
 
 if TYPE_CHECKING:

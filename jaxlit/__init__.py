@@ -11,26 +11,23 @@ with lazy_imports(globals()):
     from jaxlit import cli
     from jaxlit.callbacks import *  # noqa: F403 - as in Lightning: `jl.EarlyStopping`
     from jaxlit.callbacks.base import Callback
-    from jaxlit.core.decay import decay_mask
     from jaxlit.core.export import export
     from jaxlit.core.module import TrainModule
-    from jaxlit.core.optimizer import Optimizer
+    from jaxlit.core.optimizer import Optimizer, decay_mask
     from jaxlit.data.array_loader import ArrayLoader
-    from jaxlit.data.datamodule import DataModule
+    from jaxlit.data.loaders import DataModule
     from jaxlit.distributed.job import rank_zero_only
     from jaxlit.engine.compiled import compile_step
-    from jaxlit.engine.lazy import lazy
-    from jaxlit.pipeline.marks import pipeline_yield
+    from jaxlit.engine.creation import lazy
+    from jaxlit.pipeline.segments import pipeline_yield
     from jaxlit.populations.fit_many import fit_many
-    from jaxlit.programs.hardware import Hardware
+    from jaxlit.programs.costs import Hardware
     from jaxlit.strategies.base import Strategy
     from jaxlit.strategies.registry import register_strategy
-    from jaxlit.trainer.lr_find import lr_find
-    from jaxlit.trainer.scale_batch_size import scale_batch_size
     from jaxlit.trainer.trainer import Trainer
-    from jaxlit.weights.loading import load_weights
-    from jaxlit.weights.rules import WeightRule
-    from jaxlit.weights.saving import save_weights
+    from jaxlit.trainer.tuning import lr_find, scale_batch_size
+    from jaxlit.weights.loading import load_weights, save_weights
+    from jaxlit.weights.weight_rules import WeightRule
 
 __all__ = [
     "ArrayLoader",

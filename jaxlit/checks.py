@@ -1,12 +1,15 @@
 """Checks of arguments: each names the owner, the argument, the value and the allowed set.
 
 `owner` is what was called, as a user writes it.
+
+Where files that can be made or fetched again are kept.
 """
 
 import contextlib
 import datetime
 import importlib
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, LoggerError, did_you_mean
-from jaxlit.shown import shown
+from jaxlit.texts import shown
 
 
 def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
@@ -175,3 +178,8 @@ def import_package(name: str, *, owner: str, install: str, kind: type[JaxlitErro
     except ImportError as error:
         package = name.split(".")[0]
         raise kind(f"{owner} needs {package}, which is not installed. Run `pip install {install}`.") from error
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder of jaxlit's in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxlit" / name

@@ -16,10 +16,10 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER
 from jaxlit.core.module import TrainModule
-from jaxlit.data.datamodule import DataModule
-from jaxlit.engine.lazy import lazy
+from jaxlit.data.loaders import DataModule
+from jaxlit.engine.creation import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
-from jaxlit.porting import refuse_unknown
+from jaxlit.faces import refuse_unknown
 from jaxlit.reporting.secrets import PLACEHOLDER, redacted
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy

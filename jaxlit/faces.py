@@ -1,15 +1,151 @@
-"""The face of a room: its public names, each imported when it is first used."""
+"""The face of a room: its public names, each imported when it is first used.
+
+Names and arguments that do not exist are refused with what to use in their place: `porting.toml` lists them.
+
+Objects that are made by arguments: they refuse those that they do not have, and show those that they were given.
+"""
 
 import builtins
 import contextlib
+import functools
 import importlib
+import inspect
+import reprlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self, TypeVar
 
-from jaxlit.porting import no_such_public_name
+from jaxlit.errors import ArgumentTypeError, did_you_mean
+from jaxlit.texts import shown
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_FACES = {  # by package: the tables that give advice on its names
+    "jaxlit": ("jl", "jl.callbacks"),
+    "jaxlit.callbacks": ("jl.callbacks",),
+    "jaxlit.loggers": ("jl.callbacks",),
+    "jaxlit.strategies": ("jl.strategies",),
+}
+
+
+@functools.cache
+def advice(owner: str) -> Mapping[str, str]:
+    """Return what to use in place of each name that an owner does not have.
+
+    Args:
+        owner: A table of `porting.toml`: "jl.callbacks", "Trainer", or "Trainer()" for arguments; another has none.
+    """
+    return {name: text for names, text in _tables().get(owner, {}).items() for name in names.split()}
+
+
+@functools.cache
+def _tables() -> dict[str, dict[str, str]]:
+    import tomllib  # only to explain a mistake
+
+    return tomllib.loads(Path(__file__).with_name("porting.toml").read_text(encoding="utf-8"))
+
+
+def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError:
+    """Return the error of a name that does not exist.
+
+    Args:
+        owner: A table of `porting.toml`.
+        name: The name.
+        known: The names that exist; the message proposes a similar one.
+        called: The owner's name in the message; its table's if left out.
+    """
+    hint = f" {text}" if (text := advice(owner).get(name)) else did_you_mean(name, known, 0.75)
+    return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
+
+
+def no_such_public_name(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """Return the error of a name that a package does not have; the arguments are those of `no_such_name`."""
+    called = package.replace("jaxlit", "jl", 1)
+    owners = _FACES.get(package, (called,))
+    owner = next((x for x in owners if name in advice(x)), called)
+    return no_such_name(owner, name, known, called=called)
+
+
+class _Imports:
+    """Gives the advice to `from jaxlit import name` too, which asks for a module of that name before it fails."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: Any = None, target: Any = None) -> None:
+        package, _, name = fullname.rpartition(".")
+        for owner in _FACES.get(package, ()):
+            if name in advice(owner):
+                raise ImportError(str(no_such_name(owner, name)), name=fullname)
+
+
+sys.meta_path.append(_Imports)  # last: asked only after no module of this name exists
+
+
+def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> None:
+    """Refuse arguments by a name that a constructor does not have.
+
+    Args:
+        cls: The class.
+        args: The positional arguments of the call.
+        kwargs: The names of its keyword arguments.
+
+    Raises:
+        ArgumentTypeError: With what to use in its place, or a similar name.
+    """
+    none = cls.__init__ is object.__init__  # which ignores whatever it is given, as `__new__` is overridden
+    if none and args:
+        raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
+    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    _refuse(cls.__name__, parameters, kwargs, [base.__name__ for base in cls.__mro__])
+
+
+def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
+    """Return a decorator of a function or method, which refuses arguments by a name that it does not have.
+
+    Args:
+        called: The function, as a user calls it: "Trainer.fit".
+    """
+
+    def decorate(method: _F) -> _F:
+        parameters = [*inspect.signature(method).parameters.values()]
+        names, bound = {p.name for p in parameters}, parameters[0].name == "self"
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs.keys() <= names:
+                _refuse(called, parameters[bound:], kwargs, [called])
+            return method(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def refuse_arguments(called: str, function: Callable[..., Any], kwargs: Iterable[str]) -> None:
+    """Refuse arguments that a method takes as `**unknown`, which costs no call around it as the decorator does.
+
+    Args:
+        called: The method, as a user calls it: "self.log".
+        function: The method.
+        kwargs: The names of the arguments.
+    """
+    _, *parameters, _ = inspect.signature(function).parameters.values()
+    _refuse(called, parameters, kwargs, [called])
+
+
+def _refuse(called: str, parameters: list[inspect.Parameter], kwargs: Iterable[str], owners: list[str]) -> None:
+    known = [p.name for p in parameters]
+    for name in () if any(p.kind is p.VAR_KEYWORD for p in parameters) else kwargs:
+        if name not in known:
+            listed = (
+                f"It has {', '.join(known) or 'none'}" if len(known) < 16 else f"help(jl.{called}) lists those it has"
+            )
+            hint = f"{did_you_mean(name, known)} {listed}.".lstrip()
+            texts = (advice(f"{owner}()").get(name) for owner in owners)
+            raise ArgumentTypeError(f"{called} has no argument {name!r}. {next(filter(None, texts), hint)}")
+
 
 _patching = threading.Lock()
 
@@ -51,3 +187,27 @@ def lazy_imports(face: dict[str, Any]) -> Iterator[None]:
         return face[name]
 
     face.update(__getattr__=get, __dir__=lambda: face["__all__"])
+
+
+_PLAIN = (bool, int, float, str, Path, timedelta, dict, list, tuple)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+
+
+class Configured:
+    """The base of callbacks and strategies, whose attributes are called as the constructor's arguments."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse an argument that the constructor does not have, with what takes its place."""
+        refuse_unknown(cls, args, kwargs)
+        return super().__new__(cls)
+
+    def __repr__(self) -> str:
+        """Return the call that makes such an object, without arguments that have their defaults."""
+        held, shown = vars(self), list[str]()
+        for parameter in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
+            value = held.get(parameter.name)
+            if isinstance(value, _PLAIN) and value != parameter.default and (value or parameter.default is not None):
+                first = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+                shown.append(_short.repr(value) if first else f"{parameter.name}={_short.repr(value)}")
+        return f"{type(self).__name__}({', '.join(shown)})"

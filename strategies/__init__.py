@@ -13,13 +13,11 @@ with lazy_imports(globals()):
         ZeroBubbleH1,
     )
     from jaxlit.strategies.auto import Auto
-    from jaxlit.strategies.base import Strategy
+    from jaxlit.strategies.base import Program, Strategy, like_params
     from jaxlit.strategies.ddp import DDP
     from jaxlit.strategies.fsdp import FSDP
-    from jaxlit.strategies.optimizer_shardings import like_params
     from jaxlit.strategies.pipeline import Pipeline
     from jaxlit.strategies.pmap import PMap
-    from jaxlit.strategies.program import Program
     from jaxlit.strategies.registry import register_strategy
     from jaxlit.strategies.replicas import PerReplica
     from jaxlit.strategies.rules import Rules

@@ -1,28 +1,296 @@
-"""What a strategy is."""
+"""What a strategy is.
 
+Creates arrays in their shardings.
+
+A step that a strategy compiles, with the specs of its inputs and outputs.
+
+Shardings of arrays that belong to parameters.
+"""
+
+import contextlib
 import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import checks as check
 from jaxlit import sharding
-from jaxlit.configured import Configured
+from jaxlit.core.derived_steps import MicrobatchStep, Stack
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, abstract_batch, num_rows
-from jaxlit.core.stack import Stack
-from jaxlit.core.state import TrainState
+from jaxlit.core.train_state import TrainState
+from jaxlit.distributed.job import same_program
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.strategies.create import create
-from jaxlit.strategies.program import EACH, SHARED, Program, ReplicatedBatch, jit, named, state_shardings
+from jaxlit.faces import Configured
+from jaxlit.programs.jaxpr import reaches
+from jaxlit.sharding import carry, place_replicated
+from jaxlit.texts import is_key, keys_of
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step to compile: `fn(replica, *states, batch)`, where a state is a flat list of arrays.
+
+    Attributes:
+        name: The name under which it compiles, for example `train_step`.
+        kind: "train" for an optimizer step, "micro" for a batch of a window that continues, "eval" for an evaluation.
+        fn: The body.
+        inputs: The spec of each array of each state.
+        outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
+        donate: Indices of the states that the step may overwrite.
+        passes: For a training program under a strategy that takes gradients itself, in passes over parts of a batch.
+    """
+
+    name: str
+    kind: str
+    fn: Callable[..., Any]
+    inputs: tuple[list["ArraySpec"], ...]
+    outputs: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    passes: MicrobatchStep | None = None
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """How an array of the state is stored on the devices.
+
+    Attributes:
+        sharding: The global array's.
+        per_replica: Each replica has its own part along a leading dim, which its step body does not see.
+    """
+
+    sharding: NamedSharding
+    per_replica: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ReplicatedBatch:
+    """A batch whose rows do not divide: every replica, or in several processes every process, has all of them."""
+
+    batch: Any
+
+
+class Out:
+    """The kind of an output that is no state."""
+
+
+SHARED = Out()  # the same on every replica
+EACH = Out()  # one value a replica, stacked along a new leading dim
+ROWS = Out()  # one row for each row of the batch
+
+
+def state_shardings(program: Program) -> tuple[Any, ...]:
+    """Return the shardings of the states that a program returns, and None, XLA's choice, for its other results.
+
+    A state's sharding that XLA chose could differ from the one it had before, for example for an array without
+    elements, and the next call would compile again.
+    """
+    is_state = lambda x: isinstance(x, list) and all(isinstance(y, ArraySpec) for y in x)  # noqa: E731
+    # Not every list: what a user's step returns may be one.
+    return tuple([spec.sharding for spec in x] if is_state(x) else None for x in program.outputs)
+
+
+def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
+    """Compile a program with collectives over a mesh by `jax.jit`, which takes the options."""
+    if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
+        # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
+        # for each other, and the process is ended.
+        options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    return jax.jit(fn, **options)
+
+
+# Those of jax.checkpoint_policies that are policies; the others make one of arguments.
+_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+
+
+def remat_policy(remat: bool | str, owner: str) -> Any:
+    """Return what a backward pass keeps, one of `jax.checkpoint_policies`; None for False, to keep everything."""
+    valid = isinstance(remat, bool) or remat in _POLICIES
+    check.require(valid, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
+    name = "nothing_saveable" if remat is True else remat
+    return getattr(jax.checkpoint_policies, name) if name else None
+
+
+def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fn` under another name, by which its compiled program is reported."""
+
+    def call(*args: Any) -> Any:
+        return fn(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
+    """Give each leaf of a state the sharding of the parameter that it belongs to.
+
+    A leaf belongs to the parameter whose path is the end of its own and whose shape it has. This holds
+    for optimizers that mask, partition or factor as well, where optax's own map over parameters fails.
+
+    Args:
+        state: A state of an optimizer or a callback, or the training state, of `jax.ShapeDtypeStruct`s.
+        params: The parameters, of `jax.ShapeDtypeStruct`s.
+        shardings: The parameters' shardings.
+        default: The sharding of the other leaves.
+
+    Returns:
+        The tree of `state`, of shardings.
+
+    Example:
+        >>> import jax, jaxlit as jl, optax
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> mesh = jl.sharding.mesh({"data": -1})
+        >>> split, replicated = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+        >>> params = {"w": jax.ShapeDtypeStruct((64, 2), "float32")}
+        >>> state = jax.eval_shape(optax.adam(1e-3).init, params)
+        >>> adam, _ = jl.strategies.like_params(state, params, {"w": split}, replicated)
+        >>> adam.mu["w"] == split, adam.count == replicated
+        (True, True)
+    """
+    known = {
+        _keys(path): (x.shape, sharding)
+        for (path, x), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+        )
+    }
+
+    def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
+        keys = _keys(path)
+        for start in range(len(keys)):
+            shape, sharding = known.get(keys[start:], (None, default))
+            if shape == x.shape:
+                return sharding
+        return default
+
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    return tuple(map(str, keys_of(path)))
+
+
+def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
+    """Run `init(*inputs)` so that each result is created in its sharding.
+
+    Where the results are on several sets of devices, each set computes its own: no device ever holds another's.
+
+    Args:
+        init: A function of arrays to a pytree of arrays.
+        shardings: The same pytree, of shardings.
+        *inputs: Pytrees of arrays.
+        donate: Whether the inputs may be overwritten.
+    """
+    wanted, treedef = jax.tree.flatten(shardings)
+    groups: dict[Any, list[int]] = {}
+    for i, target in enumerate(wanted):
+        groups.setdefault(tuple(target.mesh.devices.flat), []).append(i)
+    made: list[Any] = [None] * len(wanted)
+    for places in groups.values():
+        some, alone = partial(_leaves_at, tuple(places), init), len(groups) == 1
+        some, given = (some, inputs) if alone else _of_what_is_used(some, inputs)
+        arrays = _on_one_set(some, [wanted[i] for i in places], given, donate=donate and alone)
+        for i, array in zip(places, arrays, strict=True):
+            made[i] = array
+    return treedef.unflatten(made)
+
+
+def _leaves_at(places: tuple[int, ...], init: Callable[..., Any], *inputs: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(init(*inputs))  # XLA drops what only the others need
+    return [leaves[i] for i in places]
+
+
+def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
+    """Return a function of only the inputs that its results depend on: the others are not sent anywhere."""
+    leaves, treedef = jax.tree.flatten(inputs)
+    closed = jax.make_jaxpr(lambda *x: init(*treedef.unflatten(x)))(*leaves)
+    used = reaches(closed.jaxpr, range(len(closed.jaxpr.outvars)))
+    kept = [i for i, is_used in enumerate(used) if is_used]
+
+    def some(*given: Any) -> Any:
+        run = jaxpr_as_fun(closed)
+        values = dict(zip(kept, given, strict=True))
+        return run(*(values[i] if i in values else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)))
+
+    return some, tuple(leaves[i] for i in kept)
+
+
+def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:
+    if inputs and not donate:
+        # Arrays that the caller holds may be committed to other devices.
+        inputs = jax.tree.map(lambda x: _onto(x, shardings[0].mesh), inputs)
+    leaves, treedef = jax.tree.flatten(inputs)
+    # A typed key becomes raw data, for which its buffer cannot be reused.
+    kept = [x if is_key(x) else None for x in leaves]
+
+    def build(given: list[Any], kept: list[Any]) -> Any:
+        return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
+
+    given = [None if is_key(x) else x for x in leaves]
+    build = named("create_state", build)
+    program = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())
+    with _kernel_of_random_bits(shardings[0].mesh):
+        same_program("create_state", lambda: program.trace(given, kept))
+        made = program(given, kept)
+    # Without jit nothing follows out_shardings.
+    return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
+    """Draw random bits on a single GPU by jax's own kernel, which gives the same ones.
+
+    XLA unrolls them otherwise, and takes minutes to compile the weights of a few dozen layers. On several devices it
+    could not split the kernel.
+    """
+    name, config = "jax_threefry_gpu_kernel_lowering", jax.config
+    is_set = getattr(config, name, True)  # True: a jax that has no such flag chooses by itself
+    if is_set or mesh.size > 1 or mesh.devices.flat[0].platform != "gpu":
+        yield
+        return
+    config.update(name, True)
+    try:
+        yield
+    finally:
+        config.update(name, False)
+
+
+def _untyped(x: jax.Array) -> jax.Array:
+    """Return an array in its place, on a mesh of Auto axes: one of Explicit axes would be a part of its type."""
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) == {AxisType.Auto}:
+        return x
+    mesh: Any = sharding.mesh
+    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return jax.device_put(x, NamedSharding(automatic, sharding.spec))
+
+
+def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
+    # An array on these devices keeps its sharding: replicated, it might not fit.
+    if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
+        return _untyped(x)
+    replicated = NamedSharding(mesh, P())
+    if not mesh.is_multi_process:
+        return jax.device_put(x, replicated)
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return carry(x, replicated)
+    key = is_key(x)  # which jax does not put onto the devices of other processes
+    # The processes have compared their arrays: jax, which would send all of them around for it, need not.
+    data = place_replicated(jax.random.key_data(x) if key else x, replicated)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data
+
 
 # By strategy the shardings of each kind of batch; not in its attributes, by which compiled programs are known.
 _placements: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()

@@ -12,14 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import TrainState
+from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.leaf_names import is_key, leaf_name
 from jaxlit.programs.scans import by_layer, scanned_dims
-from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.optimizer_shardings import like_params
-from jaxlit.strategies.program import remat_policy
+from jaxlit.strategies.base import Strategy, like_params, remat_policy
 from jaxlit.strategies.rules import Rules, axes_of, dim_names
+from jaxlit.texts import is_key, leaf_name
 
 
 class FSDP(Strategy):

@@ -14,22 +14,27 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
-from jaxlit.core.state import TrainState
+from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.pipeline.layers import Layers
-from jaxlit.pipeline.marks import marking
+from jaxlit.pipeline.executor import Places, Rows, check_processes, mesh_within_processes
 from jaxlit.pipeline.placed import Placed
-from jaxlit.pipeline.places import Places, Rows, check_processes, mesh_within_processes
-from jaxlit.pipeline.report import StageFacts, stage_table
-from jaxlit.pipeline.schedules import SCHEDULES, Schedule
-from jaxlit.pipeline.simulator import simulate
-from jaxlit.pipeline.training import Microbatched, placement_of
+from jaxlit.pipeline.schedules import SCHEDULES, Schedule, simulate
+from jaxlit.pipeline.segments import Layers, marking
+from jaxlit.pipeline.staged_step import Microbatched, StageFacts, placement_of, stage_table
 from jaxlit.reporting.terminal import say
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import (
+    ROWS,
+    ArraySpec,
+    Program,
+    ReplicatedBatch,
+    Strategy,
+    jit,
+    like_params,
+    named,
+    remat_policy,
+)
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.optimizer_shardings import like_params
-from jaxlit.strategies.program import ROWS, ArraySpec, Program, ReplicatedBatch, jit, named, remat_policy
 
 
 class Pipeline(Strategy):

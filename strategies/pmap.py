@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.program import ROWS, Program, named, state_shardings
+from jaxlit.strategies.base import ROWS, Program, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica
 
 

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
-from jaxlit.porting import advice
-from jaxlit.shown import shown
+from jaxlit.faces import advice
 from jaxlit.strategies.auto import Auto, memory_limit
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
@@ -18,6 +17,7 @@ from jaxlit.strategies.pmap import PMap
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
+from jaxlit.texts import shown
 
 StrategyName = Literal[
     "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",

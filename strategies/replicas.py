@@ -14,10 +14,9 @@ from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, num_rows, with_rows
-from jaxlit.core.state import TrainState
-from jaxlit.programs.cost import trace
-from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, ReplicatedBatch
+from jaxlit.core.train_state import TrainState
+from jaxlit.programs.costs import trace
+from jaxlit.strategies.base import EACH, ROWS, ArraySpec, Program, ReplicatedBatch, Strategy
 
 
 @dataclass(frozen=True)

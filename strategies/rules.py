@@ -10,8 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.leaf_names import leaf_name
-from jaxlit.shown import shown
+from jaxlit.texts import leaf_name, shown
 
 
 class Rules:

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import TrainState
+from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy
 

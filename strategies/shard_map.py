@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
-from jaxlit.strategies.program import EACH, ArraySpec, Program, jit, named, state_shardings
+from jaxlit.strategies.base import EACH, ArraySpec, Program, jit, named, state_shardings
 from jaxlit.strategies.replicas import PerReplica
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.program import EACH, ROWS, ArraySpec, Program, named
+from jaxlit.strategies.base import EACH, ROWS, ArraySpec, Program, named
 from jaxlit.strategies.replicas import PerReplica
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import TrainState
+from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.strategies.base import Strategy
 

@@ -21,7 +21,7 @@ def ended(folder: Path, code: str) -> "subprocess.CompletedProcess[str]":
 STORE = """
 import socket, jax
 from jaxlit import compat
-from jaxlit.distributed.start import jax_runs
+from jaxlit.distributed.job import jax_runs
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"

@@ -19,7 +19,7 @@ from kit.trainers import fit
 import jaxlit as jl
 from jaxlit.checkpoints.hparam_values import DEFAULT
 from jaxlit.errors import ArgumentError, ArgumentTypeError
-from jaxlit.porting import _tables, advice
+from jaxlit.faces import _tables, advice
 
 
 class Printer(jl.callbacks.Logger):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlit.fingerprint import array_text, stable_text
+from jaxlit.texts import array_text, stable_text
 
 
 def test_addresses_and_the_order_of_sets_do_not_count() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxlit.table import count, duration, size, table
+from jaxlit.texts import count, duration, size, table
 
 
 def test_texts_begin_and_numbers_end_at_one_place() -> None:

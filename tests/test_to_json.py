@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlit.to_json import NotJSONError, to_json
+from jaxlit.texts import NotJSONError, to_json
 
 
 class Phase(enum.IntEnum):

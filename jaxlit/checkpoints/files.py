@@ -3,30 +3,376 @@
 A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for everything else, and `MANIFEST.json`, written
 last. Of several processes, those after the first have the states of their loaders in a file each, in `loaders/`. It
 contains data only: nothing in it is imported, called or unpickled.
+
+The manifest of a checkpoint: its files' sizes and hashes, written last. The manifest guards against damage, not against
+forgery: a program that can write the files can write a manifest that fits. So all that is read here is data, and is
+checked before it is used.
+
+The part of a checkpoint's name after its step: `{epoch}-{val/loss:.3f}` with the values in it.
+
+One training at a time writes into a folder.
 """
 
+import contextlib
+import errno
+import hashlib
+import json
+import logging
 import math
 import os
+import random
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 
-from jaxlit.checkpoints import manifest
-from jaxlit.checkpoints.folder_lock import PROBE
-from jaxlit.checkpoints.schema import check_loaders, check_state
+from jaxlit.checkpoints.position import check_loaders, check_state
 from jaxlit.distributed.team import team
-from jaxlit.errors import ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.shown import shown
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
+from jaxlit.texts import shown
+
+MANIFEST, STATE = "MANIFEST.json", "state.json"
+VERSION = 1  # of the layout of a checkpoint
+MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
+_BLOCK = 2**22
+_TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
+_WAITS_S = (0.1, 0.5, 2.0)
+
+_logger = logging.getLogger("jaxlit")
+
+
+def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> None:
+    """Put every file of a folder onto the disk, and write the manifest after them.
+
+    Args:
+        folder: The folder.
+        order: A number that is larger for what was written later, whatever clocks say.
+        known: What `on_disk` has returned of some of the files.
+
+    Raises:
+        OSError: The disk is full, or the like.
+    """
+    files = dict(known or {})
+    files |= on_disk(
+        folder, (path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in files)
+    )
+    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
+    body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
+    write(folder / MANIFEST, _canonical(body))
+    for path, _, _ in os.walk(folder, topdown=False):
+        fsync(Path(path))
+
+
+def on_disk(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
+    """Put some files of a folder onto the disk, and return by name what the manifest says of each."""
+    entries = {}
+    for path in paths:
+        entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
+        fsync(path)
+    return entries
+
+
+def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1) -> dict[str, Any]:
+    """Refuse a folder whose files are not those of its manifest.
+
+    Args:
+        folder: The folder.
+        hashes: Read the files too; otherwise only their sizes are compared.
+        index: Which share of the files is compared, of about as many bytes as any other.
+        count: How many shares there are. In the first one it is also looked for files that the manifest lacks.
+
+    Returns:
+        By name the size and hash of every file.
+
+    Raises:
+        CheckpointError: Naming the file.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder.")
+    real, entries = os.path.realpath(folder), files_of(folder)
+    for path in _files(folder) if index == 0 else ():
+        name = path.relative_to(folder).as_posix()
+        # Hidden ones are left by file systems and file managers.
+        if name in entries or name == MANIFEST or path.name.startswith("."):
+            continue
+        if name == STATE or path.is_symlink() or "/" in name:  # among the arrays a library might read it
+            raise CheckpointError(f"{folder}: {name} is not in its manifest.")
+        _logger.warning("%s: %s is not in its manifest, and is ignored.", folder, name)
+    # The largest go first, one to each share in turns.
+    for name, (size, digest) in sorted(entries.items(), key=lambda x: (-x[1][0], x[0]))[index::count]:
+        path = folder / name
+        # Neither a link nor a `..` may lead to another file.
+        if os.path.realpath(path) != os.path.join(real, *name.split("/")):
+            raise CheckpointError(f"{folder}: its manifest names {name!r}, which is not a file inside it.")
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing.")
+        if (length := path.stat().st_size) != size:
+            raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
+        if hashes and _digest(path) != digest:
+            raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
+    return entries
+
+
+def order_of(folder: Path) -> int | None:
+    """Return the order of a folder, None if its manifest cannot be read."""
+    try:
+        order = _parse(folder / MANIFEST, _bytes(folder / MANIFEST)).get("order")
+    except CheckpointError:
+        return None
+    return order if type(order) is int else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object from a file of bounded size.
+
+    Raises:
+        CheckpointError: It is missing, too large or no JSON object.
+    """
+    return _parse(path, _bytes(path))
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write a file and put it onto the disk."""
+    patiently(path.write_bytes, data)
+    fsync(path)
+
+
+def patiently(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, tried again where a network file system asks for patience.
+
+    Raises:
+        OSError: The error is of another kind, or stays.
+    """
+    for wait in _WAITS_S:
+        try:
+            return work(*arguments)
+        except OSError as error:
+            if error.errno not in _TRANSIENT:
+                raise
+            _logger.warning("%s; trying again in %.1f s.", error, wait)
+        time.sleep(wait * random.uniform(1.0, 1.5))  # several processes do not come back at once
+    return work(*arguments)
+
+
+def fsync(path: Path) -> None:
+    """Put a file, or the names in a folder, onto the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems sync names automatically, and refuse the call.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
+
+
+def files_of(folder: Path) -> dict[str, Any]:
+    """Return by name the size and hash of each file in a folder's manifest.
+
+    Raises:
+        CheckpointError: The file is not a manifest, is damaged, or names a file outside of the folder.
+    """
+    path = folder / MANIFEST
+    raw = _bytes(path)
+    body = _parse(path, raw)
+    version, files = body.get("format_version"), body.get("files")
+    if body.get("format") != "jaxlit" or type(version) is not int or version < 1 or not isinstance(files, dict):
+        raise CheckpointError(f"{path} is no manifest of a checkpoint.")
+    if version > VERSION:
+        raise CheckpointError(
+            f"{folder} was written by a newer jaxlit, in format {version}; this one reads formats up to {VERSION}. "
+            "Update jaxlit."
+        )
+    digest = body.pop("digest", None)
+    if digest != hashlib.sha256(_canonical(body)).hexdigest() or raw != _canonical({**body, "digest": digest}):
+        raise CheckpointError(f"{path} is damaged: its bytes are not those that were written.")
+    for name, entry in files.items():
+        steps = name.split("/")
+        sound = not any(step in ("", ".", "..") for step in steps) and not any(c in name for c in "\\\0:")
+        complete = isinstance(entry, list) and [type(x) for x in entry] == [int, str] and entry[0] >= 0
+        if not sound or not complete:
+            raise CheckpointError(f"{path} names {name!r:.80} with {entry!r:.80}, which is no file inside the folder.")
+    return files
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise CheckpointError(f"{path.parent}: {path.name} is missing, or no file.")
+        if (size := path.stat().st_size) > MOST_JSON:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {MOST_JSON} that are read.")
+        return patiently(path.read_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{path} holds a {type(body).__name__}, not a JSON object.")
+    return body
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(path, name))]
+        yield from (Path(path) / name for name in (*names, *links))
+
+
+def _digest(path: Path) -> str:
+    try:
+        return patiently(_hash, path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _hash(path: Path) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+PROBE = ".probe-"  # of a file that is written to see whether one can be
+
+_held: set[str] = set()  # folders that this process holds
+_without_locks: set[int] = set()  # file systems that were warned of
+
+
+class FolderLock:
+    """Holds a folder until it is closed, or until the process ends in whatever way.
+
+    Args:
+        folder: The folder; it is made if it is not there.
+        of_run: Whether it is the folder of a run: the first write raises if nothing can be written there. Otherwise it
+            is for checkpoints.
+
+    Raises:
+        CheckpointError: Nothing can be written there, or another training holds it.
+    """
+
+    def __init__(self, folder: Path, *, of_run: bool = False) -> None:
+        # Checkpoints may be in the run's folder itself, so the two have different locks.
+        self._name = os.path.join(os.path.realpath(folder), ".run-lock" if of_run else ".lock")
+        self._file: TextIO | None = None
+        # Before the file is opened: closing it again would let go of the lock.
+        if self._name in _held:
+            who = "Two fits" if of_run else "Two ModelCheckpoints"
+            remedy = "Wait for the one that continues, or pass another folder"
+            raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
+        try:
+            os.makedirs(os.path.dirname(self._name), exist_ok=True)
+            if not of_run:
+                probe = folder / f"{PROBE}{secrets.token_hex(4)}"
+                probe.write_bytes(b"\0" * 4096)
+                probe.unlink()
+            self._file = Path(self._name).open("a+")  # noqa: SIM115
+        except OSError as error:
+            if of_run:
+                return
+            raise CheckpointError(
+                f"No checkpoint can be written in {folder}: {error}. Pass another Trainer(default_root_dir=...) or "
+                "ModelCheckpoint(dirpath=...), or Trainer(enable_checkpointing=False)."
+            ) from error
+        self._hold(folder, self._file)
+
+    def _hold(self, folder: Path, file: TextIO) -> None:
+        try:
+            import fcntl
+        except ImportError:  # a system without such locks
+            return
+        try:
+            # Of the process: one that it has forked does not hold it as well.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.seek(0)
+            other = file.read(200).strip() or "another process"
+            file.close()
+            raise CheckpointError(
+                f"{folder} is in use by {other}. Two trainings cannot write to one folder: end that one, or pass "
+                "another Trainer(default_root_dir=...)."
+            ) from error
+        except OSError as error:
+            if (device := os.stat(self._name).st_dev) not in _without_locks:
+                _without_locks.add(device)
+                _logger.warning(
+                    "%s is on a file system without locks (%s): see to it that no other training writes there.",
+                    *(folder, error),
+                )
+            return
+        _held.add(self._name)
+        with contextlib.suppress(OSError):  # only for the message to others
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self._file is not None:
+            _held.discard(self._name)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+
+_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
+
+
+def check_filename(filename: str | None) -> None:
+    """Refuse what is no format of names.
+
+    Raises:
+        ArgumentError: A brace is left over, or a value cannot be written so.
+    """
+    for name, form in _FIELD.findall(filename or ""):
+        try:
+            format(1 if name in ("epoch", "step") else 1.0, form[1:])
+        except ValueError as error:
+            raise ArgumentError(
+                f"ModelCheckpoint(filename={filename!r}): {name}{form} is no format: {error}."
+            ) from None
+    if set("{}") & set(_FIELD.sub("", filename or "")):
+        raise ArgumentError(
+            f"ModelCheckpoint(filename={filename!r}) has a brace without its other, or an empty pair. Write "
+            "for example '{epoch}-{val/loss:.2f}'."
+        )
+
+
+def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any]) -> str:
+    """Return a filename with the values that it names, fit for a folder's name.
+
+    Args:
+        filename: The format.
+        counts: "epoch" and "step".
+        metric: Returns the value of a metric.
+    """
+
+    def fill(field: re.Match[str]) -> str:
+        name, form = field[1], (field[2] or ":")[1:]
+        return f"{name}={format(counts[name] if name in counts else metric(name), form)}"
+
+    return re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, filename))
+
 
 FOLDER = "checkpoints"  # in a run's folder
-STATE, ARRAYS, LOADERS = manifest.STATE, "arrays", "loaders"
+ARRAYS, LOADERS = "arrays", "loaders"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
@@ -126,8 +472,8 @@ def read(path: Path) -> Checkpoint:
     problem: CheckpointError | None = None
     try:
         # Each process reads its share of the files.
-        entries = manifest.verify(path, index=jax.process_index(), count=jax.process_count())
-        state = manifest.read_json(path / STATE)
+        entries = verify(path, index=jax.process_index(), count=jax.process_count())
+        state = read_json(path / STATE)
         check_state(state, f"{path / STATE}: the state")
         state["loaders"] = _loaders(path, state, entries)
     except CheckpointError as error:
@@ -149,7 +495,7 @@ def _loaders(path: Path, state: Mapping[str, Any], entries: Mapping[str, Any]) -
     names = [name for name in entries if name.startswith(f"{LOADERS}/") and (not same or name == loaders_of(index))]
     parts = [] if same and names else [state["loaders"]]
     for name in {str(entries[name]): name for name in names}.values():  # those that are equal are read once
-        parts.append(manifest.read_json(path / name))
+        parts.append(read_json(path / name))
         check_loaders(parts[-1], f"{path / name}: the state")
     loaders = {}
     for stage in state["loaders"]:
@@ -171,14 +517,14 @@ def candidates(folder: Path) -> list[Path]:
     keys = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if (step := step_of(path)) is not None:
-            order = manifest.order_of(path)
+            order = order_of(path)
             keys[path] = (math.inf if order is None else order, step, path.name)
     return sorted(keys, key=lambda path: keys[path], reverse=True)
 
 
 def last_order(folder: Path) -> int:
     """Return the order of the checkpoint that was written last in a folder, 0 if there is none."""
-    return max([0, *(manifest.order_of(path) or 0 for path in candidates(folder))])
+    return max([0, *(order_of(path) or 0 for path in candidates(folder))])
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -230,7 +576,7 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
             "to a module by jl.load_weights(module, path), or by fit(init_from=path)."
         )
     folder_of = lambda path: path / FOLDER if (path / FOLDER).is_dir() else path  # noqa: E731
-    if (where / manifest.MANIFEST).exists() or step_of(where) is not None:
+    if (where / MANIFEST).exists() or step_of(where) is not None:
         checkpoint = read(where) if where.exists() else None
     elif where.is_dir():
         checkpoint, skipped = newest(folder_of(where))
@@ -275,7 +621,7 @@ def sweep(folder: Path) -> None:
     """Delete what crashes have left in a folder of checkpoints."""
     for path in folder.iterdir() if folder.is_dir() else ():
         replaced = _REPLACED.fullmatch(path.name)
-        if _LEFT.fullmatch(path.name) or (replaced and (folder / replaced[1] / manifest.MANIFEST).exists()):
+        if _LEFT.fullmatch(path.name) or (replaced and (folder / replaced[1] / MANIFEST).exists()):
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(PROBE):
             path.unlink(missing_ok=True)

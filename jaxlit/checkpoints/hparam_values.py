@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxlit.shown import shown
+from jaxlit.texts import shown
 
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept

@@ -1,7 +1,15 @@
-"""How far training is: what a checkpoint has of the loop."""
+"""How far training is: what a checkpoint has of the loop.
 
+What a checkpoint's state.json may contain: it may come from a stranger, or from a disk that lost bits. A schema is a
+type, a function that returns whether a value is right, a list of one schema for lists, a tuple of schemas for lists of
+that length, a dict of schemas by key, or with the key `...` for all keys. `_maybe(schema)` allows None.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from jaxlit.errors import CheckpointError
 
 
 @dataclass
@@ -84,3 +92,136 @@ class Position:
         if not within:
             self.first_step = was.global_step
         return within
+
+
+FORMAT = 3  # of state.json; one of another is refused
+
+
+def _is_count(x: Any) -> bool:
+    return type(x) is int and 0 <= x < 2**53
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda x: any(type(x) is type(value) and x == value for value in values)
+
+
+def _maybe(schema: Any) -> tuple[None, Any]:
+    return (None, schema)
+
+
+# The fields of `Position` that state.json holds as they are; `jaxlit.loop.snapshot` writes the others.
+_COUNTS = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled")
+POSITION = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(("over", "validated"), bool)
+
+_ANY = object
+_METRIC = {
+    "name": str,
+    "prog_bar": bool,
+    "logger": bool,
+    "on_step": bool,
+    "on_epoch": bool,
+    "reduce_fx": _one_of("mean", "sum", "min", "max"),
+    "add_dataloader_idx": bool,
+}
+_TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight": _is_number}
+_ARRAY = {"shape": [_is_count], "data": str}
+_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _maybe(dict)}]}
+
+STATE = {
+    "format": _is_count,
+    "global_step": _is_count,
+    "epoch": _is_count,
+    "position": POSITION,
+    "loaders": {"training": _maybe(_LOADER)},
+    "arrays": [(str, [_is_count], str)],
+    "optimizer": str,
+    "metrics": [_METRIC],
+    "latest": _maybe(_ARRAY),
+    "results": [(str, _METRIC, _is_number, bool, bool, _maybe(_is_count))],
+    "log": {
+        "window": [(str, _TOTAL)],
+        "epoch": [(str, _TOTAL)],
+    },
+    "callbacks": {...: dict},
+    "datamodule": dict,
+    "module": {"class": str, "hparams": dict},
+    "strategy": str,
+    "accumulate": _is_count,
+    "window_replicas": _maybe(_is_count),
+    "processes": _is_count,
+}
+
+# What a checkpoint also has if training ended before a step that was not finite: the step, its batches in the epoch
+# (the first, and the one after the last), and the optimizer's arrays that are not finite.
+NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
+_OPTIONAL = {
+    "added_hparams": dict,
+    "accumulate_set": (_is_count, _is_count),
+    "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
+    "not_finite": NOT_FINITE,
+}
+
+
+def check_state(state: Mapping[str, Any], where: str) -> None:
+    """Refuse a state that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too.
+
+    Args:
+        state: The state.
+        where: The file, for messages.
+
+    Raises:
+        CheckpointError: Naming the value.
+    """
+    if (version := state.get("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{where} is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
+            "with the version that wrote it."
+        )
+    for key in sorted(STATE.keys() - state.keys()):
+        raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
+    for key, schema in (*STATE.items(), *((key, _maybe(schema)) for key, schema in _OPTIONAL.items())):
+        _check(state.get(key), schema, f"{where}[{key!r}]")
+    position = state["position"]
+    for key in ("global_step", "epoch"):
+        if position[key] != state[key]:
+            raise CheckpointError(f"{where} has two values of {key!r}, {state[key]} and {position[key]}.")
+    names = [name for name, _, _ in state["arrays"]]
+    _expect(len(set(names)) == len(names), names, f"{where}['arrays']")
+    inside = position["batch_idx"] > 0 or position["over"]
+    _expect(inside or (position["validated"] and not position["filled"]), position, f"{where}['position']")
+    check_loaders(state["loaders"], f"{where}['loaders']")
+
+
+def check_loaders(loaders: Any, where: str) -> None:
+    """Refuse states of loaders that are not what `jaxlit.loop.snapshot.take` makes; see `check_state`."""
+    _check(loaders, STATE["loaders"], where)
+    for loader in filter(None, loaders.values()):
+        _expect(bool(loader["states"]), loader, where)
+
+
+def _check(x: Any, schema: Any, where: str) -> None:
+    if isinstance(schema, tuple) and schema[0] is None:
+        if x is None:
+            return
+        schema = schema[1]
+    if isinstance(schema, dict):
+        _expect(isinstance(x, dict) and (... in schema or x.keys() == schema.keys()), x, where)
+        inside = [(key, schema[... if ... in schema else key]) for key in x]
+    elif isinstance(schema, (list, tuple)):
+        _expect(isinstance(x, list) and (isinstance(schema, list) or len(x) == len(schema)), x, where)
+        inside = list(enumerate(schema * len(x) if isinstance(schema, list) else schema))
+    else:
+        is_type = isinstance(schema, type)
+        _expect(schema is object or type(x) is schema if is_type else schema(x), x, where)
+        return
+    for key, part in inside:
+        _check(x[key], part, f"{where}[{key!r}]")
+
+
+def _expect(is_right: bool, x: Any, where: str) -> None:
+    if not is_right:
+        raise CheckpointError(f"{where} is {x!r:.60}, which no checkpoint has there: it is damaged, or was changed.")

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxlit import checks as check
-from jaxlit.cache_folder import cache_folder
-from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints import files
 from jaxlit.checkpoints.files import FOLDER, TEMPORARY, candidates, last_order, remove, step_of
 from jaxlit.checkpoints.writing import put
-from jaxlit.distributed.exchange import once_per_node
+from jaxlit.checks import cache_folder
+from jaxlit.distributed.team import once_per_node
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
 
 MARK = ".mirror"  # the file with what a run is known by, here and in the bucket
@@ -176,7 +176,7 @@ def _fetched(fs: Any, source: str, path: Path, raw: bytes, problems: list[str]) 
 def _is_here(path: Path, raw: bytes | None) -> bool:
     """Return whether a checkpoint is on this machine, complete and with this manifest."""
     with contextlib.suppress(CheckpointError, OSError):  # its hashes are verified when it is read
-        return (path / manifest.MANIFEST).read_bytes() == raw and bool(manifest.verify(path, hashes=False))
+        return (path / files.MANIFEST).read_bytes() == raw and bool(files.verify(path, hashes=False))
     return False
 
 
@@ -185,12 +185,12 @@ def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> None:
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{(token := secrets.token_hex(4))}")
     temporary.mkdir(parents=True)
     try:
-        manifest.write(temporary / manifest.MANIFEST, raw)
-        names = [*manifest.files_of(temporary)]
+        files.write(temporary / files.MANIFEST, raw)
+        names = [*files.files_of(temporary)]
         for name in names:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
         fs.get([f"{source}/{name}" for name in names], [str(temporary / name) for name in names])
-        manifest.verify(temporary)
+        files.verify(temporary)
         if not _is_here(path, raw):  # another process may have fetched it, and read it
             put(temporary, path, token)
     except FileNotFoundError as error:
@@ -203,7 +203,7 @@ def _fetch_checkpoint(fs: Any, source: str, path: Path, raw: bytes) -> None:
 
 def _best(path: Path) -> set[str]:
     """Return the names of the checkpoints that a checkpoint knows as the best."""
-    states = manifest.read_json(path / manifest.STATE)["callbacks"].values()
+    states = files.read_json(path / files.STATE)["callbacks"].values()
     return {name for state in states for name, _ in state.get("best_k_models", ())}
 
 
@@ -254,7 +254,7 @@ def _names(fs: Any, folder: str) -> list[str]:
 def _manifest(fs: Any, folder: str) -> bytes | None:
     """Return the manifest of a checkpoint, None if it is not there, or was cut."""
     try:
-        raw = fs.cat_file(f"{folder}/{manifest.MANIFEST}")
+        raw = fs.cat_file(f"{folder}/{files.MANIFEST}")
     except (FileNotFoundError, NotADirectoryError):
         return None
     with contextlib.suppress(ValueError, LookupError, TypeError):

@@ -10,8 +10,7 @@ from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import CheckpointError
-from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.table import table
+from jaxlit.texts import is_key, leaf_name, table
 
 _logger = logging.getLogger("jaxlit")
 

@@ -1,14 +1,24 @@
 """Writes a checkpoint in the background, completely or not at all.
 
 It is written under a temporary name, sealed by its manifest, and only then renamed.
+
+The files of a checkpoint that each process has written: it hashes them, and process 0 seals those of all. A process
+writes its hashes to a file in the temporary folder of the checkpoint, and then sends process 0 a short message. Only
+this goes through the coordinator of jax: many hashes would be too much for it.
+
+Hides the hundreds of lines that orbax prints of a save that fails: the error names the cause.
 """
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +27,132 @@ from typing import Any
 import jax
 
 from jaxlit.background import Background
-from jaxlit.checkpoints import manifest, quiet, shares
-from jaxlit.checkpoints.files import ARRAYS, STATE, TEMPORARY, remove, step_of
-from jaxlit.distributed.exchange import agree_or_raise
-from jaxlit.distributed.team import team
+from jaxlit.checkpoints import files
+from jaxlit.checkpoints.files import ARRAYS, LOADERS, STATE, TEMPORARY, loaders_of, remove, step_of
+from jaxlit.distributed.team import agree_or_raise, forget, received, send, sent, shared_by_first, team
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, in_all
+
+
+def hand_over(folder: Path, token: str, loaders: bytes) -> None:
+    """Write the states of this process's loaders, and give process 0 the hashes of this process's files.
+
+    Args:
+        folder: The temporary folder, which has the arrays.
+        token: Its token.
+        loaders: The states, as JSON.
+
+    Raises:
+        OSError: The disk is full, or the like.
+    """
+    (folder / LOADERS).mkdir(exist_ok=True)
+    files.write(folder / loaders_of(jax.process_index()), loaders)
+    text = json.dumps(files.on_disk(folder, _written(folder)))
+    files.patiently(_hashes(folder, jax.process_index()).write_text, text)
+    send(f"saved/{token}", "")
+
+
+def give_up(token: str, error: BaseException) -> None:
+    """Send the other processes the reason why this one cannot write its part."""
+    if jax.process_count() > 1:
+        with contextlib.suppress(Exception):  # the error that led here is the one to raise
+            send(f"saved/{token}", str(error).strip() or type(error).__name__)
+
+
+def problem_of(token: str) -> str | None:
+    """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
+    return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
+
+
+def collect(folder: Path, token: str) -> dict[str, Any]:
+    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if there is only one.
+
+    Raises:
+        ProcessError: Another process could not hand over its files.
+        OSError: A file cannot be read.
+    """
+    if jax.process_count() == 1:
+        return {}
+    entries = files.on_disk(folder, _written(folder))  # while the others hash theirs
+    for process, problem in enumerate(received(f"saved/{token}"), 1):
+        if problem:
+            raise ProcessError(f"process {process}: {problem}")
+        path = _hashes(folder, process)
+        entries |= files.read_json(path)
+        path.unlink()
+    return entries
+
+
+def outcome(token: str, problem: str) -> str:
+    """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
+    return shared_by_first(f"written/{token}", problem)
+
+
+def forget_outcomes() -> None:
+    """Delete the outcomes of earlier checkpoints; to be called once all processes have waited for these."""
+    if jax.process_count() > 1 and jax.process_index() == 0:
+        forget("written")
+
+
+def _written(folder: Path) -> list[Path]:
+    """Return the files that this process has written; what is in no process's folder is left to process 0."""
+    # Each folder by its name: a listing of those of a thousand processes, made by all of them, would be a million.
+    index, arrays = jax.process_index(), folder / ARRAYS
+    folders = [*arrays.glob(f"*/ocdbt.process_{index}"), *arrays.glob(f"*/array_metadatas/process_{index}")]
+    files = [path for found in folders for path in ([found] if found.is_file() else sorted(found.rglob("*")))]
+    return [path for path in (*files, folder / loaders_of(index)) if path.is_file()]
+
+
+def _hashes(folder: Path, process: int) -> Path:
+    return folder / f".hashes_{process}.json"
+
+
+_LATE_S = 5.0
+_LOGGERS = ("absl", "asyncio")  # orbax's, and that of its event loops
+_ORBAX = f"{os.sep}orbax{os.sep}"
+_lock = threading.Lock()
+_saves = 0
+_previous = sys.unraisablehook
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not any(_ORBAX in path for path in (record.pathname, *frames))
+
+
+def _unraisable(event: Any) -> None:
+    # A write that has ended reports to the event loop that waited for it, which the failure of another has closed.
+    if str(event.exc_value) != "Event loop is closed":
+        _previous(event)
+
+
+def hide_messages() -> None:
+    """Hide orbax's messages until `show_messages` was called as often."""
+    _count(1)
+
+
+def show_messages(*, failed: bool) -> None:
+    """Take back a `hide_messages`; a little later if the save failed, as its other writers have yet to end."""
+    if failed:
+        late = threading.Timer(_LATE_S, _count, [-1])
+        late.daemon = True
+        late.start()
+    else:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _saves, _previous
+    with _lock:
+        before, _saves = _saves, _saves + change
+        if bool(before) == bool(_saves):
+            return
+        for logger in map(logging.getLogger, _LOGGERS):
+            (logger.addFilter if _saves else logger.removeFilter)(_is_not_of_orbax)
+        if _saves:
+            _previous, sys.unraisablehook = sys.unraisablehook, _unraisable
+        elif sys.unraisablehook is _unraisable:
+            sys.unraisablehook = _previous
 
 
 class Saving(Background[None]):
@@ -49,7 +180,7 @@ class Saving(Background[None]):
         error = self._wait_for_others() if several else self.join() and self.error
         self.was_awaited, unwritten = True, _unwritten(self.path, error) if error else None
         # Process 0 hears of the problems of all, and all raise what it says. After a failure of the job none waits.
-        if several and not team().over and (text := shares.outcome(self._token, str(unwritten or ""))):
+        if several and not team().over and (text := outcome(self._token, str(unwritten or ""))):
             unwritten = in_all(unwritten if unwritten is not None and str(unwritten) == text else CheckpointError(text))
         if unwritten is not None:
             raise unwritten
@@ -57,7 +188,7 @@ class Saving(Background[None]):
     def _wait_for_others(self) -> BaseException | None:
         """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""
         while not self.join(0.5):
-            if (problem := shares.problem_of(self._token)) is not None:
+            if (problem := problem_of(self._token)) is not None:
                 return ProcessError(problem)
             if team().seconds_left == 0.0:  # it waits for processes that have failed
                 return ProcessError("the job ended before")
@@ -101,12 +232,12 @@ class Draft:
         Raises:
             CheckpointError: It cannot be begun.
         """
-        quiet.begin()
+        hide_messages()
         try:
             response = _begin_arrays(self.temporary / ARRAYS, arrays)
         except BaseException as error:
             _discard(self.temporary)
-            quiet.end(failed=True)
+            show_messages(failed=True)
             if isinstance(error, Exception):
                 raise _unwritten(self.path, error) from error
             raise
@@ -118,14 +249,14 @@ class Draft:
                 if leads:
                     self._seal()
                 else:
-                    shares.hand_over(self.temporary, self.token, self.text)
+                    hand_over(self.temporary, self.token, self.text)
             except BaseException as error:
-                shares.give_up(self.token, error)
+                give_up(self.token, error)
                 if leads:
                     _discard(self.temporary)
-                quiet.end(failed=True)
+                show_messages(failed=True)
                 raise
-            quiet.end(failed=False)
+            show_messages(failed=False)
 
         saving = Saving(self.path, self.order, self.token, finish)
         saving.start()
@@ -133,11 +264,11 @@ class Draft:
 
     def _seal(self) -> None:
         """Seal the files of all processes, and give the folder its name."""
-        manifest.write(self.temporary / STATE, self.text)
-        manifest.seal(self.temporary, self.order, shares.collect(self.temporary, self.token))
+        files.write(self.temporary / STATE, self.text)
+        files.seal(self.temporary, self.order, collect(self.temporary, self.token))
         put(self.temporary, self.path, self.token)
         # Its files were read back for their hashes just now: to read them again would only take the cores.
-        manifest.verify(self.path, hashes=False)
+        files.verify(self.path, hashes=False)
 
 
 def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Draft:
@@ -165,7 +296,7 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
         # The only agreement: the folder is made before it, so that its problem is known. Orbax begins with collectives,
         # in which the others would wait for a process that has one.
         token = agree_or_raise("a checkpoint begins", draft.token, problem)[0]
-        shares.forget_outcomes()
+        forget_outcomes()
     except BaseException:
         if leads:
             _discard(draft.temporary)
@@ -187,15 +318,15 @@ def _check_path(path: Path) -> None:
         raise ArgumentError(f"{path} has a backslash in its name. Write checkpoints to another folder.")
     is_empty = path.is_dir() and not any(path.iterdir())
     # By its name it is one that was damaged.
-    if path.exists() and not ((path / manifest.MANIFEST).exists() or is_empty or step_of(path) is not None):
+    if path.exists() and not ((path / files.MANIFEST).exists() or is_empty or step_of(path) is not None):
         raise ArgumentError(f"{path} is no checkpoint, and would be overwritten. Pass another path.")
 
 
 def _as_json(state: Mapping[str, Any]) -> bytes:
     text = json.dumps(state, separators=(",", ":")).encode()
-    if len(text) > manifest.MOST_JSON:
+    if len(text) > files.MOST_JSON:
         raise CheckpointError(
-            f"The state without the arrays has {len(text)} bytes as JSON, and only {manifest.MOST_JSON} are read. "
+            f"The state without the arrays has {len(text)} bytes as JSON, and only {files.MOST_JSON} are read. "
             "Keep less in state_dict, and large hyperparameters in files."
         )
     return text
@@ -224,9 +355,9 @@ def put(temporary: Path, path: Path, token: str) -> None:
     old = None
     if path.exists():
         old = path.with_name(f"{path.name}-replaced_{token}")  # a resume reads it if the process ends here
-        manifest.patiently(os.rename, path, old)
-    manifest.patiently(os.rename, temporary, path)
-    manifest.fsync(path.parent)
+        files.patiently(os.rename, path, old)
+    files.patiently(os.rename, temporary, path)
+    files.fsync(path.parent)
     if old is not None:
         remove(old)
 

@@ -13,11 +13,10 @@ from jaxlit import checks as check
 from jaxlit.core.module import TrainModule, call_step
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, abstract_batch, with_rows
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, ModuleError
-from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.mesh_context import out_of_meshes
-from jaxlit.shown import shown
+from jaxlit.sharding import out_of_meshes
+from jaxlit.texts import is_key, leaf_name, shown
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _MOST_BYTES = 2**31 - 2**24  # of weights: flatbuffers is limited to 2 GiB

@@ -1,8 +1,14 @@
-"""What `configure_optimizers` returns."""
+"""What `configure_optimizers` returns.
+
+Which parameters decay.
+
+Groups of a module's parameters: by their paths, or by nnx filters.
+"""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any, Self
 
 import jax
@@ -10,12 +16,128 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxlit.core.groups import groups_of, labels_of
-from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError
-from jaxlit.leaf_names import leaf_name
-from jaxlit.notes import note_place
-from jaxlit.porting import refuse_unknown
-from jaxlit.shown import shown
+from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean, note_place
+from jaxlit.faces import refuse_unknown
+from jaxlit.texts import keys_of, leaf_name, shown
+
+
+def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
+    """Return what each group is called, in rows and in the optimizer's state.
+
+    A checkpoint holds the labels, so they must be those of the next process. What python prints with an address is
+    called by its number: `group1`, `group2`.
+
+    Args:
+        keys: The groups: paths, patterns of paths, or nnx filters.
+        kind: What the groups are.
+    """
+    return [_label(key, f"{kind}{place}") for place, key in enumerate(keys, 1)]
+
+
+def _label(key: Any, by_place: str) -> str:
+    if isinstance(key, nnx.PathContains):
+        return _label(key.key, by_place)
+    if isinstance(key, type):
+        return key.__name__
+    if isinstance(key, str) or key is ...:
+        return "rest" if key is ... else key
+    text = getattr(key, "__qualname__", "").replace("<locals>.", "") or " ".join(str(key).split())
+    return by_place if "<lambda>" in text or re.search(r" at 0x[0-9a-fA-F]", text) else text
+
+
+def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
+    """Return the names of the trained parameters that are in a group.
+
+    Args:
+        module: The module.
+        wrt: The nnx filter of what is trained.
+        key: The group: a path, a pattern of paths, or an nnx filter.
+    """
+    fits = _fits(key)
+    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt)) if fits(path, x)]
+
+
+def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
+    """Return what is said of a group without a parameter, see `names_in`: that it has none, and what there is."""
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
+    inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
+    hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or paths)}"
+
+
+def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
+    """Return the group of each trained parameter, by its name: the first that it fits.
+
+    Args:
+        module: The module.
+        wrt: The nnx filter of what is trained.
+        keys: The groups: paths, patterns of paths, or nnx filters.
+
+    Raises:
+        ArgumentError: A group has no parameter, or a parameter no group.
+    """
+    left, group_of = names_in(module, wrt, ...), dict[str, str]()
+    for key, label in zip(keys, labels_of(keys), strict=True):
+        names = names_in(module, wrt, key)
+        first = [name for name in names if name in left]
+        if not first:
+            why = "has nothing left: put it before those that fit it" if names else fits_none(module, wrt, key)
+            raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
+        group_of |= dict.fromkeys(first, label)  # in the order of the groups, in which a row has their rates
+        left = [name for name in left if name not in group_of]
+    if left:
+        raise ArgumentError(
+            f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
+            "left, or leave them out of wrt=."
+        )
+    return group_of
+
+
+def _fits(key: Any) -> Any:
+    """Return a function of a Variable's (path, Variable) to whether it is in a group."""
+    if not isinstance(key, str):
+        return nnx.filterlib.to_predicate(key)
+
+    def fits(path: tuple[Any, ...], x: Any) -> bool:
+        begins = [path[: n + 1] for n in range(len(path))]
+        return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
+
+    return fits
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
+
+
+_NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
+_VALUE = ("value", "raw_value")  # of a Variable
+
+
+def decay_mask(params: Any) -> Any:
+    """Return which parameters a weight decay should change: matrices and larger, but no biases, norms and embeddings.
+
+    It is a `mask=` of optax, for every optimizer that decays weights. What is left out has fewer than two dims, is
+    called `bias` or `scale`, or has `embed` in its name or `emb` at its end, as `nnx.Embed`'s `embedding` and a
+    `pos_emb`.
+
+    Args:
+        params: The parameters, a pytree of arrays or of nnx Variables.
+
+    Returns:
+        A pytree like them, of bools.
+
+    Example:
+        >>> import jaxlit as jl, optax
+        >>> tx = optax.adamw(1e-3, weight_decay=0.1, mask=jl.decay_mask)
+    """
+    return jax.tree.map_with_path(lambda path, x: jnp.ndim(x) > 1 and _may_decay(path), params)
+
+
+def _may_decay(path: tuple[Any, ...]) -> bool:
+    names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
+    names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
+    name = names[-1].lower() if names else ""
+    return name not in _NEVER and "embed" not in name and not name.endswith("emb")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,17 @@
-"""A module taken apart once, and the user's step of it as a pure function."""
+"""A module taken apart once, and the user's step of it as a pure function.
 
-from collections.abc import Callable
+What a function that is being traced reads of a Trainer.
+
+The copy of the module that a step runs: its modes, its statistics over replicas, its random keys.
+
+What each leaf of a module's state is, by index: its name, its kind of Variable, and whose it is.
+"""
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -9,23 +20,185 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.device_sums import Table
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.leaves import Leaf, leaves_of
-from jaxlit.core.log import Collector, Metric, collecting
-from jaxlit.core.module import TrainModule, call_step
-from jaxlit.core.plain_attributes import AttributesOfStep
-from jaxlit.core.precision import Precision, cast
-from jaxlit.core.reads import Reads, reading
-from jaxlit.core.reduction import Reduction
-from jaxlit.core.replica import Replica, is_row, num_rows
-from jaxlit.core.side_tables import trainers
-from jaxlit.core.stage import STAGES
-from jaxlit.core.step_module import fold_keys, set_modes, sync_batchnorm
-from jaxlit.core.step_notes import note_step_error
+from jaxlit.core.attributes import AttributesOfStep, copied, note_step_error, same
+from jaxlit.core.log import Collector, Metric, Table, collecting
+from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
+from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
+from jaxlit.core.train_state import Precision, cast
 from jaxlit.errors import JaxlitError, ModuleError, StateError
-from jaxlit.leaf_names import leaf_name, named_leaves
-from jaxlit.shown import shown
+from jaxlit.texts import is_key, leaf_name, named_leaves, shown
+
+# Read by every attribute of a Trainer, in hooks of every step: hence the variable itself, and no function around it.
+READS: ContextVar["Reads | None"] = ContextVar("jaxlit_reads", default=None)
+
+
+class Reads(list[tuple["weakref.ref[Any]", str, Any]]):
+    """The attributes that a trace has read, and their values then.
+
+    A value is compiled into the program, which is right only for as long as the attribute has it.
+    """
+
+    def note(self, owner: Any, name: str, value: Any) -> None:
+        """Note an attribute's value, unless it is an array of the trace, which follows its argument."""
+        if not isinstance(value, jax.Array):
+            # Weakly: jax keeps what it has compiled, which would hold a Trainer and all its arrays.
+            self.append((weakref.ref(owner), name, copied(value)))
+
+    def hold(self) -> bool:
+        """Return whether every recorded attribute still has the value that the trace read.
+
+        False if two traces read different values.
+        """
+        try:
+            return all(same(was, getattr(owner(), name)) for owner, name, was in self)
+        except AttributeError:  # the Trainer is gone, or no longer has it
+            return False
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[Reads]:
+    """Note what is read inside the block, where something is traced."""
+    reads = Reads()
+    token = READS.set(reads)
+    try:
+        yield reads
+    finally:
+        READS.reset(token)
+
+
+# What train() and eval() set, by name: the value in training.
+_TRAINING = {"deterministic": False, "use_running_average": False}
+
+
+def set_modes(module: nnx.Module, training: bool) -> None:
+    """Put a copy of the module into the mode of a stage.
+
+    In training each layer keeps the mode that it has, so that a part which its user has frozen stays so; one that
+    has none yet is trained. A `train` method of the module's own is called.
+    """
+    if not training:
+        module.eval()
+        return
+    for node, name in _modes(module):
+        if getattr(node, name) is None:
+            setattr(node, name, _TRAINING[name])
+    if type(module).train is not nnx.Module.train:
+        module.train()
+
+
+def is_in_eval_mode(module: nnx.Module) -> bool:
+    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
+
+    That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
+    """
+    if not (modes := _modes(module)) or type(module).train is not nnx.Module.train:
+        return False
+    if not all(getattr(node, name) for node, name in modes):
+        return False
+    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module))
+    paths = [path[:-1] for path, node in graph if id(node) in with_modes]
+    around = tuple(same[0] for same in itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False)))
+    return all(path[: len(around)] == around for path, node in graph if isinstance(node, nnx.Param))
+
+
+def _modes(module: nnx.Module) -> list[tuple[Any, str]]:
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    return [(node, name) for node in nodes for name in _TRAINING if name in vars(node)]
+
+
+def sync_batchnorm(module: nnx.Module, axis: str) -> None:
+    """Make each BatchNorm take its statistics over all replicas."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+            node.axis_name = axis
+
+
+def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:
+    """Give each replica, or each evaluation batch, other random numbers.
+
+    Args:
+        module: The copy.
+        replica: What the step sees.
+        batch_idx: () int32 in an evaluation, whose streams start again with each batch; else None.
+
+    Returns:
+        A function that puts keys back, so that they leave the step as they came; not those that a step has written.
+    """
+    folded, keys = [], []
+    several = replica.splits and replica.count > 1
+    for _, variable in nnx.iter_graph(module):
+        if not isinstance(variable, nnx.Variable) or not is_key(variable.get_value()):
+            continue
+        original = key = variable.get_value()
+        if not isinstance(variable, nnx.RngKey):
+            # A key of the user's own continues as it would on one device: there the first replica has it.
+            if several:
+                key = jnp.where(replica.is_first, key, _fold(key, replica.index))
+                variable.set_value(key)
+                keys.append((variable, key, original))
+            continue
+        for number in ([] if batch_idx is None else [batch_idx]) + ([replica.index] if several else []):
+            key = _fold(key, number)
+        if key is not original:
+            variable.set_value(key)
+            folded.append((variable, original))
+
+    def put_back() -> None:
+        # Always: nnx.remat and its like hand a key back as another value, though streams only ever count.
+        for variable, original in folded:
+            variable.set_value(original)
+        for variable, key, original in keys:
+            if variable.get_value() is key:  # nothing was written to it
+                variable.set_value(original)
+
+    return put_back
+
+
+def _fold(key: jax.Array, number: jax.Array) -> jax.Array:
+    fold = lambda k: jax.random.fold_in(k, number)  # noqa: E731
+    for _ in range(key.ndim):  # layers that were built by nnx.vmap hold their keys stacked
+        fold = jax.vmap(fold)
+    return fold(key)
+
+
+# Layers that normalize their parameters in place at each call, in evaluation too.
+_NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of (params, frozen, model_state).
+
+    Attributes:
+        name: Its path in the module, as a user writes it.
+        kind: Its class of Variable; None for an array that is in none.
+        owner: "batchnorm" or "normalizing" if it belongs to such a layer, else "".
+    """
+
+    name: str
+    kind: type | None
+    owner: str = ""
+
+    def continues(self, dtype: Any) -> bool:
+        """Return whether a step that is left out keeps what it wrote here: counts and random keys, but no statistic."""
+        is_metric = self.kind is not None and issubclass(self.kind, nnx.metrics.MetricState)
+        return not (is_metric or jnp.issubdtype(dtype, jnp.floating))
+
+
+def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
+    """Return the leaves of a module in the order of `Model.split`."""
+    owners: dict[int, str] = {}
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.BatchNorm):
+            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
+        elif isinstance(node, _NORMALIZING):
+            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
+    leaves = []
+    for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
+            leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
+    return leaves
 
 
 @dataclass

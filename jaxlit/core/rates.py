@@ -12,8 +12,8 @@ from jax.extend.core import Literal
 
 from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.core.parts import Part, parts_along
-from jaxlit.leaf_names import named_leaves
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
+from jaxlit.texts import named_leaves
 
 _AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
 _SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 
 from jaxlit import checks as check
-from jaxlit.core.stack import Stack
-from jaxlit.distributed.start import own_rows
+from jaxlit.core.derived_steps import Stack
+from jaxlit.distributed.job import own_rows
 from jaxlit.errors import ArgumentError, DataError
-from jaxlit.leaf_names import leaf_name
-from jaxlit.porting import takes_only_its_arguments
-from jaxlit.shown import shown
+from jaxlit.faces import takes_only_its_arguments
+from jaxlit.texts import leaf_name, shown
 
 
 class ArrayLoader:

@@ -10,13 +10,12 @@ from typing import Any, NamedTuple, Protocol, final
 
 from jaxlit.background import Background
 from jaxlit.control import Control, Interrupted
-from jaxlit.core.stack import Stack, stacked
-from jaxlit.data.agreement import Agreement, InStep
-from jaxlit.data.batch_validator import BatchValidator
+from jaxlit.core.derived_steps import Stack, stacked
+from jaxlit.data.batch_validator import Agreement, BatchValidator, InStep
 from jaxlit.data.source import Source, located
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.team import team
-from jaxlit.strategies.program import ReplicatedBatch
+from jaxlit.strategies.base import ReplicatedBatch
 
 # A hand-over from a thread costs 30 to 50 us, so batches that come sooner than this are drawn without one.
 _SLOW_S = 300e-6

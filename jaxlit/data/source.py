@@ -1,17 +1,47 @@
-"""Drawing from a user's loader, which is opened once an epoch, and the position of its iteration."""
+"""Drawing from a user's loader, which is opened once an epoch, and the position of its iteration.
+
+Drawing from an `ArrayLoader`, and from an iterable of batches of which nothing more is known.
+
+Drawing from grain's three kinds of loaders: each reshuffles, reports its place and continues there.
+
+Copies of batches whose memory their loader may fill again.
+"""
 
 import contextlib
+import copy
+import hashlib
 import itertools
+import json
 import logging
+import operator
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from jaxlit.data.array_loader import differences
-from jaxlit.data.copies import copied
-from jaxlit.errors import DataError
-from jaxlit.notes import note_place
+import jax
+import numpy as np
+
+from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, reseeded_stage
+from jaxlit.data.array_loader import ArrayLoader, differences
+from jaxlit.errors import DataError, note_place
+
+
+def copied(x: Any) -> Any:
+    """Return a batch with copies of its arrays; the value of a host key need not be a pytree."""
+    if isinstance(x, np.ndarray):
+        return np.array(x)
+    if type(x) is dict:
+        return {key: copied(value) for key, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(copied, x))
+    if jax.tree_util.all_leaves([x]):
+        # The tensor of another library, whose memory numpy would share.
+        foreign = hasattr(x, "__array__") and not isinstance(x, (jax.Array, np.generic))
+        return np.array(np.asarray(x)) if foreign else x
+    return jax.tree.map(copied, x)
+
 
 _logger = logging.getLogger("jaxlit")
 
@@ -20,7 +50,7 @@ class Source(ABC):
     """A user's loader, opened once an epoch. It only draws: what is done to a batch is the `Prefetcher`'s.
 
     Each batch comes with the iteration's position after it, so that batches which were drawn ahead do not count.
-    `jaxlit.data.kinds.source_of` chooses the class for a loader. Subclasses override the members up to `length`.
+    `jaxlit.data.loaders.source_of` chooses the class for a loader. Subclasses override the members up to `length`.
 
     Args:
         loader: The loader.
@@ -283,3 +313,272 @@ def located(error: BaseException, argument: str, epoch: int, batch: int) -> Base
     if "terminated unexpectedly" in str(error):  # grain's words for a worker process that is gone
         error.add_note("Most often a worker is killed because memory ran out: use fewer workers, or smaller buffers.")
     return error
+
+
+_FEW = 1000  # batches that may be drawn again to reach the next one
+
+
+class PlainSource(Source):
+    """Draws from any iterable of batches.
+
+    One with a `state_dict` and a `load_state_dict` reports its position. Of another only the number of batches is
+    known; it continues after them by drawing them again.
+    """
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each batch has its own memory, as those of a list."""
+        return isinstance(self.loader, (list, tuple))
+
+    @property
+    def is_iterator(self) -> bool:
+        """Whether the loader is a generator or the like, which can be iterated once only."""
+        return hasattr(self.loader, "__next__") and type(self.loader).__module__ in ("builtins", "itertools")
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader is known never to end."""
+        if isinstance(self.loader, itertools.repeat):
+            return operator.length_hint(self.loader, -1) < 0
+        return isinstance(self.loader, (itertools.cycle, itertools.count))
+
+    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
+        """Return an epoch's (batch, the loader's own state or how many came so far)."""
+        loader = self.loader
+        if self._keeps_state:
+            if at is not None:
+                loader.load_state_dict(at)
+            return ((batch, copy.deepcopy(loader.state_dict())) for batch in loader)  # the loader may change its own
+        if isinstance(loader, (list, tuple)):
+            return zip(loader[at or 0 :], itertools.count((at or 0) + 1), strict=False)
+        return itertools.islice(zip(loader, itertools.count(1), strict=False), at or 0, None)
+
+    def may_start(self, at: Any) -> bool:
+        """Return whether `at` is a count of batches; a loader checks its own state itself."""
+        return self._keeps_state or (type(at) is int and at >= 0)
+
+    def may_go_back(self, at: Any) -> bool:
+        """Return whether the loader's state is known, or drawing again from its beginning is quick."""
+        if hasattr(self.loader, "__next__"):
+            return False
+        if self._keeps_state:
+            return at is not None  # the state at its beginning is not known any more
+        return isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
+
+    def between_epochs(self, at: Any) -> Any:
+        """Return the position between two epochs: a loader may count its epochs in its own state."""
+        counts_itself = self._keeps_state and not hasattr(self.loader, "set_epoch")
+        return at if counts_itself else super().between_epochs(at)
+
+    @property
+    def _keeps_state(self) -> bool:
+        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+
+class ArraySource(Source):
+    """Draws from an `ArrayLoader`, whose batches are a function of seed, epoch and number."""
+
+    loader: ArrayLoader
+    is_shared = True
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each batch has its own memory; a class derived from `ArrayLoader` may do as it likes."""
+        return type(self.loader) is ArrayLoader
+
+    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, int]]:
+        """Return an epoch's (batch, how many came so far)."""
+        done = at or 0
+        # Counted here, not asked of the loader: a validation may share it.
+        self.loader.load_state_dict({"epoch": epoch, "batch": done, "fingerprint": self.loader.fingerprint})
+        return zip(self.loader, itertools.count(done + 1), strict=False)
+
+    def gatherer(self, epoch: int) -> Callable[[int, int], Any] | None:
+        """Return a function that takes batches from the arrays."""
+        if not self.is_fresh or self._keep is not None:
+            return None
+        self._peeked = self._start = None
+        self.gave = True
+        return partial(self.loader.gather, self.loader.order(self._number(epoch)))
+
+    def may_start(self, at: Any) -> bool:
+        """Return whether `at` is a count of batches."""
+        return type(at) is int and at >= 0
+
+    def content(self) -> dict[str, Any]:
+        """Return the loader's own fingerprint."""
+        return self.loader.fingerprint
+
+
+# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
+_THREADS, _AHEAD = 16, 16
+
+
+class GrainSource(Source):
+    """Draws from a `MapDataset`, an `IterDataset` or a `DataLoader`."""
+
+    is_grain = True
+
+    def __init__(self, loader: Any, argument: str, **how: Any) -> None:
+        super().__init__(loader, argument, **how)
+        self._kind = kind_of(loader)
+        _mark_flags_parsed()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each batch has its own memory; the stages of an `IterDataset` may be a user's."""
+        return self._kind in ("MapDataset", "DataLoader")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every number of processes that share its rows gives the same batches."""
+        return self._kind == "MapDataset"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader repeats its records without end."""
+        if self._kind == "DataLoader":
+            sampler = loader_parts(self.loader).sampler
+            return len(sampler) > 2**60 if hasattr(sampler, "__len__") else False
+        for stage in _stages(self.loader):
+            if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
+                return True
+            if repeats_without_end(stage):
+                return True
+        return False
+
+    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
+        if self._kind == "DataLoader":
+            iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
+            pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
+        else:
+            dataset = _dataset_at(self.loader, epoch)
+            if kind_of(dataset) == "MapDataset":
+                import grain
+
+                dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
+            iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
+        try:
+            if at is not None:
+                iterator.set_state(unpack(at))
+            for batch in iterator:
+                yield batch, pack(iterator.get_state())
+        finally:
+            if hasattr(iterator, "close"):  # stops its threads and processes
+                iterator.close()
+
+    def may_start(self, at: Any) -> bool:
+        """Return whether `at` is the state of such an iterator."""
+        return isinstance(at, str if self._kind == "DataLoader" else dict)
+
+    def content(self) -> dict[str, Any]:
+        """Return each stage's numbers, and a hash of a few records."""
+        if self._kind == "DataLoader":
+            sampler, data_source, _ = loader_parts(self.loader)
+            ours = type(sampler).__module__.startswith("grain")  # another's repr may hold its address
+            sources = {
+                "sampler": repr(sampler) if ours else type(sampler).__name__,
+                "source": _digest(data_source),
+            }
+        else:
+            unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
+            sources = {f"source {i}": _digest(source) for i, source in enumerate(unread)}
+        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | sources
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether a stage makes batches of records."""
+        return any("batch" in type(stage).__name__.lower() for stage in self._stages)
+
+    @property
+    def _stages(self) -> list[Any]:
+        return list(loader_parts(self.loader).operations) if self._kind == "DataLoader" else _stages(self.loader)
+
+
+def kind_of(loader: Any) -> str | None:
+    """Return "MapDataset", "IterDataset" or "DataLoader", None for what is not grain's."""
+    if "grain" not in sys.modules:  # then it cannot be one, and importing grain takes seconds
+        return None
+    import grain
+
+    for kind in ("MapDataset", "IterDataset", "DataLoader"):
+        if isinstance(loader, getattr(grain, kind)):
+            return kind
+    return None
+
+
+def _mark_flags_parsed() -> None:
+    """Let worker processes start in programs that absl did not start: they read absl's flags."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def _stages(dataset: Any) -> list[Any]:
+    """Return a dataset and all that it is made of; some stages keep theirs elsewhere than in `parents`."""
+    seen, waiting = list[Any](), [dataset]
+    while waiting:
+        stage = waiting.pop(0)
+        if not any(stage is other for other in seen):
+            seen.append(stage)
+            leaves = jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset)
+            waiting += [leaf for leaf in leaves if _is_dataset(leaf)]
+    return seen
+
+
+def _is_dataset(x: Any) -> bool:
+    return kind_of(x) in ("MapDataset", "IterDataset")
+
+
+def _dataset_at(x: Any, epoch: int) -> Any:
+    """Return a dataset as its repetition number `epoch` gives it: iterated twice, it would keep its order.
+
+    Args:
+        x: A dataset, or a value of a stage: datasets in lists, tuples and dicts are handled too.
+        epoch: The number of the repetition.
+    """
+    if not _is_dataset(x):
+        inside = epoch and type(x) in (list, tuple, dict)
+        return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
+    if not epoch:
+        return x
+    if kind_of(x) == "MapDataset":
+        length = len(x)
+        return x if length > 2**60 else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
+    parts = {name: _dataset_at(value, epoch) for name, value in vars(x).items()}
+    return reseeded_stage(x, partial(_shifted, epoch=epoch), parts)
+
+
+def _shifted(seed: int, epoch: int) -> int:
+    # Far apart: a record's own randomness is drawn from the sum of the seed and its number.
+    return (seed + 1_000_003 * epoch) % 2**32
+
+
+def _from_here(state: str, iterator: Any) -> bytes:
+    """Return a DataLoader's state as its iterator takes it: grain compares the source by a repr that holds its id."""
+    source = json.loads(iterator.get_state())["data_source"]
+    return json.dumps({**json.loads(state), "data_source": source}).encode()
+
+
+def _numbers(stage: Any) -> dict[str, Any]:
+    kept = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
+    numbers = {k.strip("_"): int(v) for k, v in sorted(vars(stage).items()) if isinstance(v, (int, np.integer))}
+    numbers = {k: v for k, v in numbers.items() if any(word in k for word in kept)}
+    return numbers | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
+
+
+def _digest(source: Any) -> str:
+    """Return a hash of a few records of a random access source, or of its class if it has none."""
+    digest = hashlib.sha256(type(source).__name__.encode())
+    try:
+        length = len(source)
+        records = [source[i] for i in sorted({0, length // 2, length - 1})] if 0 < length < 2**60 else []
+    except (TypeError, NotImplementedError):
+        return digest.hexdigest()[:16]
+    for leaf in jax.tree.leaves((length, records)):
+        known = isinstance(leaf, (bytes, str, int, float, np.ndarray, np.generic))
+        if known and not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
+            digest.update(leaf if isinstance(leaf, bytes) else np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]

@@ -3,6 +3,6 @@
 from jaxlit.faces import lazy_imports
 
 with lazy_imports(globals()):
-    from jaxlit.distributed.start import initialize, own_rows, shard_options
+    from jaxlit.distributed.job import initialize, own_rows, shard_options
 
 __all__ = ["initialize", "own_rows", "shard_options"]

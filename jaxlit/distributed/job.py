@@ -1,19 +1,338 @@
-"""The job that the environment names, and what only one of its processes does."""
+"""Several processes: how they start, and which rows each has.
+
+The job that the environment names, and what only one of its processes does.
+
+The processes of a training run the same thing, or each of them is refused before the first step.
+"""
 
 import functools
+import hashlib
+import json
 import logging
 import os
+import platform
+import re
+import socket
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
+import flax
 import jax
+import jaxlib.version
+import numpy as np
+import optax
+from jax.extend.source_info_util import summarize
+from jax.stages import Traced
 
+from jaxlit import checks as check
 from jaxlit.compat import clusters, coordination
-from jaxlit.distributed.start import initialize, jax_runs
-from jaxlit.errors import ProcessError
+from jaxlit.distributed.fate import DEAD_AFTER_S, fate
+from jaxlit.distributed.team import team
+from jaxlit.errors import ArgumentError, ProcessError
+from jaxlit.programs.jaxpr import described
+from jaxlit.version import __version__
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    local_device_ids: int | Sequence[int] | None = None,
+    timeout: float = 300.0,
+    dead_after: float = DEAD_AFTER_S,
+    heartbeat_timeout: float = 100.0,
+    shutdown_timeout: float = 300.0,
+) -> None:
+    """Join the processes of one training; call it first in the script, before anything else uses jax.
+
+    The first three arguments may be left out where the environment variables JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID give them, and under SLURM, Open MPI, Kubernetes or on a TPU pod, where jax
+    detects them; elsewhere the program then continues as one process. A second call does nothing.
+
+    Args:
+        coordinator_address: "host:port" of process 0, the same in every process.
+        num_processes: How many processes there are.
+        process_id: Which one this is, from 0.
+        local_device_ids: The devices that this process uses; None for all that it sees.
+        timeout: Seconds to wait for the other processes.
+        dead_after: Seconds without a sign of life after which a process counts as dead, and the others end.
+        heartbeat_timeout: The same of jax's own watch, which aborts the others; it must be larger.
+        shutdown_timeout: Seconds that a process which has ended waits for the others to end.
+
+    Raises:
+        ArgumentError: Some of the first three arguments are given, but not all, or one is out of its range; by the
+            environment as well.
+        ProcessError: jax runs already, or the other processes did not come in time.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> jl.distributed.initialize()  # alone, nothing happens
+    """
+    if coordinator_address is num_processes is process_id is None:
+        coordinator_address, num_processes, process_id = _from_environment()
+    given = coordinator_address, num_processes, process_id
+    is_complete = _check_given(*given)
+    _check_seconds(dead_after, heartbeat_timeout=heartbeat_timeout, shutdown_timeout=shutdown_timeout)
+    if jax.distributed.is_initialized() or not (is_complete or _cluster_is_present()):
+        return
+    _check_early()
+    if coordinator_address is not None and process_id:
+        _wait_for(coordinator_address, timeout)
+    try:
+        jax.distributed.initialize(
+            *given,
+            local_device_ids,
+            initialization_timeout=max(1, round(timeout)),
+            heartbeat_timeout_seconds=round(heartbeat_timeout),
+            shutdown_timeout_seconds=round(shutdown_timeout),
+        )
+    except RuntimeError as error:
+        raise ProcessError(_not_met(coordinator_address or "the coordinator that jax detected", timeout)) from error
+    if coordination().num_processes > 1:
+        fate(dead_after)
+
+
+def _check_given(address: str | None, count: int | None, index: int | None) -> bool:
+    """Return whether all three are given; all may be left out."""
+    if None not in (address, count, index):
+        fits = re.fullmatch(r".+:\d+", str(address)) and 0 <= int(index or 0) < int(count or 0)
+    else:
+        fits = address is count is index is None
+    if not fits:
+        raise ArgumentError(
+            "distributed.initialize takes coordinator_address='host:port', num_processes and process_id, which counts "
+            f"from 0, got {address!r}, {count!r}, {index!r}. Pass all three, or none to take them from "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or to let jax detect them."
+        )
+    return address is not None
+
+
+def _check_early() -> None:
+    if jax_runs():
+        raise ProcessError(
+            "distributed.initialize came after the first use of jax, which runs as one process already. Call it at the "
+            "top of the script."
+        )
+
+
+def _from_environment() -> tuple[str, int, int] | tuple[None, None, None]:
+    """Return the job that the environment names; an address alone is jax's, which then detects the rest."""
+    number = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    if "JAX_COORDINATOR_ADDRESS" not in os.environ or not any(number.values()):
+        return None, None, None
+    count, index = (int(text) if text.isdecimal() else -1 for text in number.values())
+    return os.environ["JAX_COORDINATOR_ADDRESS"], count, index
+
+
+def _check_seconds(dead_after: float, **of_jax: float) -> None:
+    rule, owner = "takes seconds above 0", "distributed.initialize"
+    check.positive("dead_after", dead_after, owner=owner, rule=rule)
+    for name, seconds in of_jax.items():
+        if check.positive(name, seconds, owner=owner, rule=rule) <= dead_after:
+            raise ArgumentError(
+                f"distributed.initialize({name}={seconds:g}, dead_after={dead_after:g}): jax would abort the processes "
+                "before they have said which one is dead. Make it larger than dead_after."
+            )
+
+
+def jax_runs() -> bool:
+    """Return whether jax has initialized its devices."""
+    count = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    try:
+        jax.config.update("jax_num_cpu_devices", count + 1)  # which jax refuses from then on
+    except RuntimeError:
+        return True
+    jax.config.update("jax_num_cpu_devices", count)
+    return False
+
+
+def own_rows(rows: int, process: int | None = None) -> slice:
+    """Return the slice of a global batch's rows that is this process's: equal parts where they divide.
+
+    Args:
+        rows: Rows of the batch.
+        process: Another process than this one.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> jl.distributed.own_rows(64)  # alone
+        slice(0, 64, None)
+    """
+    count = jax.process_count()
+    process = jax.process_index() if process is None else process
+    return slice(rows * process // count, rows * (process + 1) // count)
+
+
+def shard_options(*, drop_remainder: bool = True) -> Any:
+    """Return this process's `grain.sharding.ShardOptions`, for a `grain.DataLoader` or its sampler.
+
+    Args:
+        drop_remainder: Leave out the records that do not divide, so that every process gives as many batches.
+    """
+    import grain
+
+    return grain.sharding.ShardOptions(jax.process_index(), jax.process_count(), drop_remainder)
+
+
+def _wait_for(address: str, timeout: float) -> None:
+    # jax itself would end the process without naming the address.
+    host, port = address.rsplit(":", 1)
+    end = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ProcessError(_not_met(address, timeout)) from error
+        time.sleep(0.1)
+
+
+def _not_met(address: str, timeout: float) -> str:
+    return (
+        f"distributed.initialize: the processes did not meet at {address} within {timeout:g} s. Check that process 0 "
+        "runs, that its address can be reached from here, and that all processes are started."
+    )
+
+
+def _cluster_is_present() -> bool:
+    return "JAX_COORDINATOR_ADDRESS" in os.environ or any(cluster.is_env_present() for cluster in clusters())
+
+
+# Of jax's settings those that change numbers, or what is raised.
+JAX_SETTINGS = (
+    *("jax_enable_x64", "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_default_matmul_precision"),
+    *("jax_default_prng_impl", "jax_threefry_partitionable", "jax_random_seed_offset"),
+    *("jax_use_shardy_partitioner", "jax_disable_jit", "jax_debug_nans", "jax_debug_infs"),
+)
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_MOST_ITEMS, _MOST_TEXT, _MOST_FRAMES = 8, 160, 1000
+_LIBRARY = str(Path(__file__).parents[1])
+
+
+def same_job(
+    topic: str,
+    make_items: Callable[[], Mapping[str, str]],
+    *,
+    most: int = _MOST_ITEMS,
+    place: Callable[[str], str] = lambda name: "",
+) -> None:
+    """Refuse in every process what is not the same in all of them. One process alone makes no items.
+
+    Only a digest is exchanged as long as the items are equal.
+
+    Args:
+        topic: What the items are of, for messages.
+        make_items: Returns what must be the same, a text by its name.
+        most: How many items that differ are named.
+        place: Returns where an item is in the user's code; places may differ.
+
+    Raises:
+        ProcessError: Items differ, with their names, values, processes and hosts.
+    """
+    processes = team()
+    if processes.size == 1:
+        return
+    items = make_items()
+    digests = processes.agree(topic, _digest(sorted(items.items())))
+    kinds = list(dict.fromkeys(digests))
+    if len(kinds) == 1:
+        return
+    # From here on all processes exchange the same things, as each has the same digests. First one digest for each item
+    # of each kind of process: the text of a program may take megabytes.
+    leads = [digests.index(kind) for kind in kinds]
+    mine = {name: _digest(text) for name, text in items.items()} if processes.index in leads else None
+    tables = [x for x in processes.agree(f"{topic}: what differs", mine) if x is not None]
+    names = [x for x in dict.fromkeys(x for table in tables for x in table) if len({t.get(x) for t in tables}) > 1]
+    values = {name: [items.get(name, "nothing"), place(name) if name in items else ""] for name in names[:most]}
+    told = processes.agree(f"{topic}: the values", [socket.gethostname(), values])
+    lines = [f"  {name}: {_compared([x[name] for _, x in told], [host for host, _ in told])}" for name in values]
+    if most > 1 and len(names) > most:
+        lines.append(f"  and {len(names) - most} more")
+    error = ProcessError(
+        "The processes do not run the same training. Start the same script with the same arguments and libraries in "
+        f"each. What differs in {topic}:\n" + "\n".join(lines)
+    )
+    processes.same_error(f"{topic}: it differs", error)  # by which every process raises it
+
+
+def same_program(name: str, make_program: Callable[[], Any], step: Any = None) -> None:
+    """Refuse in every process a program that is not the same in all of them; to be called before it is compiled.
+
+    Learning rates and seeds are constants in it.
+
+    Args:
+        name: Its name.
+        make_program: Returns its trace, a `jax.stages.Traced` or a `ClosedJaxpr`; None if jax cannot trace it.
+        step: The trace of the user's step in it, None for none: there, equations have their places in the user's code.
+
+    Raises:
+        ProcessError: It differs, with the first equation that does, and where that is.
+    """
+    if team().size == 1:
+        return
+    program = make_program()
+    traces = {"the user's step": step, name: program.jaxpr if isinstance(program, Traced) else program}
+    parts = {
+        f"equation {k} of {title}": part
+        for title, closed in traces.items()
+        for k, part in enumerate(() if closed is None else described(closed))
+    }
+    texts = {key: text for key, (text, _) in parts.items()}
+    same_job(f"the program {name}", lambda: texts, most=1, place=lambda key: _place(parts[key][1]))
+
+
+def environment() -> dict[str, str]:
+    """Return the versions, the settings of jax and XLA, and the devices that a process's numbers depend on."""
+    libraries: Sequence[Any] = (jax, flax, optax, np)
+    versions = {library.__name__: library.__version__ for library in libraries} | {"jaxlib": jaxlib.version.__version__}
+    config = {name: str(jax.config.values.get(name)) for name in JAX_SETTINGS}  # type: ignore[attr-defined]
+    # What is dumped, and where, changes no number.
+    flags = {name: " ".join(sorted(x for x in os.environ.get(name, "").split() if "dump" not in x)) for name in _FLAGS}
+    kinds = [device.device_kind for device in jax.local_devices()]
+    devices = {"local devices": ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))}
+    return {"python": platform.python_version(), "jaxlit": __version__} | versions | config | flags | devices
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _compared(values: Sequence[Sequence[str]], hosts: Sequence[str]) -> str:
+    """Return the values of an item, each with its place in the code and the processes that have it."""
+    texts, processes = [text for text, _ in values], dict[str, list[int]]()
+    for process, text in enumerate(texts):
+        processes.setdefault(text, []).append(process)
+    same = (len(set(letters)) == 1 for letters in zip(*processes, strict=False))
+    begins = max(len(list(takewhile(bool, same))) - _MOST_TEXT // 2, 0)  # of a long text what is around the difference
+    result = []
+    for text, indices in processes.items():
+        shown = "..." * (begins > 0) + text[begins : begins + _MOST_TEXT] + "..." * (len(text) > begins + _MOST_TEXT)
+        named = ", ".join(f"process {i} ({hosts[i]})" for i in indices[:3])
+        more = f" and {len(indices) - 3} more" * (len(indices) > 3)
+        result.append(f"{shown}{values[indices[0]][1]} in {named}{more}")
+    return "; ".join(result)
+
+
+def _place(eqn: Any) -> str:
+    """Return where an equation is in the user's code, in parentheses."""
+    if eqn is None:
+        return ""
+    # Lines "file:line:column (function)", the innermost frame first. What is further out than jaxlit is the line that
+    # has called the Trainer, for every equation.
+    frames = reversed(summarize(eqn.source_info, num_frames=_MOST_FRAMES).splitlines())
+    inner = list(takewhile(lambda frame: not frame.startswith(_LIBRARY), frames))
+    users = [frame for frame in inner if "site-packages" not in frame]
+    places = [re.match(r".+?:\d+", frame.rpartition("site-packages/")[2]) for frame in users or inner]
+    return f" ({places[0][0]})" if places and places[0] else ""
+
 
 _logger = logging.getLogger("jaxlit")
 

@@ -9,27 +9,21 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.core.device_sums import Table
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.module import TrainModule
-from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.precision import PRECISIONS, Precision
+from jaxlit.core.log import Table
+from jaxlit.core.module import TrainModule, share_hparams
+from jaxlit.core.parts import optimizer_of
 from jaxlit.core.replica import num_rows, with_rows
-from jaxlit.core.state import TrainState
-from jaxlit.core.step_options import StepOptions
-from jaxlit.data.agreement import joined
-from jaxlit.data.batch_validator import BatchValidator
-from jaxlit.distributed.same_job import environment, same_job
-from jaxlit.engine.creation import check_variables
+from jaxlit.core.train_state import PRECISIONS, Precision, StepOptions, TrainState
+from jaxlit.data.batch_validator import BatchValidator, joined
+from jaxlit.distributed.job import environment, same_job
+from jaxlit.engine.compiled_program import Bound, is_exhausted, out_of_memory
+from jaxlit.engine.creation import build_lazy, check_variables, lazy
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.in_flight import Bound
-from jaxlit.engine.lazy import build_lazy, lazy
-from jaxlit.engine.memory import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, StateError
-from jaxlit.mesh_context import out_of_meshes
-from jaxlit.shown import shown
+from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
+from jaxlit.texts import shown
 
 
 @jax.tree_util.register_dataclass

@@ -1,20 +1,37 @@
-"""A compiled program that can be asked what it costs."""
+"""A compiled program that can be asked what it costs.
 
-from collections.abc import Callable
+Compiled programs in a folder, where a later process finds them instead of compiling again.
+
+A bound on the steps that are dispatched and not finished.
+
+What uses a device's memory, for errors where there was not enough of it.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.stages import Traced
 
-from jaxlit.distributed.same_job import same_program
-from jaxlit.mesh_context import is_out, out
-from jaxlit.programs.collectives import count_collectives
-from jaxlit.programs.cost import Memory, ProgramCost, trace
-from jaxlit.programs.flops import Flops, count_flops
-from jaxlit.strategies.program import Program, state_shardings
+from jaxlit.checks import cache_folder
+from jaxlit.core.train_state import TrainState
+from jaxlit.distributed.job import same_program
+from jaxlit.errors import OutOfMemoryError
+from jaxlit.programs.costs import Flops, Memory, ProgramCost, count_collectives, count_flops, trace
+from jaxlit.reporting.terminal import bytes_per_device
+from jaxlit.sharding import is_out, out
+from jaxlit.strategies.base import Program, state_shardings
+from jaxlit.texts import size
 
 
 class CompiledProgram:
@@ -100,3 +117,157 @@ def run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]
         return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
 
     return call
+
+
+MAX_BYTES = 2 * 2**30
+_JAX_LEAST_SECONDS = 1.0  # of compiling, from which on jax stores a program by default: on a fast machine, almost none
+
+_logger = logging.getLogger("jaxlit")
+_ours: list[str | None] = [None]  # the folder that was set here; another one is the user's
+
+
+def use_compile_cache(where: bool | str | Path) -> None:
+    """Have jax store its programs from now on, unless the user has chosen a folder or switched jax's cache off.
+
+    Args:
+        where: A folder, True for `default_folder()`, False for none. Old entries are deleted down to `MAX_BYTES`.
+    """
+    config: Any = jax.config
+    current, folder = config.jax_compilation_cache_dir, None
+    if current not in (None, _ours[0]) or not config.jax_enable_compilation_cache:
+        return
+    if where is not False:
+        try:
+            folder = str(default_folder() if where is True else Path(where).expanduser().absolute())
+            if folder != current:
+                Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)  # only its owner may write code there
+                _trim(Path(folder))
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+            folder = None
+            _warn(str(error))
+    if folder != current:
+        config.update("jax_compilation_cache_dir", folder)
+        reset_cache()  # jax opens a folder once
+        _ours[0] = folder
+    if folder is not None and config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
+        config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def default_folder() -> Path:
+    """Return the folder of compiled programs in the user's cache folder."""
+    return cache_folder("compiled")
+
+
+def _trim(folder: Path) -> None:
+    """Delete the oldest entries down to `MAX_BYTES`; jax does so itself only with another package."""
+    total, stats = 0, dict[Path, os.stat_result]()
+    for file in folder.glob("*-cache"):  # as jax names its entries
+        with contextlib.suppress(OSError):  # another process may have deleted it
+            stats[file] = file.stat()
+    for file in sorted(stats, key=lambda file: stats[file].st_mtime, reverse=True):
+        total += stats[file].st_size
+        if total > MAX_BYTES:
+            file.unlink(missing_ok=True)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Warn, once a process."""
+    _logger.warning(
+        "Compiled programs cannot be stored: %s. Later starts compile again. Trainer(compile_cache=...) takes another "
+        "folder, or False for none.",
+        reason.rstrip("."),
+    )
+
+
+class Bound:
+    """Keeps the steps in flight bounded by one wait a period: a wait each step costs more than a step's Python.
+
+    Args:
+        limit: The most steps in flight.
+
+    Attributes:
+        period: Steps from wait to wait.
+        seconds: How long all waits took.
+    """
+
+    def __init__(self, limit: int) -> None:
+        # A wait is for the token of the period before: up to two periods of steps are under way at once.
+        self.period = max(1, limit // 2)
+        self._count, self._token, self._each = 0, None, limit == 1
+        self.seconds = 0.0
+
+    def __call__(self, token: jax.Array) -> None:
+        """Count a step by one of its results, and wait once a period for the one a period ago."""
+        self._count += 1
+        if self._count >= self.period:
+            self._count = 0
+            self.wait(token)
+
+    def wait(self, token: jax.Array) -> None:
+        """End a period with one of the results of its last step, and wait for those of the period before."""
+        # With the newest step of a period still running the device never idles; a limit of one leaves no choice.
+        if (waits_for := token if self._each else self._token) is not None:
+            begun = time.perf_counter()
+            waits_for.block_until_ready()
+            self.seconds += time.perf_counter() - begun
+        self._token = token
+
+    def drain(self, token: jax.Array) -> None:
+        """Count a step, and once a period wait for it."""
+        # For results that the next step overwrites: an older token could not be waited for any more.
+        self._count += 1
+        if self._count == self.period:
+            self._count, self._token = 0, token
+            self.wait(token)
+            self._token = None
+
+
+_REMEDIES = (
+    'Parameters and optimizer shrink with strategy="fsdp" over more devices (the optimizer alone with "zero1") and '
+    'precision="bf16-true"; batch and temporaries with smaller batches, which accumulate_grad_batches adds up to the '
+    'same step, more devices, precision="bf16-mixed" and, for scanned layers, jl.strategies.FSDP(remat=True).'
+)
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Return whether an error is jax's of a device without memory left."""
+    # The message of a CPU may be INTERNAL: Out of memory allocating ...
+    words = ("RESOURCE_EXHAUSTED", "Out of memory")
+    return isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in words)
+
+
+def out_of_memory(
+    error: BaseException,
+    place: str,
+    *,
+    state: TrainState | None = None,
+    batch: int | None = None,
+    programs: Iterable[CompiledProgram] = (),
+) -> OutOfMemoryError:
+    """Return jax's error with what uses the memory, and what to do.
+
+    Args:
+        error: The error.
+        place: What was compiled or run: "in train_step".
+        state: The shapes, dtypes and shardings of the training state.
+        batch: The bytes of a batch on a device.
+        programs: Those whose temporaries may be the cause.
+    """
+    trees: dict[str, Any] = {}
+    if state is not None:
+        trees = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
+        trees |= {"accumulation window": state.window, "callbacks": state.extras, "other state": state.model_state}
+    parts = [(name, bytes_per_device(leaves)) for name, tree in trees.items() if (leaves := jax.tree.leaves(tree))]
+    parts += [] if batch is None else [("batch", batch)]
+    temporaries = list[tuple[int, str]]()
+    for program in programs:
+        with contextlib.suppress(Exception):  # it cannot even be compiled, or its platform reports none
+            temporaries.append((program.cost.memory.temporaries, program.name))  # type: ignore[union-attr]
+    parts += [(f"temporaries of {name}", most) for most, name in sorted(temporaries)[-1:]]
+    used = ", ".join(f"{name} {size(count)}" for name, count in parts)
+    used = f" On the device that holds the most: {used}." if used else ""
+    what = str(error).strip().splitlines()[0].rstrip(".")[:300]
+    exhausted = OutOfMemoryError(f"The devices ran out of memory {place}: {what}.{used} {_REMEDIES}")
+    exhausted.__cause__ = error
+    return exhausted

@@ -14,33 +14,22 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxlit.core.device_sums import StepTable, Table
-from jaxlit.core.eval_step import eval_step
-from jaxlit.core.hparams import share_hparams
+from jaxlit.core.attributes import copied, each_attribute, same
+from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation
-from jaxlit.core.log import collecting
-from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import copied, each_attribute, same
-from jaxlit.core.precision import Precision, cast
-from jaxlit.core.pure_module import PureModule, Traced
+from jaxlit.core.log import StepTable, Table, collecting
+from jaxlit.core.module import STAGES, TrainModule, share_hparams
+from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
 from jaxlit.core.rates import Rates
-from jaxlit.core.reads import Reads, reading
 from jaxlit.core.replica import abstract_batch
-from jaxlit.core.stage import STAGES
-from jaxlit.core.state import Layout
-from jaxlit.core.step_options import StepOptions
-from jaxlit.distributed.same_job import same_job
+from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
+from jaxlit.distributed.job import same_job
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import epoch_starter, init_state
-from jaxlit.engine.diagnosis import Diagnosis
-from jaxlit.engine.state import StateSpec, state_spec
-from jaxlit.engine.step_traces import trace_step
-from jaxlit.engine.training import Training, outputs_of, training_of
-from jaxlit.engine.window_start import WindowBackup
-from jaxlit.fingerprint import array_text, stable_text
-from jaxlit.leaf_names import is_key, leaf_name, named_leaves
-from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ArraySpec, Program
+from jaxlit.engine.state import StateSpec, WindowBackup, state_spec
+from jaxlit.engine.training import Diagnosis, Training, outputs_of, trace_step, training_of
+from jaxlit.strategies.base import EACH, ArraySpec, Program, Strategy
+from jaxlit.texts import array_text, is_key, leaf_name, named_leaves, stable_text
 
 _logger = logging.getLogger("jaxlit")
 

@@ -9,12 +9,10 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from jaxlit.core.module import TrainModule
-from jaxlit.core.plain_attributes import MODES, list_changes
-from jaxlit.core.side_tables import watchers
+from jaxlit.core.attributes import MODES, list_changes
+from jaxlit.core.module import TrainModule, watchers
 from jaxlit.errors import StateError
-from jaxlit.leaf_names import leaf_name
-from jaxlit.shown import shown
+from jaxlit.texts import leaf_name, shown
 
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine

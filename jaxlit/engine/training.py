@@ -1,30 +1,96 @@
-"""How a module is trained: the state that it needs and the programs of its steps, before an array of it exists."""
+"""How a module is trained: the state that it needs and the programs of its steps, before an array of it exists.
 
+Traces a user's step before it is compiled: what it logs, returns and writes, and how replicas share it.
+
+Runs batches again to diagnose a bad step: their losses and gradients.
+"""
+
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlit import sharding
-from jaxlit.core.extras import check_extras, eval_index
-from jaxlit.core.fused_steps import FusedSteps
-from jaxlit.core.inspection import inspect_step
-from jaxlit.core.microbatch_step import MicrobatchStep
-from jaxlit.core.module import TrainModule
-from jaxlit.core.precision import cast
+from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
+from jaxlit.core.inspection import StepTraces, inspect_step, reduction_of
+from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import Rates, rates_of
-from jaxlit.core.state import TrainState
+from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
-from jaxlit.core.step_options import StepOptions
+from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
+from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
-from jaxlit.engine.state import StateSpec, state_spec
-from jaxlit.engine.step_traces import trace_step
-from jaxlit.strategies.base import Strategy
-from jaxlit.strategies.program import EACH, ROWS, SHARED, Program
+from jaxlit.engine.state import State, StateSpec, state_spec
+from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
+
+
+def trace_step(
+    pure: PureModule,
+    strategy: Strategy,
+    state: TrainState,
+    key: tuple[str, int | None],
+    inspect: Callable[..., None],
+    batch: Any,
+) -> None:
+    """Trace a stage's step as it will run, and note what it does.
+
+    Args:
+        pure: The module taken apart, which keeps the notes.
+        strategy: The strategy.
+        state: The state, abstract.
+        key: The stage, and the loader for a step that asks for it.
+        inspect: Looks at the step, given the replica and the arguments of its body.
+        batch: The first batch.
+    """
+    states = (*state.variables, state.counters)
+    (stage, loader), replica = key, strategy.replica
+    batch = replica.part_of(batch) if stage == "training" else batch
+    several = replica.splits and replica.count > 1
+    traces = _of_replica(pure, strategy, states, key, batch) if several else None
+    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
+    if traces is None:
+        return
+    traced = pure.trace_of(stage, loader)
+    leaves = pure.leaves(*traces.arguments[:3]) if stage == "training" else []
+    traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
+
+
+def _of_replica(
+    pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
+) -> StepTraces:
+    """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
+    (stage, loader), replicas = key, strategy.replica.count
+    programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
+
+    def keep(replica: Replica, *args: Any) -> None:
+        arguments = _arguments(replica, *args)
+        program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        programs.append((program, shapes, results))
+        traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
+        triples = zip(traced.rows_of, *(jax.tree.leaves(x[1][3]) for x in (results, programs[0][2])), strict=True)
+        traced.rows_of = tuple(was and is_row(x, rows) and x.shape[1:] == y.shape[1:] for was, x, y in triples)
+
+    strategy.trace(keep, states, batch)
+    rows = num_rows(programs[0][1][3])
+    # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
+    # one: then twice as many of both.
+    with contextlib.suppress(Exception):  # the step may take this very number only
+        for seen in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
+            strategy.trace(keep, states, with_rows(batch, seen * replicas))
+    (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
+    name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    return StepTraces(program, longer[0], shapes, results, name, metrics)
+
+
+def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
+    return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,3 +232,51 @@ def outputs_of(pure: PureModule, stage: str, loader: int | None = None) -> Any:
     traced = pure.trace_of(stage, loader)
     treedef = jax.tree.structure(traced.outputs)
     return treedef.unflatten([ROWS if is_row else SHARED for is_row in traced.rows_of])
+
+
+class Diagnosis:
+    """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
+
+    Args:
+        training: How the module is trained.
+        state: The training state.
+        compile: Compiles a program, when it is first needed.
+    """
+
+    def __init__(self, training: Training, state: State, compile: Callable[[Program], CompiledProgram]) -> None:
+        train, step, spec = training.train, training.step, training.spec
+        counters: Any = spec.index.counters
+        passes = MicrobatchStep(step, training.written, "diagnose")
+        self._state, self._step, self._written = state, step, [counters, *training.written]
+        outputs = ([spec.array_specs[i] for i in self._written], SHARED, SHARED)
+        program = replace(train, name="diagnose", fn=partial(step.diagnose, self._written), outputs=outputs)
+        self._compile = partial(compile, replace(program, donate=(), passes=passes))
+
+    def __call__(self, batches: Iterable[Any]) -> list[tuple[float, list[str]]]:
+        """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""
+        program, names, leaves, results = self._compile(), self._names, list(self._state.leaves), []
+        for batch in batches:
+            made, table, bad = program.run(leaves, batch)
+            for i, x in zip(self._written, made, strict=True):
+                leaves[i] = x
+            loss = self._step.table.read(np.asarray(table))[0]
+            results.append((loss, list(itertools.compress(names, np.asarray(bad)))))
+        return results
+
+    def took(self, bad: Collection[str] | None) -> list[str]:
+        """Return the arrays of the optimizer's state that a bad step whose loss was finite has changed.
+
+        Args:
+            bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
+        """
+        spec, names = self._state.spec, self._names
+        if spec.index.loss_scale is not None:  # such a step changes nothing
+            return []
+        known = {i for i, name in enumerate(names) if bad is not None and name in bad}
+        leaves = zip(jax.tree.leaves(spec.index.opt_state), self._step.needed_grads(spec.tree), strict=True)
+        return [spec.entries[i][0] for i, needs in leaves if len(needs) < len(names) and not needs & known]
+
+    @property
+    def _names(self) -> list[str]:
+        spec = self._state.spec
+        return [spec.entries[i][0].removeprefix("module.") for i in jax.tree.leaves(spec.index.params)]

@@ -11,8 +11,8 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints import manifest
-from jaxlit.distributed.start import initialize
+from jaxlit.checkpoints import files
+from jaxlit.distributed.job import initialize
 from jaxlit.distributed.team import team
 from jaxlit.errors import ProcessError
 
@@ -143,7 +143,7 @@ class RayReport(Callback):
             return
         metrics, checkpoint = dict[str, float](), None
         if train.get_context().get_world_rank() == 0:  # Ray takes both from this worker
-            state = manifest.read_json(path / manifest.STATE)
+            state = files.read_json(path / files.STATE)
             metrics = {**state["callbacks"][self.state_key]["logged"], "global_step": state["global_step"]}
             checkpoint = train.Checkpoint(str(path))
         train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)

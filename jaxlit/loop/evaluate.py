@@ -9,11 +9,11 @@ import jax
 
 from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 from jaxlit.errors import LogError
-from jaxlit.loop.rows import log_row
+from jaxlit.loop.rewind import log_row
 from jaxlit.loop.run import Run
-from jaxlit.loop.run_data import Loader, count
+from jaxlit.loop.settings import Loader, batches_or_inf
 
 
 @dataclass
@@ -120,7 +120,7 @@ def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list
         The outputs of each batch of each loader, as numpy; empty lists unless `keep`.
     """
     run.begin("evaluation")
-    run.control.num_predict_batches = [count(limit) for _, limit in loaders]
+    run.control.num_predict_batches = [batches_or_inf(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
     outputs = [run_loader(run, stage, idx, loader, Found(), keep=keep) for idx, loader in enumerate(loaders)]

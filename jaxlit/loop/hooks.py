@@ -13,15 +13,14 @@ import numpy as np
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Position
 from jaxlit.core.log import ACTIVE
-from jaxlit.data.datamodule import DataModule
-from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, did_you_mean
-from jaxlit.notes import add_note, note_place
-from jaxlit.porting import advice
+from jaxlit.data.loaders import DataModule
+from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, add_note, did_you_mean, note_place
+from jaxlit.faces import advice
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.engine.module_sync import ModuleSync
-    from jaxlit.loop.host_sums import HostLog
+    from jaxlit.loop.results import HostLog
 
 _HOOKS = {
     *(name for cls in (Callback, DataModule) for name in vars(cls) if name.startswith("on_")),

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.checkpoints.weights import match, report
-from jaxlit.core.device_sums import table_of
+from jaxlit.core.log import table_of
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError
 

@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.schema import FORMAT, POSITION
-from jaxlit.core.device_sums import table_of
-from jaxlit.core.hparams import hparams_of
+from jaxlit.checkpoints.position import FORMAT, POSITION
+from jaxlit.core.log import table_of
+from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 from jaxlit.errors import CheckpointError, DataError, in_all
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
-from jaxlit.to_json import NotJSONError, to_json
+from jaxlit.texts import NotJSONError, to_json
 
 
 def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:

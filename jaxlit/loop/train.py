@@ -1,7 +1,9 @@
 """The training loop: `train_epoch` is that of the pseudocode of `jaxlit.Callback`, line by line.
 
 `run.position` is how far training is. It moves where a step is dispatched and where an epoch is over; checkpoints are
-taken at safe points alone, where nothing of a batch is at hand (`jaxlit.loop.safe_points`).
+taken at safe points alone, where nothing of a batch is at hand.
+
+Where checkpoints are taken: between two batches, and after an epoch, where nothing of a batch is at hand.
 """
 
 import contextlib
@@ -11,17 +13,66 @@ import time
 from collections.abc import Iterable
 
 from jaxlit.data.prefetcher import Batch
+from jaxlit.errors import add_note
 from jaxlit.loop.dispatch import Dispatch, take_step, take_steps
-from jaxlit.loop.due import Due
 from jaxlit.loop.evaluate import evaluate, sanity_check
+from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Row
-from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
-from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
-from jaxlit.loop.run import Run
-from jaxlit.loop.safe_points import end_at_safe_point, safe_point, write_requested, write_requested_at
-from jaxlit.loop.tracing import Tracing
+from jaxlit.loop.rewind import (
+    MOST_STARTS,
+    bind_measures,
+    check_finite,
+    end_before_bad_step,
+    log_pending,
+    log_row,
+    note_monitor,
+    row_of_epoch,
+    rows_of_step,
+)
+from jaxlit.loop.run import Due, Run, Tracing
 
 _logger = logging.getLogger("jaxlit")
+
+
+def safe_point(run: Run, hook: Hook | None, *, epoch_over: bool, training_over: bool) -> None:
+    """Call `on_safe_point`, and write the checkpoints that other hooks have requested.
+
+    Only a validation that a stop has cut may be left to do.
+    """
+    run.is_safe = True
+    if hook is not None:
+        hook(epoch_over, training_over)
+    write_requested(run)
+    run.is_safe = False
+
+
+def write_requested(run: Run) -> None:
+    """Write the checkpoints that hooks have requested since the last safe point."""
+    while run.requested:
+        run.requested.pop(0)()
+
+
+def end_at_safe_point(run: Run) -> None:
+    """Make where an error ends training a safe point: after the newest step, or before the epoch that begins."""
+    position = run.position
+    by_clock = run.times.has_interval and run.times.team.size > 1  # on which the processes would have to agree
+    if not position.validated:
+        position.validated = by_clock or not (run.data.validates and run.validation_is_due(position.over))
+    run.is_safe = True
+
+
+def write_requested_at(run: Run, error: BaseException) -> None:
+    """Write the requested checkpoints where an error has ended training, unless a user ends it at once."""
+    # The other processes may be elsewhere, and would not take part.
+    if isinstance(error, Exception) and not run.times.team.over:
+        while run.requested:
+            try:
+                run.requested.pop(0)()
+            except Exception as problem:
+                add_note(error, f"A checkpoint that a hook had requested was not written: {problem!r}")
+    if run.requested:
+        text = "%d checkpoints that hooks had requested were not written: training ended at once."
+        _logger.warning(text, len(run.requested))
 
 
 def fit(run: Run) -> None:

@@ -3,9 +3,6 @@
 from jaxlit.faces import lazy_imports
 
 with lazy_imports(globals()):
-    from jaxlit.pipeline.drawing import chart
-    from jaxlit.pipeline.schedules import Schedule
-    from jaxlit.pipeline.simulator import Simulation, simulate
-    from jaxlit.pipeline.tasks import FusedTask, Kind, Task
+    from jaxlit.pipeline.schedules import FusedTask, Kind, Schedule, Simulation, Task, chart, simulate
 
 __all__ = ["FusedTask", "Kind", "Schedule", "Simulation", "Task", "chart", "simulate"]

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.marks import mark_of
-from jaxlit.pipeline.segments import Segments, segments_of
+from jaxlit.pipeline.segments import Segments, mark_of, segments_of
 from jaxlit.programs.jaxpr import bind, value_of, variables, walk, walk_back
 
 _TINY = 16  # elements of a result of weights alone that is sent, where otherwise the weights would be

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.distributed.same_job import same_program
+from jaxlit.distributed.job import same_program
 from jaxlit.errors import StateError
-from jaxlit.pipeline.places import Places
+from jaxlit.pipeline.executor import Places
 from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 _SMALL = 4096  # bytes that may be sent to where they meet arrays of another rank

@@ -2,17 +2,90 @@
 
 Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), its interleaved form (Megatron-LM,
 arXiv 2104.04473), zero bubble (Qi et al., arXiv 2401.10241).
+
+What a rank of a pipeline does with one microbatch at a time.
+
+Simulates a schedule: whether it is complete, how long ranks wait, how much they hold.
+
+Schedules as text.
 """
 
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from types import MappingProxyType
 
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.tasks import FusedTask, Kind, Task
+
+
+class Kind(Enum):
+    """What a task computes of its stage.
+
+    `BWD_INPUT` is the part of a backward pass that the stage before waits for, `BWD_WEIGHT` the rest of it.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> [kind.value for kind in jl.pipeline.Kind]
+        ['fwd', 'bwd', 'bwdA', 'bwdW']
+    """
+
+    FWD = "fwd"
+    BWD = "bwd"
+    BWD_INPUT = "bwdA"
+    BWD_WEIGHT = "bwdW"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A pass of one microbatch through one stage.
+
+    Args:
+        stage: The stage, from 0.
+        mb: The microbatch, from 0.
+        kind: What is computed.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> str(jl.strategies.Std1F1B(4).tasks(4)[2][0])
+        'fwd_2__0'
+    """
+
+    stage: int
+    mb: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}_{self.stage}__{self.mb}"
+
+
+class FusedTask(tuple[Task, ...]):
+    """Tasks that run as one program, in their order.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> str(jl.strategies.Std1F1B(4).tasks(4)[3][0])
+        'FusedTask(fwd_3__0, bwd_3__0)'
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"FusedTask({', '.join(map(str, self))})"
+
+
+def parts(task: Task | FusedTask) -> tuple[Task, ...]:
+    """Return the tasks of one program."""
+    return (task,) if isinstance(task, Task) else tuple(task)
+
+
+def flat(tasks: list[Task | FusedTask]) -> Iterator[Task]:
+    """Yield the tasks of a rank one by one."""
+    for task in tasks:
+        yield from parts(task)
 
 
 class Schedule(ABC):
@@ -307,3 +380,166 @@ SCHEDULES: Mapping[str, Callable[[int], Schedule]] = MappingProxyType(
 def count_of(num_microbatches: int, schedule: Schedule) -> int:
     """Return a number of microbatches, checked."""
     return check.integer("num_microbatches", num_microbatches, low=1, owner=f"{schedule!r}.tasks")
+
+
+# For one stage a rank; a backward pass takes about twice as long as a forward pass.
+LATENCY: Mapping[Kind, float] = {Kind.FWD: 1.0, Kind.BWD: 2.0, Kind.BWD_INPUT: 1.0, Kind.BWD_WEIGHT: 1.0}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The times of a schedule, in units of one forward pass through all stages of a rank, and what ranks hold.
+
+    Args:
+        makespan: When the last rank is done.
+        busy: How long each rank computes.
+        bubble: The part of their time in which ranks wait, from 0 to 1.
+        peak_live: For each rank the most (stage, microbatch) pairs that have gone forward, and not yet back.
+        start: When each task begins.
+        order: All programs by the time when they begin: none comes before what it waits for.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> jl.pipeline.simulate(jl.strategies.GPipe(4), 4).makespan
+        21.0
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    bubble: float
+    peak_live: tuple[int, ...]
+    start: Mapping[Task, float]
+    order: tuple[Task | FusedTask, ...]
+
+
+def simulate(
+    schedule: Schedule, num_microbatches: int, *, latency: Mapping[Kind, float] = LATENCY, comm: float = 0.0
+) -> Simulation:
+    """Simulate a schedule.
+
+    Args:
+        schedule: The schedule.
+        num_microbatches: Into how many microbatches a batch is split.
+        latency: How long each kind of task takes if a rank has one stage; with n stages, each takes one n-th.
+        comm: How long it takes to send an array from rank to rank; ranks compute meanwhile.
+
+    Returns:
+        Its times and what ranks hold.
+
+    Raises:
+        ArgumentError: A task is missing, occurs twice, is on a rank that does not hold its stage, or is never run.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> round(jl.pipeline.simulate(jl.strategies.Std1F1B(4), 8).bubble, 3)
+        0.273
+    """
+    programs = schedule.tasks(num_microbatches)
+    every = _check(schedule, programs, num_microbatches)
+    share = schedule.num_ranks / schedule.num_stages
+    start, end = dict[Task, float](), dict[Task, float]()
+    begun: list[tuple[float, int, int]] = []  # when each program of a rank began
+    at, free = [0] * len(programs), [0.0] * len(programs)
+    waiting: dict[Task, list[int]] = {}  # ranks, by the task they wait for
+    ready = [*range(len(programs))]
+    while ready:
+        rank = ready.pop()
+        while at[rank] < len(programs[rank]):
+            program = parts(programs[rank][at[rank]])
+            needed = [x for task in program for x in _needs(task, schedule.num_stages, every) if x not in program]
+            if missing := next((x for x in needed if x not in end), None):
+                waiting.setdefault(missing, []).append(rank)
+                break
+            now = max([free[rank], *(end[x] + comm * (schedule.rank_of(x.stage) != rank) for x in needed)])
+            begun.append((now, rank, at[rank]))
+            for task in program:
+                start[task], now = now, now + latency[task.kind] * share
+                end[task] = now
+                ready += waiting.pop(task, ())
+            free[rank], at[rank] = now, at[rank] + 1
+    if waiting:
+        pairs = sorted((rank, task) for task, ranks in waiting.items() for rank in ranks)
+        waits = [f"rank {rank} with {programs[rank][at[rank]]} for {task}" for rank, task in pairs]
+        raise ArgumentError(f"{schedule!r}: ranks wait for each other: {', '.join(waits)}.")
+    busy = tuple(share * sum(latency[task.kind] for task in flat(tasks)) for tasks in programs)
+    makespan = max(free)
+    bubble = 1 - sum(busy) / (makespan * len(busy))
+    order = tuple(programs[rank][i] for _, rank, i in sorted(begun))
+    live = {Kind.FWD: 1, Kind.BWD: -1, Kind.BWD_INPUT: 0, Kind.BWD_WEIGHT: -1}
+    changes = ([live[task.kind] for task in flat(tasks)] for tasks in programs)
+    peaks = tuple(max(itertools.accumulate(x), default=0) for x in changes)
+    return Simulation(makespan, busy, bubble, peaks, start, order)
+
+
+def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
+    """Return the tasks that a task waits for."""
+    stage, mb = task.stage, task.mb
+    if task.kind is Kind.FWD:
+        return [Task(stage - 1, mb, Kind.FWD)] if stage else []
+    if task.kind is Kind.BWD_WEIGHT:
+        return [Task(stage, mb, Kind.BWD_INPUT)]
+    needed = [Task(stage, mb, Kind.FWD)]
+    if stage + 1 < num_stages:  # whose backward is in one part or in two
+        part = Task(stage + 1, mb, Kind.BWD_INPUT)
+        needed.append(part if part in every else Task(stage + 1, mb, Kind.BWD))
+    return needed
+
+
+def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: int) -> set[Task]:
+    """Return all tasks of a schedule.
+
+    Raises:
+        ArgumentError: One is missing, occurs twice or is on another rank.
+    """
+    owner = f"{schedule!r} with {count} microbatches"
+    if len(programs) != schedule.num_ranks:
+        raise ArgumentError(f"{owner} gives tasks for {len(programs)} ranks, and has {schedule.num_ranks}.")
+    tasks = [(rank, task) for rank, tasks in enumerate(programs) for task in flat(tasks)]
+    every = {task for _, task in tasks}
+    for rank, task in tasks:
+        if not (0 <= task.stage < schedule.num_stages and 0 <= task.mb < count) or schedule.rank_of(task.stage) != rank:
+            raise ArgumentError(f"{owner}: {task} is on rank {rank}, which has no such stage and microbatch.")
+    if len(every) < len(tasks):
+        raise ArgumentError(f"{owner}: {Counter(tasks).most_common(1)[0][0][1]} occurs twice.")
+    for stage, mb in itertools.product(range(schedule.num_stages), range(count)):
+        fwd, bwd, first, second = (Task(stage, mb, kind) for kind in Kind)
+        if every & {fwd, bwd, first, second} not in ({fwd, bwd}, {fwd, first, second}):
+            raise ArgumentError(f"{owner}: needs {fwd}, and {bwd} or both {first} and {second}.")
+    return every
+
+
+_LETTER = {Kind.FWD: "F", Kind.BWD: "B", Kind.BWD_INPUT: "I", Kind.BWD_WEIGHT: "W"}
+
+
+def chart(schedule: Schedule, num_microbatches: int) -> str:
+    """Draw a schedule: a line for each rank, a column for each unit of time, a dot where a rank waits.
+
+    `F2` is the forward pass of microbatch 2, `B2` its backward, or in two parts `I2` (of the inputs) and `W2` (of the
+    weights); where ranks hold several stages, the stage comes first: `5F2`.
+
+    Args:
+        schedule: The schedule.
+        num_microbatches: Into how many microbatches a batch is split.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> print(jl.pipeline.chart(jl.strategies.Std1F1B(2), 2))
+        rank 0  F0 F1 .  .  B0 B0 .  B1 B1
+        rank 1  .  F0 B0 B0 F1 B1 B1 .  .
+    """
+    simulation = simulate(schedule, num_microbatches)
+    share = schedule.num_ranks / schedule.num_stages
+    unit = min(LATENCY.values()) * share
+    several = schedule.num_stages > schedule.num_ranks
+    lines = []
+    for tasks in schedule.tasks(num_microbatches):
+        line = ["."] * round(simulation.makespan / unit)
+        for task in flat(tasks):
+            begin, length = round(simulation.start[task] / unit), round(LATENCY[task.kind] * share / unit)
+            label = f"{task.stage if several else ''}{_LETTER[task.kind]}{task.mb}"
+            line[begin : begin + length] = [label] * length
+        lines.append(line)
+    width = max(len(label) for line in lines for label in line)
+    rows = (" ".join(f"{label:<{width}}" for label in line).rstrip() for line in lines)
+    places = len(str(len(lines) - 1))
+    return "\n".join(f"rank {rank:>{places}}  {row}" for rank, row in enumerate(rows))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jaxlit.core.microbatch_step import MicrobatchStep
+from jaxlit.core.derived_steps import MicrobatchStep
 from jaxlit.pipeline.cut import Cut, Piece
 from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 

@@ -1,34 +1,173 @@
-"""The members of a population: a module is built from each variation and split into its arrays and functions."""
+"""The members of a population: a module is built from each variation and split into its arrays and functions.
 
+Which members have the same programs, and which are the same training.
+
+What an argument holds, as a text that is the same in every process.
+
+How a population trains: the arguments of `jl.fit_many`, checked.
+"""
+
+import hashlib
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.module import TrainModule, is_overridden
-from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.precision import Precision
+from jaxlit.callbacks.early_stopping import EarlyStopping
+from jaxlit.core.module import STAGES, TrainModule, is_overridden, share_hparams
+from jaxlit.core.optimizer import updates_of
+from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.state import Layout
-from jaxlit.core.step_options import StepOptions
+from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
 from jaxlit.engine.creation import check_variables
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
-from jaxlit.leaf_names import is_key
-from jaxlit.populations.contents import argument_text, content_text
-from jaxlit.populations.options import OWNER
-from jaxlit.shown import shown
+from jaxlit.programs.jaxpr import numbers_of
+from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
+from jaxlit.texts import array_text, is_key, shown, stable_text
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def argument_text(value: Any, most: int) -> str:
+    """Return how an argument is shown: as `shown` does, but an array of one number as that number."""
+    return str(value) if _is_number(value) else shown(value, most)
+
+
+def content_text(value: Any) -> str:
+    """Return the text of a number or a string; for other values a text with a checksum of all that they hold.
+
+    Arrays count by their data, functions by their code, defaults and closures, and other objects by what pickle would
+    store; classes and modules by their names.
+    """
+    plain = value.item() if _is_number(value) else value
+    return repr(plain) if isinstance(plain, _PLAIN) else f"{stable_text(value)} with checksum {_checksum(value, {})}"
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not x.shape and not (is_key(x) or x.dtype == object)
+
+
+def _checksum(x: Any, known: dict[int, tuple[Any, str]]) -> str:
+    """Return the checksum of a value; `known` has those met before, by their ids, as values may hold each other."""
+    if isinstance(x, _PLAIN):
+        return repr(x)
+    if id(x) not in known:
+        known[id(x)] = x, "itself"
+        parts = _parts(x)
+        texts = [parts] if isinstance(parts, str) else [_checksum(part, known) for part in parts]
+        text = "\n".join([type(x).__qualname__, *texts])
+        known[id(x)] = x, hashlib.sha256(text.encode()).hexdigest()[:16]
+    return known[id(x)][1]
+
+
+def _parts(x: Any) -> list[Any] | str:
+    """Return the values that a value consists of, or its text."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return x.tolist() if x.dtype == object else array_text(x)
+    if isinstance(x, dict):
+        return [part for item in x.items() for part in item]
+    if isinstance(x, (list, tuple)):
+        return [*x]
+    if isinstance(x, (set, frozenset)):
+        return stable_text(str(sorted(map(repr, x))))
+    if isinstance(x, partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, CodeType):
+        return [x.co_code, x.co_names, x.co_consts]
+    if isinstance(x, FunctionType):
+        held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # that of an empty one raises
+        return [x.__code__, x.__defaults__, x.__kwdefaults__, held]
+    if isinstance(x, MethodType):
+        return [x.__func__, x.__self__]
+    if hasattr(x, "__wrapped__") and not isinstance(x, type):
+        return [x.__wrapped__]
+    if not isinstance(x, (type, ModuleType)):
+        try:
+            reduced = x.__reduce_ex__(2)
+        except Exception:  # of another library, which cannot be pickled
+            reduced = ""
+        if isinstance(reduced, tuple):
+            return [[*part] if isinstance(part, Iterator) else part for part in reduced[1:]]
+    return stable_text(repr(x))
+
+
+OWNER = "jl.fit_many"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a population trains; the attributes are the arguments of `jl.fit_many`, see there.
+
+    Raises:
+        ArgumentError: One is out of its set, or they do not fit each other.
+        ArgumentTypeError: One is of another type.
+    """
+
+    max_epochs: int
+    early_stopping: EarlyStopping | None = None
+    log: Callable[[int, int, dict[str, float]], object] | None = None
+    log_every_n_steps: int = 50
+    limit_train_batches: int | None = None
+    default_root_dir: str | Path | None = None
+    every_n_train_steps: int | None = None
+    resume: str | None = None
+    devices: int | str = "auto"
+    precision: str = "32-true"
+
+    def __post_init__(self) -> None:
+        for name in ("max_epochs", "log_every_n_steps"):
+            check.integer(name, getattr(self, name), low=1, owner=OWNER)
+        for name in ("limit_train_batches", "every_n_train_steps"):
+            check.integer(name, getattr(self, name), low=1, also=(None,), owner=OWNER)
+        check.integer("devices", self.devices, low=1, also=("auto",), owner=OWNER)
+        check.one_of("precision", self.precision, [x for x in PRECISIONS if x != "16-mixed"], owner=OWNER)
+        check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
+        if not isinstance(self.early_stopping, EarlyStopping | None):
+            raise _type_error("early_stopping", "a jl.callbacks.EarlyStopping", self.early_stopping)
+        for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
+            if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
+                raise ArgumentError(
+                    f"{OWNER}(early_stopping=...) calls no hooks and no check, which take a Trainer, and "
+                    f"{type(self.early_stopping).__name__} has its own {name}. Override judge instead."
+                )
+        if self.log is not None and not callable(self.log):
+            raise _type_error("log", "a function of (member, step, metrics)", self.log)
+        for name in ("resume", "every_n_train_steps"):
+            if self.default_root_dir is None and getattr(self, name) is not None:
+                raise ArgumentError(f"{OWNER}({name}=...) needs default_root_dir, the folder of the checkpoints.")
+        check.on_disk("default_root_dir", self.default_root_dir, owner=OWNER)
+        if (count := jax.process_count()) > 1:
+            raise ArgumentError(f"{OWNER} trains in one process, and there are {count}. Call it in one of its own.")
+
+    @property
+    def dtypes(self) -> Precision:
+        """The dtypes of the training."""
+        return Precision(self.precision)
+
+    @property
+    def most_devices(self) -> int | None:
+        """How many devices may be used; None for all."""
+        return None if isinstance(self.devices, str) else int(self.devices)
+
+
+def _type_error(name: str, wanted: str, given: Any) -> ArgumentTypeError:
+    return ArgumentTypeError(f"{OWNER}({name}=...) takes {wanted}, got {shown(given)}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,3 +381,107 @@ def check_same_state(first: Member, member: Member) -> None:
             f"{OWNER}: all members must have the same kind of optimizer, and it is {kinds[0]} in {first.name} and "
             f"{kinds[1]} in {member.name}. Call jl.fit_many once for each."
         )
+
+
+class Kind(NamedTuple):
+    """The traces from which the programs of a member follow, and the state of their numbers at that time."""
+
+    programs: Sequence[Any]
+    # Checksums: a trace refers to the NumPy arrays that it has read, and make_module may fill them again.
+    numbers: Sequence[str]
+    logged: Mapping[str, Sequence[Any]]  # the metrics of each step, and the names of the rates
+    schedule: Any
+
+    def is_same(self, other: "Kind") -> bool:
+        """Return whether members of the two kinds have the same programs."""
+        alike = self.logged == other.logged and self.schedule is other.schedule and self.numbers == other.numbers
+        return alike and all(map(is_same, self.programs, other.programs))
+
+
+def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> Any:
+    """Trace a step of a member alone, and its gradient in training.
+
+    Args:
+        training: How the member is trained.
+        stage: The stage of the step.
+        loader: The loader's index; None for a step that does not take it.
+        batch: The shapes and dtypes of a batch.
+    """
+    variables, number = jax.tree.map(abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
+    # A new function each time: jax would return the earlier trace of the same one.
+    run = partial(training.pure.run, stage, training.spec.strategy.replica, loader)
+    if stage == "training":  # a number may be in a rule of jax.custom_vjp only, which the step alone does not run
+        run = jax.value_and_grad(run, has_aux=True)
+    return jax.make_jaxpr(run)(*variables, batch, number, number, number)
+
+
+def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
+    """Trace each step and the optimizer of a member, which costs about half of tracing its programs.
+
+    Args:
+        training: How the member is trained.
+        examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
+    """
+    pure, params = training.pure, jax.tree.map(abstract, training.spec.tree.variables[0])
+
+    def first_step(grads: Any, params: Any, loss: Any) -> Any:
+        opt_state, tx = training.options.tx.init(params), training.options.tx
+        return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
+
+    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
+    logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
+    for (stage, loader), batch in examples.items():
+        programs.append(trace_of(training, stage, loader, batch))
+        logged[STAGES[stage].step] = pure.table(stage, loader).metrics
+    numbers = [array_text(x if is_key(x) else np.asarray(x)) for program in programs for x in numbers_of(program)]
+    return Kind(programs, numbers, logged, training.options.optimizer.lr_schedule)
+
+
+def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
+    """Refuse a member that logs other values than the first one, or in another way.
+
+    Args:
+        first: The name of the first member in messages.
+        a: Its kind.
+        name: The name of the other member.
+        b: Its kind.
+
+    Raises:
+        ArgumentError: Naming a value.
+    """
+    for where, values in a.logged.items():
+        for x, y in itertools.zip_longest(values, b.logged[where]):
+            if x != y:
+                raise ArgumentError(
+                    f"jl.fit_many: all members must log the same, and {where} logs {x} in {first}, and {y} in {name}. "
+                    "Log the same names in the same way, or call jl.fit_many once for each kind of members."
+                )
+
+
+def check_distinct(
+    members: Sequence[Member],
+    arrays: Sequence[Sequence[np.ndarray]],
+    numbers: Sequence[np.ndarray],
+) -> None:
+    """Refuse two members of different variations that would be the same training.
+
+    Args:
+        members: The members.
+        arrays: The arrays of each member's module.
+        numbers: The numbers in which the programs differ, (members, ...) each.
+
+    Raises:
+        ArgumentError: Naming the members.
+    """
+    seen = dict[str, int]()
+    for i, member in enumerate(members):
+        digest = hashlib.sha256()
+        for x in (*arrays[i], *(column[i] for column in numbers)):
+            digest.update(np.ascontiguousarray(x).tobytes())
+        first = seen.setdefault(digest.hexdigest(), i)
+        if members[first].contents != member.contents:
+            raise ArgumentError(
+                f"jl.fit_many: {members[first].name} and {member.name} begin with the same weights, and "
+                "their steps are the same for the first batch: what they differ in reaches neither. Read it in a step "
+                "or in configure_optimizers, or leave it out."
+            )

@@ -12,12 +12,10 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.module import TrainModule
+from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.errors import ArgumentError
-from jaxlit.populations.contents import argument_text
-from jaxlit.populations.members import Member
-from jaxlit.table import table
+from jaxlit.populations.members import Member, argument_text
+from jaxlit.texts import table
 
 
 class Row(NamedTuple):

@@ -12,21 +12,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import sharding
-from jaxlit.core.device_sums import StepTable, Table
-from jaxlit.core.eval_step import eval_step
+from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
+from jaxlit.core.log import StepTable, Table
 from jaxlit.core.module import takes_loader
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica
-from jaxlit.core.state import Layout
+from jaxlit.core.train_state import Layout
 from jaxlit.engine.state import StateSpec
-from jaxlit.engine.step_traces import trace_step
+from jaxlit.engine.training import trace_step
 from jaxlit.errors import ArgumentError
-from jaxlit.populations.alike import Kind, check_same_logs, kind_of, trace_of
-from jaxlit.populations.members import Member, abstract, check_same_state
-from jaxlit.populations.options import OWNER
+from jaxlit.populations.members import (
+    OWNER,
+    Kind,
+    Member,
+    abstract,
+    check_same_logs,
+    check_same_state,
+    kind_of,
+    trace_of,
+)
 from jaxlit.programs.lifting import DifferentError, is_same, lift
-from jaxlit.strategies.program import named
+from jaxlit.strategies.base import named
 
 _logger = logging.getLogger("jaxlit")
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.source_info_util import user_context
 
-from jaxlit.fingerprint import array_text, stable_text
+from jaxlit.texts import array_text, stable_text
 
 JITS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("checkpoint", "remat", "remat2")

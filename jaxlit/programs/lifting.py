@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxlit.leaf_names import is_key
 from jaxlit.programs.jaxpr import JITS, bind, bodies, called, inner_jaxprs, scan_counts, value_of
-from jaxlit.shown import shown
+from jaxlit.texts import is_key, shown
 
 # The place of a number in a program: the index of an equation and of the program that it runs, for each level of
 # nesting; then the index of an equation and of its input, or _CONSTANT or _RESULT and an index.

@@ -1,14 +1,22 @@
-"""Lines in the terminal, and one line that changes in place."""
+"""Lines in the terminal, and one line that changes in place.
+
+The line of an epoch.
+
+How arrays are sharded, and their bytes on each device.
+"""
 
 import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import jax
 
 _ASCII = str.maketrans("·…━─", "|.=-")
 
@@ -135,3 +143,89 @@ class TerminalLine:
     def close(self) -> None:
         """Take the line away."""
         self._live.stop()
+
+
+def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
+    """Return how arrays are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
+
+    Those of one device are "on cpu:3", and those of some devices "replicated on cpu:4,5".
+
+    Args:
+        arrays: Arrays, or their shapes, dtypes and shardings.
+        devices: All devices in question.
+    """
+    among = frozenset(devices)
+    partitions = {_partition(sharding, among) for sharding in {x.sharding for x in arrays}}
+    return partitions.pop() if len(partitions) == 1 else "mixed"
+
+
+def bytes_of(arrays: Iterable[Any]) -> int:
+    """Return the bytes of unsharded arrays."""
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def bytes_per_device(arrays: Iterable[Any]) -> int:
+    """Return the bytes of arrays on the device that has the most of them."""
+    by_sharding, held = Counter[Any](), Counter[jax.Device]()
+    for x in arrays:
+        by_sharding[x.sharding] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for sharding, num_bytes in by_sharding.items():
+        held.update(dict.fromkeys(sharding.device_set, num_bytes))
+    return max(held.values(), default=0)
+
+
+def devices_of(arrays: Iterable[Any]) -> frozenset[jax.Device]:
+    """Return the devices of arrays."""
+    return frozenset().union(*(sharding.device_set for sharding in {x.sharding for x in arrays}))
+
+
+def _partition(sharding: Any, among: frozenset[jax.Device]) -> str:
+    held = sharding.device_set
+    if len(held) == 1:
+        return f"on {_names(held)}"
+    split = any(axes is not None for axes in sharding.spec)
+    text = f"P({', '.join(map(repr, sharding.spec))})" if split else "replicated"
+    return text if held == among else f"{text} on {_names(held)}"
+
+
+def _names(devices: Iterable[jax.Device]) -> str:
+    """Return devices as "cpu:0,1,6"."""
+    return f"{next(iter(devices)).platform}:{','.join(map(str, sorted(device.id for device in devices)))}"
+
+
+_SHORTEST, _LONGEST = 6, 18  # cells of a bar
+_NUMBER = 10  # characters of a number with four significant digits, as -1.234e-05 has
+
+
+def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> str:
+    """Return an epoch's line, with as long a bar as fits; without a terminal there is no bar.
+
+    The widths of the numbers alone decide the layout, so that all epochs have the same one. Spaces go before the bar.
+
+    Args:
+        epoch: The epoch, in words.
+        done: Its batches so far.
+        total: How many it has.
+        numbers: The parts after the bar, padded with spaces to the same width in all epochs; then a mark, which stays
+            next to the part before it, and a remark, which the layout leaves no room for.
+    """
+    *parts, mark, remark = [epoch, *numbers]
+    parts, width = list(filter(None, parts)), line_width() or 0
+    for gap in ("  ", " ") if width else ("  ",):
+        fixed = gap.join(filter(None, [*parts, mark]))
+        if (room := width - len(fixed) - len(gap)) >= _SHORTEST:
+            parts.insert(1, bar(done, total, min(room, _LONGEST)))
+            break
+    parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
+    return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
+
+
+def number(value: float) -> str:
+    """Return a metric's number with four significant digits, 10 characters wide."""
+    return f"{value:<{_NUMBER}.4g}"
+
+
+def live_line(epoch: str, done: int, total: float, numbers: str) -> str:
+    """Return the line of an epoch that continues; a narrow terminal has a shorter bar, and the line is cut there."""
+    room = (line_width() or 200) - len(f"{epoch}{numbers}") - 8
+    return f"{epoch}  {bar(done, total, min(max(room, _SHORTEST), _LONGEST))}  {numbers}"

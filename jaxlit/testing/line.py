@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlit.core.module import TrainModule
 from jaxlit.data.array_loader import ArrayLoader
-from jaxlit.distributed.start import jax_runs
+from jaxlit.distributed.job import jax_runs
 
 _FLAG = "--xla_force_host_platform_device_count"
 

@@ -17,16 +17,15 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer
-from jaxlit.core.optimizer_of import optimizer_of
+from jaxlit.core.parts import optimizer_of
 from jaxlit.core.replica import num_rows
-from jaxlit.data.datamodule import DataModule
-from jaxlit.errors import ArgumentError
-from jaxlit.leaf_names import is_key, leaf_name
-from jaxlit.notes import noting_place
+from jaxlit.data.loaders import DataModule
+from jaxlit.errors import ArgumentError, noting_place
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.simulated import Simulated
+from jaxlit.texts import is_key, leaf_name
 from jaxlit.trainer.trainer import Trainer
 
 PARTS = ("loss", "metrics", "grads", "params")

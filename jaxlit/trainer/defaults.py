@@ -13,16 +13,14 @@ from jaxlit.callbacks.mirror import Mirror
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
-from jaxlit.core.hparams import hparams_of
-from jaxlit.core.state import TrainState
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.core.module import hparams_of
+from jaxlit.core.train_state import TrainState
+from jaxlit.errors import ArgumentError, ArgumentTypeError, noting_place
 from jaxlit.loop.hooks import Hook, Hooks, TimedFunction, fitting
 from jaxlit.loop.settings import Settings
-from jaxlit.notes import noting_place
-from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import redacted
-from jaxlit.shown import shown
-from jaxlit.to_json import to_json
+from jaxlit.texts import shown, to_json
 
 
 @dataclass(frozen=True)

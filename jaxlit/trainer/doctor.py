@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxlit.checks import is_url
-from jaxlit.engine.compile_cache import default_folder
-from jaxlit.table import size, table
+from jaxlit.engine.compiled_program import default_folder
+from jaxlit.texts import size, table
 from jaxlit.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "wandb")

@@ -16,13 +16,12 @@ from jaxlit.checkpoints import files
 from jaxlit.control import Control, Interrupted, ending
 from jaxlit.data.watchdog import EXIT_CODE
 from jaxlit.distributed.team import team
-from jaxlit.engine.memory import is_exhausted, out_of_memory
+from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import NonFiniteError, StateError
 from jaxlit.loop.rewind import end_before_bad_step
 from jaxlit.loop.run import Run
-from jaxlit.loop.safe_points import end_at_safe_point
-from jaxlit.reporting.placement import bytes_of
-from jaxlit.reporting.terminal import say
+from jaxlit.loop.train import end_at_safe_point
+from jaxlit.reporting.terminal import bytes_of, say
 
 
 @contextmanager

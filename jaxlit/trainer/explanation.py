@@ -8,12 +8,10 @@ import jax
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.run import Run
-from jaxlit.mesh_context import out_of_meshes
-from jaxlit.programs.collectives import Collective
-from jaxlit.programs.cost import ProgramCost
-from jaxlit.programs.flops import Flops
-from jaxlit.reporting.placement import bytes_of, bytes_per_device, devices_of, partition
-from jaxlit.table import count, duration, size, table
+from jaxlit.programs.costs import Collective, Flops, ProgramCost
+from jaxlit.reporting.terminal import bytes_of, bytes_per_device, devices_of, partition
+from jaxlit.sharding import out_of_meshes
+from jaxlit.texts import count, duration, size, table
 from jaxlit.trainer.defaults import state_rows
 
 

@@ -1,14 +1,51 @@
-"""What training takes under several strategies and on several numbers of devices: memory, traffic and time."""
+"""What training takes under several strategies and on several numbers of devices: memory, traffic and time.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+How a plan is made: one compile for each strategy and number of devices.
+
+The cost of a training step on devices that are not there: compiled for simulated ones in another process.
+
+A second Trainer, whose steps compute what those of a user's Trainer will.
+"""
+
+import copy
+import logging
+import operator
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+import jax
+from flax import nnx
+
 from jaxlit import checks as check
-from jaxlit.programs.hardware import GPUS, Hardware, peak_of
-from jaxlit.table import count, duration, size, table
-from jaxlit.trainer.step_cost import StepCost
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import STAGES, TrainModule, share_hparams
+from jaxlit.core.replica import num_rows, with_rows
+from jaxlit.data.loaders import DataModule
+from jaxlit.data.watchdog import Watchdog
+from jaxlit.distributed.job import JAX_SETTINGS
+from jaxlit.engine.creation import lazy
+from jaxlit.errors import ArgumentError, JaxlitError
+from jaxlit.loop.hooks import overrides
+from jaxlit.loop.settings import batches_or_inf, make_loaders
+from jaxlit.programs.costs import GPUS, Hardware, hardware_of, peak_of, resolve_hardware
+from jaxlit.reporting.terminal import say
+from jaxlit.sharding import out_of_meshes
+from jaxlit.strategies.auto import Auto, candidates, memory_limit
+from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.texts import count, duration, size, table
+from jaxlit.trainer.defaults import without
+from jaxlit.trainer.properties import TrainerProperties
+from jaxlit.trainer.refusals import check_model
+from jaxlit.trainer.step_cost import StepCost, bytes_of_module, cost_of_step, explained, shapes_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -248,3 +285,241 @@ def _notes(rows: Sequence[PlanRow]) -> list[str]:
             "takes."
         )
     return notes
+
+
+_logger = logging.getLogger("jaxlit")
+
+# XLA plans the memory before LLVM generates machine code, which nobody will run.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+def cost_elsewhere(
+    trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
+) -> StepCost:
+    """Return what `cost_of_step` returns on as many simulated devices, in a separate process.
+
+    Args:
+        trial: See `cost_of_step`.
+        model: See `cost_of_step`; a module is of shapes and dtypes.
+        batch: See `cost_of_step`.
+        num_batches: See `cost_of_step`.
+        devices: How many.
+        timeout: Seconds after which the process is ended.
+        logged: The warnings that were logged before; those of the process are logged and added.
+
+    Raises:
+        ArgumentError: The module cannot be sent to another process, or the process took too long or was ended.
+        Exception: What `cost_of_step` has raised there.
+    """
+    try:
+        config = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
+        job = cloudpickle.dumps((config, trial.settings.arguments, model, batch, num_batches))
+    except Exception as error:
+        raise ArgumentError(
+            "Trainer.plan sends the module, its callbacks and its strategy to a process that simulates devices, and "
+            f"one of them cannot be pickled: {error}. Keep open files, locks and the like out of their attributes."
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        log = Path(folder, "log")
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_force_host_platform_device_count={devices}"
+        # The process is no part of the job that this one belongs to.
+        env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "1"}
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "jaxlit.trainer.plan_worker", str(result)]
+            # A new session: Ctrl-C reaches this process alone, which ends the other.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+            try:
+                process.communicate(cloudpickle.dumps(sys.path) + job, timeout=timeout)
+            except subprocess.TimeoutExpired:
+                raise ArgumentError(
+                    f"Trainer.plan: {devices} devices: the compile took longer than {timeout:g} s. Raise timeout."
+                ) from None
+            finally:
+                process.kill()
+                process.wait()
+        if not result.exists():
+            last = " ".join(log.read_text(errors="replace").split())[-500:]
+            raise ArgumentError(
+                f"Trainer.plan: the process for {devices} devices ended with {process.returncode}: {last}"
+            )
+        outcome, failed, warnings = cloudpickle.loads(result.read_bytes())
+    for text in warnings:
+        if text not in logged:
+            logged.add(text)
+            _logger.warning(text)
+    if failed:
+        raise outcome
+    return outcome
+
+
+# The arguments that decide what a step computes.
+_SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
+_SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
+_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
+_SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+
+def trial_of(
+    trainer: Any,
+    *callbacks: Callback,
+    takes: Callable[[Callback], bool] = operator.attrgetter("changes_step"),
+    **arguments: Any,
+) -> Any:
+    """Return a Trainer that takes the steps of another one, without loggers, files and validation.
+
+    Args:
+        trainer: The other one.
+        *callbacks: Callbacks of the trial.
+        takes: Which callbacks of the other one, and of the module, take part.
+        **arguments: Arguments in place of those of the other one.
+    """
+    settings = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
+    settings |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
+    of_trainer = filter(takes, without(trainer.callbacks, trainer._session.added))
+    # A subclass of the user's may take other arguments.
+    plain = next(cls for cls in type(trainer).__mro__ if TrainerProperties in cls.__bases__)
+    trial = plain(**settings, callbacks=[*of_trainer, *callbacks])
+    trial._session.takes = takes  # of the callbacks that the module adds
+    return trial
+
+
+def copied(model: TrainModule | lazy) -> TrainModule | lazy:
+    """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
+    if isinstance(model, lazy):
+        return model
+    copy = nnx.clone(model)
+    share_hparams(copy, model)
+    return copy
+
+
+@out_of_meshes
+def make_plan(
+    trainer: Any,
+    model: TrainModule | lazy,
+    data: Any,
+    *,
+    devices: int | Sequence[int] | None,
+    strategies: Sequence[str | Strategy] | None,
+    hardware: str | Hardware | None,
+    batch_size: int | None,
+    rows_per_device: int | None,
+    timeout: float,
+) -> Plan:
+    """Return a plan; see `Trainer.plan`."""
+    owner = "Trainer.plan"
+    if jax.process_count() > 1:
+        raise ArgumentError(f"{owner} runs in one process, got {jax.process_count()}. Call it before the job starts.")
+    check_model(model, STAGES["training"])
+    counts: list[int | None] = [*devices] if isinstance(devices, Sequence) else [devices]
+    asked = [trainer.settings.strategy] if strategies is None else strategies
+    for name, values in (("devices", counts), ("strategies", asked)):
+        if isinstance(values, str) or not values:
+            raise ArgumentError(f"{owner}({name}=...) takes a list of at least one, got {values!r}.")
+    for each in asked:
+        resolve_strategy(each, None)  # before any row is compiled
+    for each in counts:
+        check.integer("devices", each, low=1, also=(None,), owner=owner)
+    for name, value in (("batch_size", batch_size), ("rows_per_device", rows_per_device)):
+        check.integer(name, value, low=1, also=(None,), owner=owner)
+    if batch_size is not None and rows_per_device is not None:
+        raise ArgumentError(f"{owner} takes batch_size, of all devices together, or rows_per_device. Leave one out.")
+    check.positive("timeout", timeout, owner=owner)
+    target = hardware_of(jax.devices()[0].device_kind) if hardware is None else resolve_hardware(hardware)
+    if hardware is None and target is not None and (limit := memory_limit(bytes_of_module(model))) is not None:
+        target = replace(target, memory=limit)
+    _, batch, num_batches = first_batch(trainer, model, data)
+    model = model if isinstance(model, lazy) else shapes_of(model)
+    cases = [(*each, n) for n in counts for strategy in asked for each in named_strategies(trainer, strategy, n)]
+    rows = list[PlanRow]()
+    failures = list[JaxlitError]()
+    logged = set[str]()
+    for i, (name, strategy, n) in enumerate(cases):
+        num = batch_size or num_rows(batch)
+        try:
+            trial = plan_trial(trainer, strategy, n)
+            here = n is None or n <= jax.device_count()
+            if n is None:
+                n = trial.strategy.mesh.size
+            num = (rows_per_device or 0) * n or num
+            say(f"plan {i + 1}/{len(cases)}: {name} on {n} device{'s' * (n > 1)}, {num:,} rows", aside=True)
+            job = trial, model, with_rows(batch, num), num_batches
+            with explained():
+                cost = cost_of_step(*job) if here else cost_elsewhere(*job, devices=n, timeout=timeout, logged=logged)
+            rows.append(PlanRow(name, cost.devices if here else n, num, target, cost))
+        except JaxlitError as failure:
+            failures.append(failure)
+            rows.append(PlanRow(name, n or jax.device_count(), num, target, None, str(failure)))
+    if len(failures) == len(cases):
+        raise failures[0]
+    return Plan(tuple(rows))
+
+
+def named_strategies(trainer: Any, strategy: Any, devices: int | None) -> list[tuple[str, Any]]:
+    """Return a strategy with its name; of "auto" all among which it chooses on as many devices."""
+    if (strategy == "auto" and trainer.settings.mesh is None) or isinstance(strategy, Auto):
+        return [*candidates(devices or trainer.settings.device_count or jax.device_count()).items()]
+    return [(strategy if isinstance(strategy, str) else repr(strategy), strategy)]
+
+
+def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **changed: Any) -> Any:
+    """Return a separate Trainer for one compile.
+
+    Args:
+        trainer: The user's.
+        strategy: The strategy.
+        devices: How many devices; None for those of the user's Trainer, and its mesh.
+        **changed: Arguments in place of the user's.
+
+    Raises:
+        ArgumentError: The user's Trainer has a mesh of another number of devices.
+    """
+    settings = trainer.settings
+    mesh = settings.mesh
+    count = settings.devices if devices is None else devices
+    is_fixed = mesh is not None and not (isinstance(mesh, Mapping) and -1 in mesh.values())
+    if devices is not None and is_fixed:
+        raise ArgumentError(
+            f"Trainer.plan(devices={devices}) with Trainer(mesh={mesh!r}), whose number of devices is fixed. Leave "
+            "devices out, or give an axis of the mesh the size -1."
+        )
+    known = settings.device_count if devices is None else devices
+    resolved = copy.copy(resolve_strategy(strategy, known, mesh))  # the user's stays as it is, for any devices
+    vars(resolved).pop("mesh", None)  # of the devices of another run
+    arguments = {name: settings.arguments[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
+    if arguments["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
+        arguments["nan_policy"] = "raise"
+    takes = lambda c: c.changes_step or overrides(c, "init_arrays")  # noqa: E731
+    return trial_of(trainer, takes=takes, strategy=resolved, devices=count, mesh=None, **arguments)
+
+
+def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
+    """Return a loader's first batch, what a step takes of it, and how many batches an epoch has.
+
+    Args:
+        trainer: The Trainer whose limits and keys apply.
+        model: The module, whose hooks may make the loader and prepare a batch.
+        data: A loader or a `DataModule`; None for the module's hook.
+    """
+    if isinstance(data, DataModule):
+        data.prepare_data()
+        data.setup("fit")
+    if data is None and not isinstance(model, TrainModule):
+        raise ArgumentError("A plan takes a loader or a jl.DataModule as data, got None. Its first batch counts.")
+    loaders = make_loaders(trainer.settings, STAGES["training"], {"training": (data, "data")}, None)
+    loaders.module = None if isinstance(model, lazy) else model
+    ((source, limit),) = loaders.open("training", required=True)
+    if source.is_iterator:
+        raise ArgumentError(
+            f"{source.argument} takes a re-iterable loader, got an iterator, whose first batch is lost."
+        )
+    try:
+        with Watchdog(trainer.settings.data_timeout, trainer.settings.hang_timeout) as watchdog:
+            loaders.check_first(source, None, watchdog, required=True)
+            loader_batch, _ = next(source.epoch(0))
+            _, batch = loaders.validator_of(source)(loader_batch)
+    finally:
+        source.close()
+    return loader_batch, batch, batches_or_inf(limit)

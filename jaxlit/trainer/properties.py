@@ -9,22 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.traits import steps_of
+from jaxlit.callbacks.base import Callback, steps_of
 from jaxlit.core.log import active_collector
 from jaxlit.core.module import TrainModule
-from jaxlit.core.reads import READS
-from jaxlit.core.state import TrainState
-from jaxlit.engine.hyperparams import Hyperparams
+from jaxlit.core.pure_module import READS
+from jaxlit.core.train_state import TrainState
+from jaxlit.engine.state import Hyperparams
 from jaxlit.errors import ArgumentError, did_you_mean
-from jaxlit.loop.history import History
-from jaxlit.loop.results import MetricView
+from jaxlit.faces import advice
+from jaxlit.loop.results import History, MetricView
 from jaxlit.loop.settings import Arguments, Settings
-from jaxlit.mesh_context import out_of_meshes
-from jaxlit.porting import advice
-from jaxlit.programs.flops import Flops
-from jaxlit.shown import shown
+from jaxlit.programs.costs import Flops
+from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.base import Strategy
+from jaxlit.texts import shown
 from jaxlit.trainer.defaults import callbacks_of, check_callbacks, no_logger
 from jaxlit.trainer.explanation import step_flops
 from jaxlit.trainer.saver import Saver

@@ -13,27 +13,23 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.core.hparams import hparams_of
-from jaxlit.core.module import TrainModule, is_overridden
-from jaxlit.core.stage import STAGES, Stage
-from jaxlit.core.step_module import is_in_eval_mode
+from jaxlit.core.module import STAGES, Stage, TrainModule, hparams_of, is_overridden
+from jaxlit.core.pure_module import is_in_eval_mode
 from jaxlit.data.source import Source
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.distributed.same_job import environment, same_job
+from jaxlit.distributed.job import environment, same_job
 from jaxlit.distributed.team import team
+from jaxlit.engine.creation import lazy
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.lazy import lazy
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, ModuleError
-from jaxlit.fingerprint import stable_text
 from jaxlit.loop import snapshot
 from jaxlit.loop.dispatch import check_size
 from jaxlit.loop.restore import Resume
-from jaxlit.loop.run_data import RunData
-from jaxlit.loop.settings import Arguments, Settings
+from jaxlit.loop.settings import Arguments, RunData, Settings
 from jaxlit.reporting.secrets import hide
 from jaxlit.reporting.terminal import say
-from jaxlit.shown import shown
 from jaxlit.strategies.base import Strategy
+from jaxlit.texts import shown, stable_text
 
 _logger = logging.getLogger("jaxlit")
 

@@ -12,17 +12,14 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import FOLDER, Checkpoint, best_of, locate, newest, read
-from jaxlit.checkpoints.folder_lock import FolderLock
+from jaxlit.checkpoints.files import FOLDER, Checkpoint, FolderLock, best_of, locate, newest, read
 from jaxlit.checkpoints.remote import local, names_in, staging
 from jaxlit.checkpoints.weights import load_variables
-from jaxlit.core.loading import tell_taken
-from jaxlit.core.module import TrainModule
-from jaxlit.distributed.exchange import computers
-from jaxlit.distributed.team import team
+from jaxlit.core.module import TrainModule, tell_taken
+from jaxlit.distributed.team import computers, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, in_all
 from jaxlit.reporting.terminal import say, short_path
-from jaxlit.shown import shown
+from jaxlit.texts import shown
 from jaxlit.weights.loading import load_weights
 from jaxlit.weights.sources import is_weights_file
 

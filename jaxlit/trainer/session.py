@@ -10,39 +10,29 @@ from typing import Any, NamedTuple
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.position import Position
 from jaxlit.control import Control
-from jaxlit.core.module import TrainModule, call_step, is_overridden
-from jaxlit.core.precision import Precision
-from jaxlit.core.side_tables import attach
-from jaxlit.core.stage import Stage
+from jaxlit.core.module import Stage, TrainModule, attach, call_step, is_overridden
+from jaxlit.core.train_state import Precision
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
-from jaxlit.distributed.exchange import READS_ARE_COMPARED, once_per_node
-from jaxlit.distributed.team import team
-from jaxlit.engine.compile_cache import use_compile_cache
-from jaxlit.engine.creation import check_variables
+from jaxlit.distributed.team import READS_ARE_COMPARED, once_per_node, team
+from jaxlit.engine.compiled_program import use_compile_cache
+from jaxlit.engine.creation import build_lazy, check_variables, lazy
 from jaxlit.engine.engine import Engine
-from jaxlit.engine.lazy import build_lazy, lazy
 from jaxlit.engine.module_sync import ModuleSync
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, note_step
 from jaxlit.loop import snapshot
-from jaxlit.loop.compile_log import CompileLog
 from jaxlit.loop.hooks import Hooks
-from jaxlit.loop.host_sums import HostLog
 from jaxlit.loop.restore import Resume, load_engine
-from jaxlit.loop.results import Results
-from jaxlit.loop.run import Checkpoints, Run, Window, place_of
-from jaxlit.loop.run_data import RunData, make_loaders
-from jaxlit.loop.settings import Settings
-from jaxlit.loop.time_limits import TimeLimits
-from jaxlit.mesh_context import out_of_meshes
-from jaxlit.notes import note_step
-from jaxlit.reporting.media_folder import MediaFolder
+from jaxlit.loop.results import HostLog, Results
+from jaxlit.loop.run import Checkpoints, Run, TimeLimits, Window, place_of
+from jaxlit.loop.settings import CompileLog, RunData, Settings, make_loaders
+from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import tell_again
+from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
-from jaxlit.trainer.auto_choice import choose
 from jaxlit.trainer.defaults import TrainerCallbacks, callbacks_of_module, check_callbacks, log_hyperparams, without
 from jaxlit.trainer.endings import explained, interruptible, rescue
 from jaxlit.trainer.refusals import (
@@ -61,7 +51,7 @@ from jaxlit.trainer.refusals import (
 )
 from jaxlit.trainer.run_folder import RunFolder, resolve_checkpoint, resolve_weights
 from jaxlit.trainer.saver import Saver
-from jaxlit.trainer.step_options import first_example, step_options
+from jaxlit.trainer.step_cost import choose, first_example, step_options
 
 _logger = logging.getLogger("jaxlit")
 

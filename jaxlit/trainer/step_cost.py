@@ -1,9 +1,15 @@
-"""What a training step takes of each device, known before an array exists."""
+"""What a training step takes of each device, known before an array exists.
+
+Which strategy "auto" is, by what a training step takes of a device.
+
+How a fit takes its optimizer steps, by its Trainer, its callbacks and its module.
+"""
 
 import contextlib
+import copy
 import math
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,28 +17,106 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlit.core.hparams import share_hparams
-from jaxlit.core.module import TrainModule
-from jaxlit.core.precision import Precision
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, trainer_of
+from jaxlit.core.optimizer import labels_of, names_in
+from jaxlit.core.parts import Part, by_part, optimizer_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import num_rows
-from jaxlit.core.side_tables import attach
-from jaxlit.core.stage import STAGES
-from jaxlit.core.state import TrainState
-from jaxlit.core.step_options import StepOptions
-from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.engine.creation import check_variables
-from jaxlit.engine.lazy import lazy, shape_lazy
-from jaxlit.engine.memory import is_exhausted, out_of_memory
+from jaxlit.core.replica import num_rows, with_rows
+from jaxlit.core.train_state import Precision, StepOptions, TrainState
+from jaxlit.distributed.team import team
+from jaxlit.engine.compiled_program import CompiledProgram, is_exhausted, out_of_memory
+from jaxlit.engine.creation import check_variables, lazy, shape_lazy
 from jaxlit.engine.training import training_of
-from jaxlit.errors import JaxlitError, ModuleError
-from jaxlit.loop.run_data import make_loaders
-from jaxlit.programs.collectives import Collective
-from jaxlit.programs.cost import Memory
-from jaxlit.programs.flops import Flops
-from jaxlit.reporting.placement import bytes_per_device
+from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, OutOfMemoryError
+from jaxlit.loop.hooks import Hooks, fitting, overrides
+from jaxlit.loop.settings import RunData, Settings, make_loaders
+from jaxlit.programs.costs import Collective, Flops, Memory
+from jaxlit.reporting.terminal import bytes_per_device
+from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
-from jaxlit.trainer.step_options import step_options
+from jaxlit.texts import shown, size
+
+
+def first_example(data: RunData) -> Any:
+    """Return the shapes and dtypes of the first batch of all processes; None where a hook has yet to make it."""
+    example = data.loaders.validator_of(data.training[0]).example
+    processes = jax.process_count()
+    return example if example is None or processes == 1 else with_rows(example, processes * num_rows(example))
+
+
+def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
+    """Return how a fit takes its optimizer steps.
+
+    Args:
+        settings: The Trainer's arguments.
+        hooks: The hooks of the fit.
+        example: The shapes and dtypes of the first batch, of all processes; None where it is not known.
+    """
+    optimizer = optimizer_of(hooks.module)
+    # A later epoch may need room for a window; a subclass need not know which.
+    least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
+    parts = frozen_parts(hooks.callbacks, hooks.module, optimizer.wrt)
+    return StepOptions(
+        by_part(optimizer, parts),
+        accumulate=max(settings.accumulate_grad_batches, least),
+        nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
+        clip=settings.clip,
+        extras=array_keepers(hooks),
+        parts=parts,
+        tolerates=hooks.tolerates,
+        example=example,
+    )
+
+
+def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
+    """Return the parts of the parameters that callbacks freeze for some epochs.
+
+    Args:
+        callbacks: The callbacks of a fit.
+        module: Its module.
+        wrt: The filter of what is trained.
+
+    Raises:
+        ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
+    """
+    freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
+    parts = list[Part]()
+    known = frozenset(names_in(module, wrt, ...))
+    for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
+        names = frozenset(callback.names(module, wrt))
+        whose = f"{type(callback).__name__}.names(...)"
+        if not names or not names <= known:
+            raise ArgumentError(
+                f"{whose} takes names of trained parameters of {type(module).__name__}, got "
+                f"{shown(sorted(names - known))}. It has: {shown(sorted(known))}."
+            )
+        if both := sorted(name for part in parts for name in part.names & names):
+            raise ArgumentError(f"{whose} has {both[0]}, which another one also has. Give each its own parameters.")
+        if label in {part.label for part in parts}:
+            raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
+        parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
+    return tuple(parts)
+
+
+def array_keepers(hooks: Hooks) -> dict[str, Callback]:
+    """Return the callbacks that keep arrays, by the keys of their states.
+
+    Raises:
+        ModuleError: One has only one of the two methods, or a method takes other arguments.
+    """
+    methods = ("init_arrays", "update_arrays")
+    keepers = {}
+    for key, callback in hooks.keyed().items():
+        defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
+        if len(defined) == 1:
+            raise ModuleError(
+                f"{type(callback).__name__} defines one of init_arrays and update_arrays: a callback's arrays are made "
+                "by the first and changed by the second. Define both."
+            )
+        if defined:
+            keepers[key] = callback
+    return keepers
 
 
 @dataclass(frozen=True)
@@ -228,3 +312,74 @@ def _gradients(state: TrainState, shardings: Any) -> int:
         return bytes_per_device(jax.tree.leaves(state.params))
     split = jax.tree.map(lambda x, to: x.update(sharding=to), state.params, shardings)
     return bytes_per_device(jax.tree.leaves(split))
+
+
+def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strategy:
+    """Return the first candidate that fits, with the reason.
+
+    A candidate is compiled unless it is certain not to fit. The program of the one that fits is in the compile cache
+    then, so only those that did not fit are compiled in vain, as a rule one.
+
+    Args:
+        auto: The strategy, set up.
+        settings: The Trainer's arguments.
+        hooks: The hooks of the fit.
+        data: Its loaders, which are open.
+    """
+    # Devices of one kind may report other limits.
+    limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(hooks.module)) or 0, 0)))
+    module = shapes_of(hooks.module)
+    example = _example(data)
+    attach(module, trainer_of(hooks.module))
+    options = step_options(settings, hooks, example)
+    like: StepCost | None = None  # what the newest that was compiled takes
+    chosen: Strategy | None = None
+    names = ""
+    reason = ""
+    last = [*auto.candidates()][-1]
+    for name, strategy in auto.candidates().items():
+        strategy.setup(auto.mesh.size)
+        try:
+            step = AbstractStep(module, strategy, options, Precision(settings.precision))
+        except ArgumentError:  # `remat` of a step without a scan
+            continue
+        needs: float = _least(step, None if name == last else like)
+        text = f"needs at least {size(needs)} of {size(limit)} per device"
+        if needs <= limit and example is not None and name != last:
+            try:
+                like = step.compiled(example)
+                needs = like.total
+                text = f"needs {size(like.total)} of {size(limit)} per device"
+            except OutOfMemoryError:
+                needs = math.inf
+                text = f"needs more than {size(limit)} per device to be compiled"
+        chosen = strategy
+        names = name
+        if needs <= limit:
+            reason = reason or text
+            break
+        reason = f"{name} {text}"
+    assert chosen is not None
+    chosen.reason = f"auto: {names}, {reason}"
+    return chosen
+
+
+def _example(data: RunData) -> Any:
+    """Return the shapes and dtypes of the first batch, as a hook of the user's prepares it."""
+    source, _ = data.training
+    validator = data.loaders.validator_of(source)
+    if validator.example is None and source.first is not None:
+        validator(copy.deepcopy(source.first))  # which the hook may change in place
+    return first_example(data)
+
+
+def _least(step: AbstractStep, like: StepCost | None) -> int:
+    """Return the bytes that a step takes at least, given what the step of another candidate takes.
+
+    Its temporaries are the same, but for the gradients, which may be split otherwise, and for updates of their size.
+    """
+    state = step.state
+    if like is None:
+        return state.held
+    temporaries = like.temporaries - 2 * like.gradients + state.gradients
+    return state.held + like.batch + max(temporaries, 0)

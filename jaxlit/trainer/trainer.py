@@ -10,23 +10,21 @@ from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.module import TrainModule
-from jaxlit.core.precision import PrecisionName
-from jaxlit.core.stage import STAGES
-from jaxlit.data.datamodule import DataModule
+from jaxlit.core.module import STAGES, TrainModule
+from jaxlit.core.train_state import PrecisionName
+from jaxlit.data.loaders import DataModule
 from jaxlit.distributed.job import join_job
-from jaxlit.engine.lazy import lazy
+from jaxlit.engine.creation import lazy
+from jaxlit.faces import no_such_name, takes_only_its_arguments
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import ClipAlgorithm, NanPolicy, Settings
 from jaxlit.loop.train import fit
-from jaxlit.porting import no_such_name, takes_only_its_arguments
-from jaxlit.programs.hardware import Hardware
+from jaxlit.programs.costs import Hardware
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.trainer.defaults import all_callbacks, config_of
 from jaxlit.trainer.explanation import Explanation, explain
-from jaxlit.trainer.plan import Plan
-from jaxlit.trainer.planning import make_plan
+from jaxlit.trainer.plan import Plan, make_plan
 from jaxlit.trainer.properties import TrainerProperties, check_settable
 from jaxlit.trainer.refusals import Request, check_predictions
 from jaxlit.trainer.session import Session

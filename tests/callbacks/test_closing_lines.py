@@ -13,7 +13,7 @@ from kit.trainers import thinned
 from kit.waiting import interrupts
 
 from jaxlit.callbacks import EarlyStopping, Logger, ModelCheckpoint
-from jaxlit.callbacks.closing_lines import closing_lines
+from jaxlit.callbacks.progress_bar import closing_lines
 
 STEP = "run/checkpoints/step_0000000"
 MORE = "resume pass resume='run' and a larger max_epochs"

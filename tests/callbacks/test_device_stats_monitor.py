@@ -13,7 +13,7 @@ from kit.modules import Mean
 from kit.trainers import BARE, fit
 
 from jaxlit.callbacks import DeviceStatsMonitor, device_stats_monitor
-from jaxlit.callbacks.measure import Measured
+from jaxlit.callbacks.base import Measured
 
 HOST = {"host/rss_bytes", "host/peak_rss_bytes", "host/available_bytes", "host/cpu_percent"}
 

@@ -231,13 +231,13 @@ def test_writing_takes_a_tenth_of_the_time_at_most(seconds, written, clock, monk
 
 
 def test_nothing_is_deleted_before_the_newer_one_is_verified(monkeypatch) -> None:
-    seen, verify = faults("run"), files.manifest.verify
+    seen, verify = faults("run"), files.verify
 
     def noted(folder: Path, **arguments: Any) -> None:
         verify(folder, **arguments)
         seen.operations.append(("verified", str(folder)))
 
-    monkeypatch.setattr(files.manifest, "verify", noted)
+    monkeypatch.setattr(files, "verify", noted)
     saver = ModelCheckpoint(monitor="score")
     with seen:
         fit(Mean(), numbered(1), numbered(1), Scores([1.0, 2.0, 3.0, 0.5]), saver, default_root_dir="run", max_epochs=4)
@@ -252,14 +252,14 @@ def test_nothing_is_deleted_before_the_newer_one_is_verified(monkeypatch) -> Non
 
 @pytest.mark.parametrize(("on_save_error", "last"), [("raise", 1), ("warn", 3)])
 def test_a_checkpoint_that_does_not_verify_replaces_nothing(on_save_error, last, monkeypatch, caplog) -> None:
-    verify = files.manifest.verify
+    verify = files.verify
 
     def refuse(folder: Path, **arguments: Any) -> None:
         verify(folder, **arguments)
         if folder.name == name(2):
             raise CheckpointError("the disk lies")
 
-    monkeypatch.setattr(files.manifest, "verify", refuse)
+    monkeypatch.setattr(files, "verify", refuse)
     callback = ModelCheckpoint(monitor="score", on_save_error=on_save_error)
     with pytest.raises(CheckpointError, match="the disk lies") if last == 1 else nullcontext():
         train(callback, scores=[2.0, 1.0, 3.0])
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_does_not_verify_replaces_nothing(on_save_error, last,
 
 
 def test_a_failed_checkpoint_is_tried_again_at_the_end(monkeypatch, caplog) -> None:
-    left, write = [OSError(28, "No space left")], files.manifest.write
+    left, write = [OSError(28, "No space left")], files.write
 
     def full_once(path: Path, data: bytes) -> None:
         if left and path.name == "state.json":
@@ -280,7 +280,7 @@ def test_a_failed_checkpoint_is_tried_again_at_the_end(monkeypatch, caplog) -> N
         trainer.checkpoint_callback.finish(trainer)
         trainer.checkpoint_callback.on_safe_point(trainer, module, False, True)
 
-    monkeypatch.setattr(files.manifest, "write", full_once)
+    monkeypatch.setattr(files, "write", full_once)
     callback = ModelCheckpoint(on_save_error="warn", every_n_epochs=1)
     train(hooks(on_train_end=again), callback)
     assert "No space left" in caplog.text and names() == [name(1)]

@@ -18,10 +18,10 @@ from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
-from jaxlit.callbacks.measure import Measured
+from jaxlit.callbacks.base import Measured
 from jaxlit.errors import ArgumentError
-from jaxlit.loop import compile_log
-from jaxlit.programs.hardware import peak_flops
+from jaxlit.loop import settings as compile_log
+from jaxlit.programs.costs import peak_flops
 
 ROWS, INSIDE, WIDTH, OUT = 16, 3, 8, 1
 

@@ -139,7 +139,7 @@ def test_a_shorter_history_that_was_written_later_is_the_newest(root, ends):
     assert newest_of(folder) == NEWER, "whatever the clock has noted"
     train("run", 3, keep_all(), resume=folder / OLDER, max_steps=4)
     assert names() == [OLDER, "step_00000004", NEWER] and newest_of(folder) == "step_00000004"
-    assert files.last_order(folder) == files.manifest.order_of(folder / "step_00000004")
+    assert files.last_order(folder) == files.order_of(folder / "step_00000004")
     moved = root.rename(root.with_name("elsewhere"))
     trainer = train(moved, 3, keep_all(), resume="auto")
     assert trainer.global_step == 9 and bytes_of(trainer) == ends[3]

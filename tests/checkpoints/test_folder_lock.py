@@ -17,13 +17,13 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.checkpoints.folder_lock import FolderLock
+from jaxlit.checkpoints.files import FolderLock
 from jaxlit.errors import CheckpointError
 
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from jaxlit.checkpoints.folder_lock import FolderLock
+from jaxlit.checkpoints.files import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:

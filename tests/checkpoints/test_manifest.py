@@ -12,7 +12,7 @@ from kit.checkpoints import canonical, entry_of, flip, seal
 from kit.faults import faults
 from kit.refusals import warnings_of
 
-from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints import files
 from jaxlit.errors import CheckpointError
 
 FILES = {"state.json": b'{"a":1}', "arrays/state/x": b"12345", "arrays/y": b""}
@@ -24,31 +24,31 @@ def folder(tmp_path):
     for name, data in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
-    manifest.seal(folder, 7)
+    files.seal(folder, 7)
     return folder
 
 
 def refused(folder, match):
     with pytest.raises(CheckpointError, match=match) as raised:
-        manifest.verify(folder)
+        files.verify(folder)
     assert str(folder) in str(raised.value)
 
 
 def test_a_seal_is_the_documented_one_and_verifies(folder):
     text = (folder / "MANIFEST.json").read_bytes()
-    manifest.verify(folder)
-    assert manifest.order_of(folder) == 7
+    files.verify(folder)
+    assert files.order_of(folder) == 7
     assert json.loads(text)["files"] == {name: entry_of(data) for name, data in FILES.items()}
     seal(folder, order=7)  # the one made by the kit
     assert (folder / "MANIFEST.json").read_bytes() == text
     (folder / ".nfs0001").write_text("left by a file system")
-    manifest.verify(folder)
+    files.verify(folder)
 
 
 def test_files_are_on_disk_before_their_manifest(folder):
     (folder / "MANIFEST.json").unlink()
     with faults(folder) as seen:
-        manifest.seal(folder, 1)
+        files.seal(folder, 1)
     done = [f"{what} {os.path.relpath(path, folder)}" for what, path in seen.operations]
     at = done.index("open MANIFEST.json")
     assert sorted(done[:at]) == sorted(f"os.fsync {name}" for name in FILES)
@@ -59,7 +59,7 @@ def test_files_are_on_disk_before_their_manifest(folder):
 
 def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):
     (folder / "notes.txt").write_text("the good one")
-    manifest.verify(folder)
+    files.verify(folder)
     (told,) = warnings_of(caplog)
     assert told == f"{folder}: notes.txt is not in its manifest, and is ignored."
     seal(folder)
@@ -72,16 +72,16 @@ def test_files_that_the_manifest_lacks_are_refused_or_named(folder, caplog):
 
 def test_every_change_of_a_manifest_is_noticed(tmp_path):
     (tmp_path / "state.json").write_text("{}")
-    manifest.seal(tmp_path, 7)
+    files.seal(tmp_path, 7)
     path = tmp_path / "MANIFEST.json"
     data = path.read_bytes()
     for at in range(len(data)):
         for changed in (*(flip(data, at, bits) for bits in (1, 32, 128)), data[:at], data[:at] + b" " + data[at:]):
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=r"MANIFEST\.json|newer jaxlit"):
-                manifest.verify(tmp_path)
+                files.verify(tmp_path)
     path.write_bytes(data)
-    manifest.verify(tmp_path)
+    files.verify(tmp_path)
 
 
 OUTSIDE = ["/etc/passwd", "../outside", "arrays/../../outside", "a//b", "/", "", ".", "./state.json", "arrays/.."]
@@ -151,10 +151,10 @@ TEXTS = {
 def test_what_is_no_json_object_is_refused_by_name(text, words, folder):
     (folder / "MANIFEST.json").write_bytes(text)
     refused(folder, rf"MANIFEST\.json {words}")
-    assert manifest.order_of(folder) is None
+    assert files.order_of(folder) is None
     (folder / "state.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=rf"state\.json {words}"):
-        manifest.read_json(folder / "state.json")
+        files.read_json(folder / "state.json")
 
 
 def test_json_of_100_mb_is_refused_before_it_is_read(folder, monkeypatch):
@@ -163,7 +163,7 @@ def test_json_of_100_mb_is_refused_before_it_is_read(folder, monkeypatch):
         with (folder / name).open("wb") as file:
             file.truncate(100 * 2**20)  # takes no room
         with pytest.raises(CheckpointError, match=rf"{name} has {100 * 2**20} bytes, more than"):
-            manifest.read_json(folder / name)
+            files.read_json(folder / name)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_json_of_100_mb_is_refused_before_it_is_read(folder, monkeypatch):
 )
 def test_an_error_that_passes_is_waited_for_and_no_other(count, code, fails, told, monkeypatch, caplog):
     left, waits = [OSError(code, "the file system is busy")] * count, []
-    monkeypatch.setattr(manifest.time, "sleep", waits.append)
+    monkeypatch.setattr(files.time, "sleep", waits.append)
 
     def flaky(x):
         if left:
@@ -181,9 +181,9 @@ def test_an_error_that_passes_is_waited_for_and_no_other(count, code, fails, tol
 
     if fails:
         with pytest.raises(OSError, match="is busy"):
-            manifest.patiently(flaky, 1)
+            files.patiently(flaky, 1)
     else:
-        assert manifest.patiently(flaky, 1) == 2
+        assert files.patiently(flaky, 1) == 2
     assert caplog.text.count("is busy; trying again") == len(waits) == told
     for wait, least in zip(waits, (0.1, 0.5, 2.0), strict=False):
         assert least <= wait <= 1.5 * least
@@ -197,9 +197,9 @@ def test_fsync_may_fail_for_folders_but_not_for_files(folder, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", refuse)
     for code[0] in (errno.EINVAL, errno.ENOTSUP):
-        manifest.fsync(folder)
+        files.fsync(folder)
         with pytest.raises(OSError, match="not here"):
-            manifest.fsync(folder / "state.json")
+            files.fsync(folder / "state.json")
     code[0] = errno.EIO
     with pytest.raises(OSError, match="not here"):
-        manifest.fsync(folder)
+        files.fsync(folder)

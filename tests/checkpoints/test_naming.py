@@ -5,7 +5,7 @@ import math
 import pytest
 from kit.refusals import refuses
 
-from jaxlit.checkpoints.naming import check_filename, filled
+from jaxlit.checkpoints.files import check_filename, filled
 from jaxlit.errors import ArgumentError
 
 METRICS = {"val/loss": 0.12345, "bad": math.nan}

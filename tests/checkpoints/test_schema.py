@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from kit.checkpoints import OLDER, bytes_of, edit, names, put, state_of, train
 
-from jaxlit.checkpoints.position import Position
-from jaxlit.checkpoints.schema import check_state
+from jaxlit.checkpoints.position import Position, check_state
 from jaxlit.errors import CheckpointError, DataError
 
 SECTIONS = "format accumulate global_step epoch position loaders arrays optimizer metrics latest"

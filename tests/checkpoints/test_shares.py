@@ -8,7 +8,7 @@ import pytest
 from kit.checkpoints import OLDER, edit, flip, put, seal, train
 from kit.threads import as_processes
 
-from jaxlit.checkpoints import files, manifest
+from jaxlit.checkpoints import files
 from jaxlit.errors import CheckpointError
 
 SIZES = {"state.json": 10, "arrays/a": 4000, "arrays/b": 3900, "arrays/c": 2000, "arrays/d": 2000, "arrays/e": 0}
@@ -19,7 +19,7 @@ def folder(tmp_path):
     for name, size in SIZES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * size)
-    manifest.seal(tmp_path, 1)
+    files.seal(tmp_path, 1)
     return tmp_path
 
 
@@ -30,7 +30,7 @@ def test_each_file_is_verified_in_one_share(count, folder):
         refusals = []
         for index in range(count):
             try:
-                manifest.verify(folder, index=index, count=count)
+                files.verify(folder, index=index, count=count)
             except CheckpointError as error:
                 refusals.append(str(error))
         assert len(refusals) == 1 and name in refusals[0]
@@ -40,15 +40,15 @@ def test_each_file_is_verified_in_one_share(count, folder):
 def test_a_file_that_the_manifest_lacks_is_noticed_in_the_first_share(folder):
     (folder / "arrays/more").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="arrays/more is not in its manifest"):
-        manifest.verify(folder, index=0, count=2)
+        files.verify(folder, index=0, count=2)
 
 
 def test_known_hashes_make_the_same_manifest(folder):
     expected = (folder / "MANIFEST.json").read_bytes()
     (folder / "MANIFEST.json").unlink()
-    known = manifest.on_disk(folder, [folder / "arrays/a", folder / "arrays/e"])
+    known = files.on_disk(folder, [folder / "arrays/a", folder / "arrays/e"])
     assert known.keys() == {"arrays/a", "arrays/e"}
-    manifest.seal(folder, 1, known)
+    files.seal(folder, 1, known)
     assert (folder / "MANIFEST.json").read_bytes() == expected
 
 
@@ -141,6 +141,6 @@ def test_a_file_that_one_process_cannot_look_at_is_an_error_in_all(path, monkeyp
             raise OSError(116, "Stale file handle")
         return real(folder, index=index, count=count)
 
-    real = manifest.verify
-    monkeypatch.setattr(manifest, "verify", verify)
+    real = files.verify
+    monkeypatch.setattr(files, "verify", verify)
     all_refuse(path, "cannot be read: [Errno 116] Stale file handle.", monkeypatch)

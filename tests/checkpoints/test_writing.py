@@ -27,7 +27,7 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import BARE, fit, thinned
 
 import jaxlit as jl
-from jaxlit.checkpoints import files, manifest, writing
+from jaxlit.checkpoints import files, writing
 from jaxlit.errors import ArgumentError, CheckpointError
 
 # What orbax leaves of a save that a fault has ended, after the error that it raised.
@@ -86,7 +86,7 @@ def test_arrays_may_be_deleted_once_write_returns(state):
     saving.wait()  # once more is no error
     checkpoint = files.read(Path("deep/er/mine"))
     np.testing.assert_array_equal(checkpoint.arrays({0: None})[0], expected)
-    assert checkpoint.state == state and manifest.order_of(checkpoint.path) == 7
+    assert checkpoint.state == state and files.order_of(checkpoint.path) == 7
     assert names("deep/er") == ["mine"]
 
 
@@ -174,9 +174,9 @@ def test_messages_of_others_are_shown_during_a_save(state, caplog, monkeypatch):
         sys.unraisablehook(told)
         real(*arguments)
 
-    real, told, heard = manifest.seal, SimpleNamespace(exc_value=ValueError("mine")), []
+    real, told, heard = files.seal, SimpleNamespace(exc_value=ValueError("mine")), []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
-    monkeypatch.setattr(manifest, "seal", seal)
+    monkeypatch.setattr(files, "seal", seal)
     save("kept", state).wait()
     assert heard == [told]
     assert [record.getMessage() for record in caplog.records] == ["of somebody else", "of another loop"]
@@ -202,7 +202,7 @@ def test_what_is_no_checkpoint_is_not_overwritten(state):
 def test_what_could_not_be_read_again_is_not_written(state, monkeypatch):
     with pytest.raises(ArgumentError, match=r"a\\b has a backslash in its name"):
         save("a\\b", state)
-    monkeypatch.setattr(manifest, "MOST_JSON", 30_000)
+    monkeypatch.setattr(files, "MOST_JSON", 30_000)
     save("small", state).wait()
     with pytest.raises(CheckpointError, match=r"has 3\d{4} bytes as JSON, and only 30000 are read.*state_dict"):
         save("large", state | {"mine": "a" * 30_000})
@@ -214,7 +214,7 @@ def test_a_failure_is_raised_at_every_wait_with_its_cause(state, monkeypatch):
     words = "file/mine could not be written: .*Earlier ones are as they were"
     assert isinstance(refuses(CheckpointError, lambda: save("file/mine", state), words).__cause__, OSError)
     cause = OSError("the disk is gone")
-    monkeypatch.setattr(manifest, "write", raising(cause))
+    monkeypatch.setattr(files, "write", raising(cause))
     saving = save("mine", state)
     for _ in range(2):
         assert refuses(CheckpointError, saving.wait, "mine could not be written: the disk is gone").__cause__ is cause
@@ -229,7 +229,7 @@ def test_a_network_file_system_that_asks_for_patience_gets_it(state, monkeypatch
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", flaky)
-    monkeypatch.setattr(manifest, "_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "_WAITS_S", (0.0, 0.0, 0.0))
     save("kept", state).wait()
     assert value_of("kept") == 1.0 and left == []
 

@@ -12,7 +12,7 @@ from kit.journal import Rows
 from kit.modules import logging
 from kit.trainers import fit, thinned
 
-from jaxlit.core.device_sums import StepTable, Table
+from jaxlit.core.log import StepTable, Table
 
 BATCHES = sized(16, 8, 3)
 FOLDED = {"mean": np.mean, "sum": np.sum, "min": np.min, "max": np.max}

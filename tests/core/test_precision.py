@@ -16,7 +16,7 @@ from kit.modules import Linear, module
 from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.core.precision import Precision
+from jaxlit.core.train_state import Precision
 from jaxlit.errors import NonFiniteError, StateError
 
 LOW = {"bf16-mixed": jnp.bfloat16, "16-mixed": jnp.float16, "bf16-true": jnp.bfloat16}

@@ -16,7 +16,7 @@ from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
 from kit.trainers import THREE, fit, make_trainer, thinned
 
-from jaxlit.core.step_module import fold_keys
+from jaxlit.core.pure_module import fold_keys
 
 
 class Dropping(Linear):

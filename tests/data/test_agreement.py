@@ -7,9 +7,9 @@ from kit.threads import as_processes
 
 import jaxlit as jl
 from jaxlit.core.replica import num_rows
-from jaxlit.data.agreement import Agreement
+from jaxlit.data.batch_validator import Agreement
 from jaxlit.errors import DataError, ProcessError
-from jaxlit.strategies.program import ReplicatedBatch
+from jaxlit.strategies.base import ReplicatedBatch
 
 ROWS = sized(48)[0]
 

@@ -12,7 +12,7 @@ from kit.modules import Mean
 from kit.trainers import fit, thinned
 
 import jaxlit as jl
-from jaxlit.data.kinds import source_of
+from jaxlit.data.loaders import source_of
 
 
 def ahead(rows):

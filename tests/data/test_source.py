@@ -17,7 +17,7 @@ from kit.refusals import refuses
 from kit.trainers import thinned
 
 import jaxlit as jl
-from jaxlit.data.kinds import source_of
+from jaxlit.data.loaders import source_of
 from jaxlit.errors import DataError
 from jaxlit.loop.snapshot import load_loader
 

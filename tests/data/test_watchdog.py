@@ -19,7 +19,7 @@ from kit.processes import CHEAP, ROOT
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints import files
 from jaxlit.data import watchdog
 from jaxlit.distributed.team import Alone
 from jaxlit.errors import CheckpointError
@@ -135,10 +135,10 @@ def test_a_hang_ends_the_process_with_a_checkpoint_if_possible(where, clock, cap
         raise RuntimeError("it would have ended")
 
     train = lambda *more: fit(made, numbered(4), None, *more, default_root_dir="run", resume="auto", hang_timeout=1)  # noqa: E731
-    made, seal = Mean(), manifest.seal
+    made, seal = Mean(), files.seal
     hook = hooks(on_train_batch_end=lambda t, *_: waits_for_a_lock() if t.global_step == 2 else None)
     if where == "save":
-        monkeypatch.setattr(manifest, "seal", waits_for_a_lock)
+        monkeypatch.setattr(files, "seal", waits_for_a_lock)
     with pytest.raises((RuntimeError, CheckpointError), match="it would have ended"):
         train(*[hook] * (where == "hook"))
     assert {*clock.codes} == {76}

@@ -10,9 +10,8 @@ import pytest
 from kit.journal import raising
 from kit.threads import as_processes
 
-from jaxlit.distributed import exchange
-from jaxlit.distributed.exchange import once_per_node
-from jaxlit.distributed.team import team
+from jaxlit.distributed import team as exchange
+from jaxlit.distributed.team import once_per_node, team
 from jaxlit.errors import ProcessError
 
 

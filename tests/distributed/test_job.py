@@ -15,9 +15,9 @@ from kit.processes import Ended, launch, say
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.distributed import start
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed import job as start
 from jaxlit.distributed.job import job_size
+from jaxlit.distributed.team import fetch
 from jaxlit.errors import ProcessError
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}

@@ -15,7 +15,7 @@ from kit.processes import launch, say
 from kit.stages import Language, Layered, by_microbatches, numbers, sentences
 from kit.trainers import BARE, fit, make_trainer
 
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 from jaxlit.strategies import FSDP, Pipeline
 
 BATCHES = sized(8, 8, 8, 6)  # the rows of the last one do not divide, and are joined

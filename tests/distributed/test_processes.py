@@ -27,9 +27,8 @@ from kit.scale import Scale
 from kit.trainers import BARE, make_trainer, splitting
 
 import jaxlit as jl
-from jaxlit.distributed.exchange import fetch
-from jaxlit.distributed.start import own_rows
-from jaxlit.distributed.team import team
+from jaxlit.distributed.job import own_rows
+from jaxlit.distributed.team import fetch, team
 
 ROWS = 103  # over two processes 52 and 51
 # Two local batches of 26 rows do not divide among the devices, two of 24 do, the tails never do; that of 4 rows

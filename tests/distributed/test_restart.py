@@ -21,7 +21,7 @@ from kit.processes import CHEAP, ROOT
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.distributed.exchange import fetch
+from jaxlit.distributed.team import fetch
 
 ROWS, BATCH, STEPS, SAVE_EVERY, AT = 72, 16, 20, 4, 10  # five batches an epoch, the last of eight rows
 

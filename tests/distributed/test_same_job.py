@@ -24,8 +24,8 @@ from kit.threads import as_processes
 from kit.trainers import BARE, THREE, make_trainer, splitting
 
 import jaxlit as jl
-from jaxlit.distributed import same_job as file
-from jaxlit.distributed.same_job import environment, same_job, same_program
+from jaxlit.distributed import job as file
+from jaxlit.distributed.job import environment, same_job, same_program
 from jaxlit.distributed.team import Several
 from jaxlit.errors import ProcessError
 from jaxlit.strategies import Pipeline

@@ -7,7 +7,7 @@ import pytest
 from kit.refusals import refuses
 
 import jaxlit as jl
-from jaxlit.distributed import start
+from jaxlit.distributed import job as start
 from jaxlit.errors import ArgumentError, ProcessError
 
 

@@ -18,8 +18,7 @@ from kit.threads import as_processes
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.distributed.decisions import Decisions
-from jaxlit.distributed.team import team
+from jaxlit.distributed.team import Decisions, team
 from jaxlit.errors import CheckpointError, DataError
 
 

@@ -15,7 +15,7 @@ from kit.processes import launch, say
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.engine import compile_cache
+from jaxlit.engine import compiled_program as compile_cache
 
 
 @pytest.fixture

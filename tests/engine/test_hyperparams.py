@@ -16,9 +16,9 @@ from kit.trainers import FOUR, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.core.parts import by_part
-from jaxlit.engine.hyperparams import find_hyperparams
+from jaxlit.engine.state import find_hyperparams
 from jaxlit.errors import ArgumentTypeError
-from jaxlit.trainer.step_options import frozen_parts
+from jaxlit.trainer.step_cost import frozen_parts
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxlit.engine.in_flight import Bound
+from jaxlit.engine.compiled_program import Bound
 
 
 class Token:

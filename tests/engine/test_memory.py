@@ -15,7 +15,7 @@ from kit.trainers import BARE, fit, make_trainer
 import jaxlit as jl
 from jaxlit.errors import OutOfMemoryError
 from jaxlit.strategies import FSDP, SingleDevice
-from jaxlit.table import size
+from jaxlit.texts import size
 
 ALLOCATING = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nMore of jax's own."
 OF_A_CPU = "INTERNAL: Error dispatching computation: INTERNAL: Out of memory allocating 17179869184 bytes."

@@ -15,9 +15,9 @@ from kit.processes import launch, say
 from kit.trainers import THREE, fit, thinned
 
 import jaxlit as jl
-from jaxlit.core.optimizer_of import optimizer_of
+from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.step_options import StepOptions
+from jaxlit.core.train_state import StepOptions
 from jaxlit.engine.training import training_of
 
 

@@ -15,24 +15,23 @@ from flax import nnx
 from jax._src import monitoring
 
 import jaxlit as jl
-from jaxlit.checkpoints import files as files  # of a checkpoint
+from jaxlit.checkpoints import files  # of a checkpoint
 from jaxlit.core.log import Metric as Metric
-from jaxlit.core.optimizer_of import optimizer_of
-from jaxlit.core.precision import Precision
+from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.rates import rates_of
 from jaxlit.core.replica import Replica as Replica
+from jaxlit.core.train_state import Precision
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.team import _client
 from jaxlit.engine.creation import init_state
 from jaxlit.engine.engine import Engine
-from jaxlit.leaf_names import is_key as is_key
-from jaxlit.leaf_names import leaf_name as leaf_name
 from jaxlit.loop import hooks as loop_hooks
-from jaxlit.pipeline.executor import BatchRun
-from jaxlit.pipeline.places import Places
+from jaxlit.pipeline.executor import BatchRun, Places
 from jaxlit.strategies import registry
+from jaxlit.texts import is_key as is_key
+from jaxlit.texts import leaf_name as leaf_name
 
 
 def engine_of(trainer: jl.Trainer) -> Engine:
@@ -94,14 +93,14 @@ def key_value_store() -> Any:
 def hashes() -> Iterator[list[tuple[str, int]]]:
     """Yield a list that gets the path and the size of each file that is read for its hash."""
     result: list[tuple[str, int]] = []
-    hash_of = files.manifest._hash
+    hash_of = files._hash
 
     def noting(path: Path) -> str:
         result.append((str(path), path.stat().st_size))
         return hash_of(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files.manifest, "_hash", noting)
+        patch.setattr(files, "_hash", noting)
         yield result
 
 

@@ -11,7 +11,7 @@ from kit.faults import Crash, faults
 from kit.inside import files
 from kit.refusals import refuses
 
-fsynced = files.manifest.write  # which puts what it writes onto the disk
+fsynced = files.write  # which puts what it writes onto the disk
 
 
 def do_everything(folder):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlit.data import agreement
+from jaxlit.data import batch_validator as agreement
 from jaxlit.distributed import team as team_file
 from jaxlit.distributed.fate import Fate
 from jaxlit.errors import PeerError

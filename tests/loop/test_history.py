@@ -9,7 +9,7 @@ from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 
 from jaxlit.errors import ArgumentError, LoggerError
-from jaxlit.loop.history import MOST, History
+from jaxlit.loop.results import MOST, History
 
 
 def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():

@@ -19,7 +19,7 @@ from kit.trainers import fit, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError
-from jaxlit.porting import advice
+from jaxlit.faces import advice
 
 Event = tuple[Any, ...]  # a hook, the indices among its arguments, and the epoch and step that the Trainer counts there
 OF_MODULE = ("configure_callbacks", "prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers")

@@ -12,8 +12,7 @@ import pytest
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
-from jaxlit.pipeline.marks import marking
-from jaxlit.pipeline.segments import holds_mark
+from jaxlit.pipeline.segments import holds_mark, marking
 from jaxlit.programs.jaxpr import inline
 
 KINDS = {"w": Role.WEIGHT, "s": Role.STATE, "b": Role.BATCH}

@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import StateError
+from jaxlit.pipeline.executor import Places
 from jaxlit.pipeline.placed import Placed
-from jaxlit.pipeline.places import Places
 
 SIZES = (3, 40, 2000)  # elements: fewer than a sharding minds, more, and more than are brought together
 

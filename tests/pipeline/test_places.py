@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from kit.refusals import refuses
 
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline import places
-from jaxlit.pipeline.places import Places, check_processes, mesh_within_processes
+from jaxlit.pipeline import executor as places
+from jaxlit.pipeline.executor import Places, check_processes, mesh_within_processes
 
 
 def of_processes(*indices: int) -> list[Any]:

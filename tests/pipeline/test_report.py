@@ -12,7 +12,7 @@ from kit.modules import Linear
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.pipeline.report import StageFacts, layers_of, stage_table
+from jaxlit.pipeline.staged_step import StageFacts, layers_of, stage_table
 
 WIDTH, ROWS = 8, 12
 

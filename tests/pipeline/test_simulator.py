@@ -7,8 +7,7 @@ from kit.refusals import refuses
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
-from jaxlit.pipeline.schedules import SCHEDULES
-from jaxlit.pipeline.tasks import flat
+from jaxlit.pipeline.schedules import SCHEDULES, flat
 
 S = jl.strategies
 Task, Kind, simulate = jl.pipeline.Task, jl.pipeline.Kind, jl.pipeline.simulate

@@ -10,7 +10,7 @@ import pytest
 
 import jaxlit as jl
 from jaxlit.pipeline.cut import Input, Role, cut
-from jaxlit.pipeline.marks import marking
+from jaxlit.pipeline.segments import marking
 from jaxlit.pipeline.stages import Stage, flow_of
 
 PASSES: Any = SimpleNamespace(add=lambda total, grad, rows, scale: total + rows * grad)

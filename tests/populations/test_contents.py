@@ -13,7 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxlit.populations.contents import argument_text, content_text
+from jaxlit.populations.members import argument_text, content_text
 
 
 class Slotted:

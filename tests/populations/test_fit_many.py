@@ -20,7 +20,7 @@ from kit.trainers import fit
 import jaxlit as jl
 from jaxlit.core.replica import abstract_batch
 from jaxlit.populations.fit_many import _built
-from jaxlit.populations.options import Options
+from jaxlit.populations.members import Options
 
 
 def alone(made: jl.TrainModule, train: Any, val: Any = None, **arguments: Any) -> jl.Trainer:

@@ -97,7 +97,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     how: str, whole: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("jaxlit.populations.saves.remove", lambda path: None)
+        patch.setattr("jaxlit.populations.fit_many.remove", lambda path: None)
         population(default_root_dir=tmp_path, max_epochs=2)
     newest = tmp_path / "population" / "step_00000012"
     if how == "manifest":

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.programs.collectives import Collective, count_collectives
+from jaxlit.programs.costs import Collective, count_collectives
 
 N = 8
 SHIFT = [(i, (i + 1) % N) for i in range(N)]

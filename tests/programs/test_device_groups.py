@@ -9,8 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.programs.collectives import count_collectives
-from jaxlit.programs.device_groups import groups_of
+from jaxlit.programs.costs import count_collectives, groups_of
 
 DEVICES = np.asarray(jax.devices())
 

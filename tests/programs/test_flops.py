@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.programs.flops import Flops, count_flops
+from jaxlit.programs.costs import Flops, count_flops
 
 M, K, N, TURNS = 5, 7, 3, 4
 

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.programs.relate import relate
-from jaxlit.programs.relation import MEAN, MIXED, ROWS, SAME, TOTAL, UNKNOWN, Relation
+from jaxlit.programs.relations import MEAN, MIXED, ROWS, SAME, TOTAL, UNKNOWN, Relation, relate
 
 REPLICAS, ROWS_EACH = 4, 3
 MESH = jax.sharding.AbstractMesh((REPLICAS,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -16,7 +16,7 @@ from kit.modules import module
 from kit.trainers import BARE, fit, splitting
 
 import jaxlit as jl
-from jaxlit.reporting.histogram import BINS, count, histogram, unpack
+from jaxlit.reporting.media import BINS, count, histogram, unpack
 
 rng = np.random.default_rng(0)
 NORMAL = rng.normal(size=(40, 25)).astype(np.float32)

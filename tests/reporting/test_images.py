@@ -9,7 +9,7 @@ from kit.wandb_runs import PIXELS
 from PIL import Image
 
 from jaxlit.errors import ArgumentError
-from jaxlit.reporting.images import as_image
+from jaxlit.reporting.media import as_image
 
 GRAYS = np.linspace(0, 1, 20, dtype=np.float32).reshape(4, 5)
 ALPHA = np.dstack([PIXELS, PIXELS[..., :1]])

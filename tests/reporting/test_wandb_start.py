@@ -20,8 +20,9 @@ from wandb.errors import UsageError
 
 from jaxlit.callbacks import WandbLogger
 from jaxlit.errors import JaxlitError
-from jaxlit.reporting import wandb_run, wandb_start
-from jaxlit.reporting.wandb_start import open_run
+from jaxlit.reporting import wandb_run
+from jaxlit.reporting import wandb_run as wandb_start
+from jaxlit.reporting.wandb_run import open_run
 
 SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
 FAIL = raising(RuntimeError, "the service is gone\nand more")

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxlit.strategies.create import _kernel_of_random_bits
+from jaxlit.strategies.base import _kernel_of_random_bits
 
 
 def mesh_of(platform: str, size: int) -> Any:

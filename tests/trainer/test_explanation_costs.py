@@ -15,7 +15,7 @@ from kit.inside import leaves_of
 from kit.trainers import BARE, FOUR, SEVERAL, STRATEGIES, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.programs.cost import ProgramCost
+from jaxlit.programs.costs import ProgramCost
 
 ROWS, INSIDE, OUT = 32, 16, 8
 KERNEL = 4 * INSIDE * OUT  # bytes

@@ -23,7 +23,7 @@ from kit.trainers import BARE, SEVERAL, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ModuleError
-from jaxlit.programs.hardware import resolve_hardware
+from jaxlit.programs.costs import resolve_hardware
 from jaxlit.strategies import FSDP, Pipeline, SequenceParallel, TensorParallel
 from jaxlit.trainer.plan import Plan
 
@@ -477,7 +477,7 @@ def test_a_plan_says_what_jax_takes_of_a_gpu_by_itself() -> None:
 def test_a_plan_of_present_devices_takes_the_memory_that_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 50})
     monkeypatch.setattr(jax, "local_devices", lambda: [free])
-    monkeypatch.setattr("jaxlit.trainer.planning.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
+    monkeypatch.setattr("jaxlit.trainer.plan.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
     assert planned(planner(), "ddp").hardware.memory == 900
     assert planned(planner(), "ddp", hardware="NVIDIA A100").hardware.memory == 40e9
 
@@ -486,7 +486,7 @@ def test_the_arrays_of_a_planned_module_are_counted_once(monkeypatch: pytest.Mon
     module, own = Marked(rngs=nnx.Rngs(0)), 4 * 4 * (WIDTH * WIDTH + WIDTH)  # layers of float32
     used = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": own + 50})
     monkeypatch.setattr(jax, "local_devices", lambda: [used])
-    monkeypatch.setattr("jaxlit.trainer.planning.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
+    monkeypatch.setattr("jaxlit.trainer.plan.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
     assert planned(planner(), "ddp", module).hardware.memory == 950_000 - 50
     assert planned(planner(), "ddp", jl.lazy(Marked)).hardware.memory == 950_000 - 50 - own
 

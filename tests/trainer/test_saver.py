@@ -27,7 +27,7 @@ def weight_in(path: Any) -> float:
 
 
 def order_of(path: Any) -> Any:
-    return files.manifest.order_of(Path(path))
+    return files.order_of(Path(path))
 
 
 def written(folder: str = "kept") -> set[str]:
@@ -135,13 +135,13 @@ def test_the_writer_of_the_docstring_announces_what_it_saved(at) -> None:
 
 
 def test_the_end_of_a_run_waits_for_open_checkpoints(monkeypatch) -> None:
-    seal, torn_down = files.manifest.seal, threading.Event()
+    seal, torn_down = files.seal, threading.Event()
 
     def late(*arguments: Any) -> None:
         assert torn_down.wait(60)
         seal(*arguments)
 
-    monkeypatch.setattr(files.manifest, "seal", late)
+    monkeypatch.setattr(files, "seal", late)
     leaves = hooks(on_fit_end=lambda t, m: t.saver.begin("kept/end"), teardown=lambda t, m, stage: torn_down.set())
     fit(Mean(), numbered(2), None, leaves, enable_checkpointing=False)
     assert written() == {"end"}

@@ -15,7 +15,7 @@ from kit.trainers import BARE
 import jaxlit as jl
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.errors import ArgumentError, OutOfMemoryError
-from jaxlit.trainer.scale_batch_size import _Tries
+from jaxlit.trainer.tuning import _Tries
 
 
 class Counts(jl.TrainModule):

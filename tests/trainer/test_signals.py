@@ -19,7 +19,7 @@ from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 from kit.waiting import held
 
-from jaxlit.checkpoints import manifest
+from jaxlit.checkpoints import files
 from jaxlit.checkpoints.writing import Draft, Saving
 from jaxlit.control import Control
 from jaxlit.engine.state import State
@@ -274,8 +274,8 @@ def test_a_folder_stays_locked_while_a_writer_works(signals, monkeypatch) -> Non
             signal.raise_signal(signal.SIGINT)
         return real_join(saving, timeout)
 
-    real_seal, real_join = manifest.seal, Saving.join
-    monkeypatch.setattr(manifest, "seal", seal)
+    real_seal, real_join = files.seal, Saving.join
+    monkeypatch.setattr(files, "seal", seal)
     monkeypatch.setattr(Saving, "join", join)
     first = hooks(on_train_batch_end=lambda *_: signal.raise_signal(signal.SIGINT))
     again = lambda: fit(Mean(), numbered(3), default_root_dir="run", resume="auto")  # noqa: E731

@@ -8,7 +8,7 @@ import pytest
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
-from jaxlit.weights.rules import assign
+from jaxlit.weights.weight_rules import assign
 
 X = np.arange(24.0).reshape(4, 6)
 ALL = (slice(None), slice(None))

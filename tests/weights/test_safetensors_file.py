@@ -10,7 +10,7 @@ import safetensors
 import safetensors.numpy
 
 from jaxlit.errors import CheckpointError
-from jaxlit.weights import safetensors_file
+from jaxlit.weights import sources as safetensors_file
 
 SHAPES = [(), (0, 3), (5,), (2, 3)]
 
@@ -27,13 +27,13 @@ def of_all_kinds() -> dict[str, np.ndarray]:
 
 def write(path: Path, arrays: dict[str, np.ndarray], **metadata: str) -> Path:
     specs = [(name, x.shape, x.dtype) for name, x in arrays.items()]
-    safetensors_file.write(path, specs, arrays.values(), metadata)
+    safetensors_file.write_safetensors(path, specs, arrays.values(), metadata)
     return path
 
 
 def test_every_dtype_comes_back_bit_by_bit() -> None:
     arrays = of_all_kinds()
-    read = safetensors_file.read(write(Path("all.safetensors"), arrays))
+    read = safetensors_file.read_safetensors(write(Path("all.safetensors"), arrays))
     assert read.keys() == arrays.keys()
     for name, x in arrays.items():
         assert read[name].dtype == x.dtype
@@ -57,12 +57,12 @@ def test_the_library_reads_what_was_written() -> None:
 def test_what_the_library_has_written_is_read() -> None:
     arrays = {name: x for name, x in of_all_kinds().items() if x.dtype.kind in "biuf"}
     safetensors.numpy.save_file(arrays, "theirs.safetensors", {"format": "pt"})
-    read = safetensors_file.read(Path("theirs.safetensors"))
+    read = safetensors_file.read_safetensors(Path("theirs.safetensors"))
     assert {name: x.tobytes() for name, x in read.items()} == {name: x.tobytes() for name, x in arrays.items()}
 
 
 def test_arrays_are_mapped_and_not_read() -> None:
-    array = safetensors_file.read(write(Path("one.safetensors"), {"x": np.arange(6.0)}))["x"]
+    array = safetensors_file.read_safetensors(write(Path("one.safetensors"), {"x": np.arange(6.0)}))["x"]
     while array.base is not None and not isinstance(array.base, np.memmap):
         array = array.base
     assert isinstance(array.base, np.memmap)
@@ -101,7 +101,7 @@ def test_a_header_beyond_the_limit_of_the_library_is_refused() -> None:
         with pytest.raises(safetensors.SafetensorError, match="header too large"):
             safetensors.safe_open(path, framework="np")
         with pytest.raises(CheckpointError, match="header is damaged"):
-            safetensors_file.read(path)
+            safetensors_file.read_safetensors(path)
     finally:
         path.unlink()
 
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_refused(damage: str) -> None:
     content, message = DAMAGED[damage]
     Path("bad.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"bad.safetensors .*{message}"):
-        safetensors_file.read(Path("bad.safetensors"))
+        safetensors_file.read_safetensors(Path("bad.safetensors"))
 
 
 def test_a_write_that_fails_leaves_the_older_file() -> None:
@@ -123,7 +123,7 @@ def test_a_write_that_fails_leaves_the_older_file() -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        safetensors_file.write(path, [("x", (2,), np.dtype(int)), ("y", (2,), np.dtype(int))], arrays(), {})
+        safetensors_file.write_safetensors(path, [("x", (2,), np.dtype(int)), ("y", (2,), np.dtype(int))], arrays(), {})
     assert path.read_bytes() == before
     assert [file.name for file in Path().iterdir()] == [path.name]
 
@@ -134,6 +134,6 @@ def test_arrays_without_alignment_are_read() -> None:
     header["y"] = {"dtype": "BF16", "shape": [2], "data_offsets": [1, 5]}
     y = np.array([1.5, -2], ml_dtypes.bfloat16)
     Path("odd.safetensors").write_bytes(with_header(header, b"\7" + y.tobytes()))
-    read = safetensors_file.read(Path("odd.safetensors"))
+    read = safetensors_file.read_safetensors(Path("odd.safetensors"))
     assert read["x"].tolist() == [7]
     assert read["y"].tolist() == [1.5, -2]

@@ -19,7 +19,7 @@ from kit.trainers import FOUR, fit, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentTypeError, CheckpointError
-from jaxlit.weights.safetensors_file import DTYPES
+from jaxlit.weights.sources import DTYPES
 
 
 class Mixed(nnx.Module):

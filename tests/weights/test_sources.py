@@ -19,8 +19,8 @@ from kit.pages import needing
 
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.weights.loading import load_weights
-from jaxlit.weights.rules import WeightRule
 from jaxlit.weights.sources import read_arrays
+from jaxlit.weights.weight_rules import WeightRule
 
 ARRAYS = {"a.b": np.arange(6.0).reshape(2, 3), "c": np.array(3, np.int8), "none": np.zeros((0, 2), np.float16)}
 

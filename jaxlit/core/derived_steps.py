@@ -1,0 +1,267 @@
+"""Several optimizer steps in one program.
+
+Several batches for one program.
+
+The body of a compiled evaluation step, as a pure function of a state and a batch.
+
+An optimizer step in several passes, each of which sees a part of the batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.log import loss_of
+from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica, reduce_outputs, share_of_metrics
+from jaxlit.core.step import TrainStep, count_bad, over_rows
+from jaxlit.core.train_state import Layout, TrainState, Window
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stack:
+    """Batches of one kind, stacked along dim 1 of their arrays: rows stay the leading dim, which strategies split.
+
+    Args:
+        arrays: A pytree like a batch, of arrays (rows, count, ...); one of (rows, count) for a number.
+        count: How many batches.
+        numbers: Whether each leaf is a number, which has no rows.
+    """
+
+    arrays: Any
+    count: int = field(metadata={"static": True})
+    numbers: tuple[bool, ...] = field(metadata={"static": True})
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Any:
+        """Return a batch, of views; raises IndexError past the last, so that the batches can be iterated."""
+        if i >= self.count:
+            raise IndexError(i)
+        return self.map(lambda x: x[:, i], lambda x: x[0, i])
+
+    def traced(self, i: jax.Array) -> Any:
+        """Return a batch inside a program."""
+        take = lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)  # noqa: E731
+        return self.map(take, lambda x: take(x)[0])
+
+    def map(self, array: Callable[[Any], Any], number: Callable[[Any], Any]) -> Any:
+        """Return the pytree with a function of each array, and one of each number."""
+        leaves, treedef = jax.tree.flatten(self.arrays)
+        each = zip(leaves, self.numbers, strict=True)
+        return treedef.unflatten([number(x) if is_number else array(x) for x, is_number in each])
+
+
+def stacked(batches: Sequence[Any]) -> Stack:
+    """Stack host batches of one kind."""
+    first, treedef = jax.tree.flatten(batches[0])
+    numbers = tuple([not x.ndim for x in first])
+    rows = next(len(x) for x in first if x.ndim)
+    columns = zip(*map(treedef.flatten_up_to, batches), strict=True)
+    arrays = [np.stack(x, axis=1) if x[0].ndim else np.tile(np.stack(x), (rows, 1)) for x in columns]
+    return Stack(treedef.unflatten(arrays), len(batches), numbers)
+
+
+def eval_step(
+    pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable[..., Any]
+) -> Callable[..., tuple[list[jax.Array], jax.Array | None, Any]]:
+    """Return the body of a validation, test or predict step, which adds one batch to the metrics.
+
+    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
+    replica, and () int32 batches seen; and the batch. It returns the new metrics, the batch's own table if a metric
+    shows its steps, and what the user's step returned.
+
+    Args:
+        pure: The module taken apart.
+        stage: "validation", "test" or "predict".
+        loader: The `dataloader_idx` for a step that takes one, else None.
+        layout: How a flat list becomes (counters, params, frozen, model_state).
+        wrap: What the strategy makes of the user's step.
+    """
+
+    def run(
+        replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
+    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
+        (counters, *variables), (table, batch_idx) = layout.unflatten(leaves), sums
+        body, batch = wrap(pure.body(stage, replica, loader)), replica.constrain_batch(batch)
+        _, (_, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
+        traced = pure.trace_of(stage, loader)
+        metrics, how = traced.table, traced.reduction
+        entry = metrics.entry(*share_of_metrics(replica, metrics, values, weights, how), replica.share)
+        outputs = reduce_outputs(replica, outputs, how, traced.rows_of)
+        return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs
+
+    return run
+
+
+@dataclass(frozen=True)
+class MicrobatchStep:
+    """What a training program is made of, for a strategy that takes the gradient itself, pass by pass.
+
+    The order is `forward` and `add` for each part of the batch, then `finish`.
+
+    Args:
+        step: The training step.
+        written: The indices in the state of what the user's step writes.
+        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
+            "diagnose" for nothing that lasts.
+
+    Attributes:
+        params: The indices in the state of the parameters.
+        scale: That of the loss scale, None without one.
+    """
+
+    step: TrainStep
+    written: tuple[int, ...]
+    end: str = "train"
+
+    @cached_property
+    def at(self) -> TrainState:
+        """The indices of the state's arrays in the flat list."""
+        treedef = self.step.layout.treedef
+        return jax.tree.unflatten(treedef, range(treedef.num_leaves))
+
+    @cached_property
+    def params(self) -> list[int]:
+        """The indices of the parameters."""
+        return jax.tree.leaves(self.at.params)
+
+    @property
+    def scale(self) -> int | None:
+        """The index of the loss scale, None without one."""
+        return self.at.loss_scale  # type: ignore[return-value]
+
+    def forward(
+        self, replica: Replica, leaves: list[Any], batch: Any
+    ) -> tuple[jax.Array, list[jax.Array], jax.Array, Any]:
+        """Run the user's step on a part of the batch.
+
+        Args:
+            replica: What the pass sees.
+            leaves: The flat state.
+            batch: The part.
+
+        Returns:
+            What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
+            part's table, and its outputs.
+        """
+        old = self.step.layout.unflatten(leaves)
+        objective = self.step.objective(replica, old, old.frozen, old.model_state, replica.constrain_batch(batch))
+        value, (loss, aux) = objective(old.params)
+        new, table, outputs = self.step.made(replica, old, loss, aux, 1.0)
+        flat = self.step.layout.flatten(self.step.kept_finite(old, new))
+        return value, [flat[i] for i in self.written], table, outputs
+
+    def add(self, total: jax.Array, grad: jax.Array, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
+        """Return the sum of the gradients of a parameter, with that of another part in it.
+
+        Args:
+            total: The sum.
+            grad: The gradient of `forward`'s first result.
+            rows: () float32, rows of the part.
+            scale: The loss scale.
+        """
+        grad = grad if scale is None else grad / scale[0].astype(grad.dtype)
+        return total + rows.astype(total.dtype) * grad.astype(total.dtype)
+
+    def finish(
+        self, leaves: list[Any], written: list[Any], grads: list[Any], rows: jax.Array, table: jax.Array, outputs: Any
+    ) -> tuple[Any, ...]:
+        """Return what the program returns, after the last pass.
+
+        Args:
+            leaves: The flat state as it was before the batch.
+            written: What is at the `written` indices now.
+            grads: The sum of `add` for each parameter.
+            rows: () float32, rows of the batch.
+            table: Its table.
+            outputs: Its outputs, which are handed on.
+        """
+        step, old, now = self.step, self.step.layout.unflatten(leaves), list(leaves)
+        for i, x in zip(self.written, written, strict=True):
+            now[i] = x
+        new = step.layout.unflatten(now)
+        total = jax.tree.unflatten(jax.tree.structure(old.params), grads)
+        if self.end == "diagnose":
+            flat = step.layout.flatten(new.advance(steps=0))
+            return [flat[i] for i in (self.at.counters, *self.written)], table, count_bad(grads)  # type: ignore[call-overload]
+        loss = None if old.window is None else loss_of(table)
+        if old.window is not None:
+            total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
+            rows, table = old.window.rows + rows, step.table.combine(old.window.metrics, table)
+            window = Window(total, rows, table)
+            window = window if self.end == "micro" else step.empty_window(window)
+            new = replace(new, window=window, window_start=old.next_start())
+        if self.end == "micro":
+            new = new.advance(steps=0)
+            return step.layout.flatten(new), step.logs(table, new), loss, outputs
+        mean = over_rows(total, rows, old.params)
+        made, logs, *seen = step.apply(old, new, mean, table)
+        return made, logs, loss, outputs, *seen
+
+
+@dataclass(frozen=True)
+class FusedSteps:
+    """The body of a program that takes the optimizer steps of several batches, one after another.
+
+    Args:
+        step: The training step.
+        window: How many batches an optimizer step takes.
+        counters: The index of the counters in the state.
+        written: The indices of what is kept where a window begins, see `WindowBackup`.
+        is_row: A pytree like the step's outputs: whether each has one row for each row of the batch.
+    """
+
+    step: TrainStep
+    window: int
+    counters: int
+    written: tuple[int, ...]
+    is_row: Any
+
+    def __call__(self, replica: Replica, leaves: list[Any], kept: list[Any], stack: Stack) -> tuple[Any, ...]:
+        """Take the steps.
+
+        Args:
+            replica: What the body sees.
+            leaves: The flat state.
+            kept: What was kept where the newest window began.
+            stack: The batches, whole windows of them.
+
+        Returns:
+            The state, what was kept, and of each optimizer step the table, (num_steps, ...); of each batch the loss if
+            steps take windows, and the outputs: those with rows (rows, num_batches, ...), others (num_batches, ...).
+        """
+
+        def given(leaves: list[Any], i: jax.Array) -> Any:
+            # Like the arguments of a single step: else XLA fuses what makes them into it, and rounds it otherwise.
+            return jax.lax.optimization_barrier((leaves, stack.traced(i)))
+
+        def one(carry: Any, first: jax.Array) -> Any:
+            leaves, kept = carry
+            good = leaves[self.counters][3] < 0  # after a bad step what was kept before it stays
+            kept = [jnp.where(good, leaves[i], x) for i, x in zip(self.written, kept, strict=True)]
+
+            def micro(leaves: list[Any], i: jax.Array) -> Any:
+                leaves, _, loss, outputs = self.step.micro(replica, *given(leaves, i))
+                return leaves, (loss, outputs)
+
+            leaves, each = (
+                jax.lax.scan(micro, leaves, first + jnp.arange(self.window - 1)) if self.window > 1 else (leaves, None)
+            )
+            leaves, logs, *last = self.step.update(replica, *given(leaves, first + self.window - 1))
+            last = jax.tree.map(lambda x: x[None], tuple(last))
+            each = last if each is None else jax.tree.map(lambda *x: jnp.concatenate(x), each, last)
+            return (leaves, kept), (logs, each)
+
+        starts = jnp.arange(0, stack.count, self.window)
+        (leaves, kept), (logs, each) = jax.lax.scan(one, (leaves, kept), starts)
+        loss, outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), each)
+        outputs = jax.tree.map(lambda rows, x: jnp.moveaxis(x, 0, 1) if rows else x, self.is_row, outputs)
+        return leaves, kept, logs, loss, outputs

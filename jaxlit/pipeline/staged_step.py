@@ -1,0 +1,330 @@
+"""A training step as passes of microbatches: the rank of each array, and the programs of each stage.
+
+The stages of a pipeline as a table.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxlit.core.derived_steps import MicrobatchStep
+from jaxlit.core.replica import num_rows
+from jaxlit.core.train_state import TrainState
+from jaxlit.errors import ArgumentError, ModuleError, StateError
+from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
+from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate
+from jaxlit.pipeline.placed import Placed
+from jaxlit.pipeline.schedules import FusedTask, Kind, Schedule, Task, simulate
+from jaxlit.pipeline.segments import holds_mark
+from jaxlit.pipeline.stages import Stage, flow_of
+from jaxlit.programs.costs import ProgramCost, count_flops
+from jaxlit.programs.jaxpr import inline
+from jaxlit.texts import leaf_name, size, table
+
+
+class StageFacts(NamedTuple):
+    """What is known about a stage.
+
+    Attributes:
+        names: The parameters that it holds.
+        params: Their elements.
+        flops: Operations of a forward pass of one microbatch.
+    """
+
+    names: list[str]
+    params: int
+    flops: int
+
+
+def facts_of(cut: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequence[Any]) -> list[StageFacts]:
+    """Return what is known about each stage.
+
+    Args:
+        cut: The user's step, cut.
+        names: The names of the parameters.
+        stages: The stage that holds each.
+        leaves: Their shapes.
+    """
+    facts = []
+    for piece in cut.pieces:
+        mine = [i for i, stage in enumerate(stages) if stage == piece.stage]
+        flops = count_flops(cut.closed.jaxpr.replace(eqns=piece.eqns)).count
+        facts.append(StageFacts([names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
+    return facts
+
+
+def stage_table(
+    facts: Sequence[StageFacts], residuals: Sequence[int] | None, schedule: Schedule, num_microbatches: int
+) -> str:
+    """Return a row for each stage, and the predicted bubble.
+
+    Args:
+        facts: Of each stage.
+        residuals: Bytes that a microbatch keeps on each for its backward pass; None until the step is built.
+        schedule: The schedule.
+        num_microbatches: Into how many microbatches a batch is split.
+    """
+    simulation = simulate(schedule, num_microbatches)
+    rows = [("stage", "rank", "layers", "params", "GFLOP", "kept a microbatch", "live at most")]
+    for stage, (names, params, flops) in enumerate(facts):
+        rank, kept = schedule.rank_of(stage), "-" if residuals is None else size(residuals[stage])
+        figures = f"{params:,}", f"{flops / 1e9:.3g}", kept, str(simulation.peak_live[rank])
+        rows.append((str(stage), str(rank), layers_of(names), *figures))
+    lines = "\n".join(table(rows, texts=3))
+    return f"{lines}\npredicted bubble {simulation.bubble:.1%}: the part of their time in which ranks wait"
+
+
+def layers_of(names: Sequence[str]) -> str:
+    """Return the layers that parameters belong to, at most three: "embed, blocks[0] ... blocks[7]"."""
+    layers = [*dict.fromkeys(name.split(".")[0] for name in names)] or ["-"]
+    return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} ... {layers[-1]}"
+
+
+def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:
+    """Return the bytes that each stage keeps of one microbatch, given the shapes of all inputs of the step."""
+    sent: dict[Any, Any] = {}
+    sizes = []
+    for stage in stages:
+        inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
+        outs, _, kept = jax.eval_shape(stage.forward, inputs, ins)
+        sent |= dict(zip(stage.piece.outs, outs, strict=True))
+        sizes.append(stage.keep(inputs, ins, kept).nbytes)
+    return sizes
+
+
+class Placement(NamedTuple):
+    """The ranks and stages of a module's arrays.
+
+    Attributes:
+        ranks: The rank of each array of (params, frozen, model_state).
+        sizes: How many of the parts between marks each stage has; None without the user's step.
+        facts: What is known about the stages; None without the user's step.
+        stages: The stage of each parameter by its name.
+    """
+
+    ranks: tuple[Any, Any, Any]
+    sizes: list[int] | None
+    facts: list[StageFacts] | None
+    stages: dict[str, int]
+
+
+def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: Any) -> Placement:
+    """Return the placement of each array of a module.
+
+    Args:
+        schedule: The rank of each stage.
+        balance: See `segments_of`.
+        state: The state, abstract.
+        closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then distributed in
+            their order, by their bytes.
+    """
+    module = state.variables
+    leaves, treedef = jax.tree.flatten(module)
+    names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(module)]
+    num_weights, sizes, facts = len(jax.tree.leaves(module[:2])), None, None
+    if closed is None:
+        stages = _by_bytes(leaves, schedule.num_stages)
+    else:
+        pieces, stages = _by_use(closed, schedule.num_stages, balance, num_weights, names)
+        sizes, facts = pieces.sizes, facts_of(pieces, names[:num_weights], stages[:num_weights], leaves)
+    ranks = jax.tree.unflatten(treedef, [schedule.rank_of(stage) for stage in stages])
+    return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
+
+
+def _by_use(
+    closed: Any, num_stages: int, balance: Any, num_weights: int, names: Sequence[str]
+) -> tuple[Cut, list[int]]:
+    """Return the user's step, cut, and the stage of each array of the module."""
+    closed = inline(closed, also=holds_mark)
+    jaxpr, count, inputs = closed.jaxpr, len(names), []
+    for i, var in enumerate(jaxpr.invars):
+        update = None if i >= count or jaxpr.outvars[1 + i] is var else 1 + i
+        role = Role.BATCH if i >= count else Role.WEIGHT if i < num_weights else Role.STATE
+        inputs.append(Input(role, update=update))
+    pieces = _cut(closed, inputs, num_stages, balance, names)
+    # An array that nothing uses goes to the stage of the one before it.
+    last = next((x for x in pieces.home_of[:count] if x is not None), 0)
+    return pieces, [last := last if stage is None else stage for stage in pieces.home_of[:count]]
+
+
+def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
+    sizes = np.array([x.size * getattr(x.dtype, "itemsize", 4) for x in leaves], float)
+    middle = np.cumsum(sizes) - sizes / 2
+    return [min(int(x * stages / max(sizes.sum(), 1)), stages - 1) for x in middle]
+
+
+def _cut(closed: Any, inputs: Sequence[Input], num_stages: int, balance: Any, names: Sequence[str]) -> Cut:
+    try:
+        return cut(closed, inputs, num_stages, balance=balance)
+    except StateOnTwoStages as error:
+        raise StateError(
+            f"Pipeline: {names[error.place]} is updated on stage {error.updated} and read on stage {error.read}: each "
+            "microbatch would wait for the one before it to come through. Update it where it is read, or let one stage "
+            "hold both."
+        ) from None
+
+
+class Microbatched:
+    """A compiled training program: a function of (leaves, batch) to what its `Program` returns.
+
+    Args:
+        strategy: The pipeline, a `jaxlit.strategies.Pipeline`.
+        name: The name of its programs.
+        passes: The functions of a pass.
+        specs: The spec of each array of the state.
+        finish: The program after the last pass.
+        outputs: The outputs of the user's step: whether each has a row for each of the batch.
+    """
+
+    def __init__(
+        self, strategy: Any, name: str, passes: MicrobatchStep, specs: Sequence[Any], finish: Placed, outputs: Any
+    ) -> None:
+        self.strategy, self.name, self.passes, self._specs, self._finish = strategy, name, passes, specs, finish
+        self._outputs = outputs
+        if strategy.num_microbatches > 1 and outputs is not None:
+            self._check_outputs()
+        self.places, self.schedule = strategy.places, strategy.schedule
+        self.ranks = [self.places.rank_at(x.sharding) for x in specs]
+        self._sets: dict[Any, StageSet] = {}
+        self._orders: dict[int, Sequence[Task | FusedTask]] = {}
+        self._zeros_of: dict[tuple[int, ...], Callable[[], list[jax.Array]]] = {}
+        self._shapes: list[Any] = []
+        self.residuals: Callable[[], list[int]] | None = None  # bytes of a microbatch that each stage keeps
+        self._combine = jax.jit(partial(reduce, passes.step.table.combine))
+
+    def __call__(self, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+        """Run the program."""
+        microbatches, sets = self.prepare(leaves, batch)
+        run = BatchRun(self, leaves, microbatches, sets)
+        written, grads, tables, outputs = run.run(self._order(len(microbatches)))
+        rows = [x.rows for x in microbatches]
+        joined = self._joined(outputs, rows)
+        return self._finish(leaves, written, grads, np.float32(sum(rows)), self._combine(tables), joined)
+
+    def prepare(self, leaves: Sequence[Any], batch: Any) -> tuple[list[Microbatch], list[StageSet]]:
+        """Return the microbatches of a batch, and the programs of each; of the state only shapes are read."""
+        self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        microbatches = self._split(batch)
+        return microbatches, [self._set(x, batch) for x in microbatches]
+
+    def estimate(self, leaves: Sequence[Any], batch: Any) -> ProgramCost:
+        """Return what a call takes, of arrays or of their shapes, dtypes and shardings."""
+        return estimate(self, leaves, batch)
+
+    def _check_outputs(self) -> None:
+        """Refuse outputs that cannot be joined from those of microbatches: neither rows nor numbers to average."""
+        pure = self.passes.step.pure
+        known = jax.tree_util.tree_leaves_with_path(pure.trace_of("training").outputs)
+        for (path, x), is_rows in zip(known, jax.tree.leaves(self._outputs), strict=True):
+            if not is_rows and not jnp.issubdtype(x.dtype, jnp.inexact):
+                raise ModuleError(
+                    f"{pure.name}.training_step returns {leaf_name(path)}, {x.dtype}{list(x.shape)}, which has no row "
+                    "for each of the batch's, and a pipeline runs the step once for each microbatch. Return rows, or "
+                    "log the number: self.log(name, value, reduce_fx='sum')."
+                )
+
+    # The batch --------------------------------------------------------------------------------------
+
+    def _split(self, batch: Any) -> list[Microbatch]:
+        leaves, rows = jax.tree.leaves(batch), num_rows(batch)
+        count = min(self.strategy.num_microbatches, rows)
+        ends = np.cumsum([0, *(rows // count + (i < rows % count) for i in range(count))])
+        microbatches = []
+        for begin, end in itertools.pairwise(ends):
+            mine = [x[begin:end] if np.ndim(x) and x.shape[0] == rows else x for x in leaves]
+            factor = rows / (end - begin) if self.strategy.loss_reduction == "sum" else 1
+            shape = tuple((np.shape(x), np.dtype(x.dtype)) for x in mine), factor
+            microbatches.append(Microbatch(mine, int(end - begin), shape))
+        return microbatches
+
+    def _order(self, count: int) -> Sequence[Task | FusedTask]:
+        """Return the tasks of so many microbatches."""
+        if count not in self._orders:
+            schedule = self.schedule
+            try:
+                self._orders[count] = simulate(schedule, count).order
+            except ArgumentError:
+                if count >= self.strategy.num_microbatches:
+                    raise
+                # A tail of fewer rows than microbatches, for which the schedule has no order.
+                stages = range(schedule.num_stages)
+                ahead = [Task(stage, mb, Kind.FWD) for mb in range(count) for stage in stages]
+                back = [Task(stage, mb, Kind.BWD) for mb in range(count) for stage in reversed(stages)]
+                self._orders[count] = [*ahead, *back]
+        return self._orders[count]
+
+    def place_batch(self, ranks: Sequence[int], groups: list[list[Any]]) -> list[list[Any]]:
+        """Place each group of a microbatch's arrays on a rank, with the batch sharding of the strategy within it."""
+        inner = self.strategy.inner
+
+        def sharding(rank: int, x: Any, rows: int) -> Any:
+            replicated = inner.mesh.size == 1 or rows % inner.num_replicas
+            return self.places.on(inner.replicated if replicated else inner._batch_sharding(x), rank)
+
+        shardings = [[sharding(rank, x, num_rows(xs)) for x in xs] for rank, xs in zip(ranks, groups, strict=True)]
+        return self.places.put(groups, shardings)
+
+    def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
+        """Return a batch's outputs from those of its microbatches."""
+        rows_of, treedef = jax.tree.flatten(self._outputs)
+        pairs = zip(outputs, rows_of, strict=False)
+        return treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
+
+    # Programs ---------------------------------------------------------------------------------------
+
+    def _set(self, microbatch: Microbatch, batch: Any) -> StageSet:
+        if microbatch.shape not in self._sets:
+            self._sets[microbatch.shape] = self._build(microbatch, jax.tree.structure(batch))
+        return self._sets[microbatch.shape]
+
+    def _build(self, microbatch: Microbatch, treedef: Any) -> StageSet:
+        strategy, passes, count = self.strategy, self.passes, len(self._shapes)
+        replica = replace(strategy.replica, passes=microbatch.shape[1])
+        shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in microbatch.leaves]
+
+        def forward(*args: Any) -> Any:
+            return passes.forward(replica, list(args[:count]), treedef.unflatten(args[count:]))
+
+        closed = jax.make_jaxpr(strategy.in_mesh(forward))(*self._shapes, *shapes)
+        closed = inline(closed, also=holds_mark)
+        weights = {*jax.tree.leaves((passes.at.params, passes.at.frozen))}
+        updates = {place: 1 + k for k, place in enumerate(passes.written)}
+        inputs = [Input(Role.WEIGHT if i in weights else Role.STATE, update=updates.get(i)) for i in range(count)]
+        inputs += [Input(Role.BATCH)] * len(shapes)
+        names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
+        cut = _cut(closed, inputs, self.schedule.num_stages, strategy.sizes, names)
+        flow = flow_of(closed.jaxpr, passes.params)
+        stages = []
+        for piece in cut.pieces:
+            stages.append(Stage(cut, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
+        self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
+        return StageSet(cut, stages, count, len(passes.written))
+
+    def _jit_of(self, stage: int) -> Callable[..., Any]:
+        rank = self.schedule.rank_of(stage)
+        return lambda fn, what, **options: self.places.jit(rank, fn, f"{self.name}_{what}_{stage}", **options)
+
+    def zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
+        """Return zeros for the gradients of parameters, on a rank."""
+        key = (rank, *params)
+        if key not in self._zeros_of:
+            shardings = [self.places.on(self._specs[i].sharding, rank) for i in params]
+            shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
+            make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
+            self._zeros_of[key] = self.places.jit(rank, make, "zeros", out_shardings=shardings)
+        return self._zeros_of[key]()
+
+
+def _join(parts: list[Any], rows: list[int], *, is_rows: bool) -> Any:
+    """Return rows concatenated, and other outputs averaged over rows."""
+    if len(parts) == 1:
+        return parts[0]
+    if is_rows:
+        return jnp.concatenate(parts)
+    return jnp.asarray(sum(x * (n / sum(rows)) for x, n in zip(parts, rows, strict=True)), parts[0].dtype)

@@ -1,0 +1,187 @@
+"""How a value of the user's is shown in a message.
+
+Short texts of values and arrays that are the same in every process which has the same value.
+
+How the leaves of a pytree are called.
+
+Tables of plain text, and short forms of large numbers.
+
+Python values as JSON's types.
+"""
+
+import math
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+_MOST_ENTRIES = 10
+
+
+def shown(value: Any, most: int = 300) -> str:
+    """Return a value's repr on a line: arrays by dtype and shape, functions by name, cut after `most` characters."""
+    text = _text(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def _text(x: Any) -> str:
+    if isinstance(x, (dict, list, tuple)):
+        first = islice(x.items() if isinstance(x, dict) else x, _MOST_ENTRIES)
+        texts = (f"{key!r}: {_text(value)}" for key, value in first) if isinstance(x, dict) else map(_text, first)
+        inside = ", ".join(texts) + ", ..." * (len(x) > _MOST_ENTRIES)
+        if isinstance(x, tuple):
+            return f"({inside}{',' * (len(x) == 1)})"
+        return f"{{{inside}}}" if isinstance(x, dict) else f"[{inside}]"
+    if isinstance(x, nnx.Pytree):
+        return f"{type(x).__name__}(...)"
+    if isinstance(x, type):
+        return repr(x)
+    if isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not isinstance(x, np.generic):
+        return f"{x.dtype}{list(x.shape)}"
+    if callable(x) and (name := getattr(x, "__qualname__", None) or getattr(x, "__name__", None)):
+        return f"<function {name}>"
+    return " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(x)).split())
+
+
+def is_key(x: Any) -> bool:
+    """Return whether `x` is a typed PRNG key array, concrete or abstract."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Return the (name, leaf) of each leaf of a pytree, named as a user writes it."""
+    return [(leaf_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def keys_of(path: Sequence[Any]) -> list[Any]:
+    """Return the names and indices in a pytree path."""
+    return [getattr(x, "key", getattr(x, "name", getattr(x, "idx", x))) for x in path]
+
+
+def leaf_name(path: Sequence[Any]) -> str:
+    """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
+    name = ""
+    for part in path:
+        key = getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))
+        if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like several
+            name += f"[{key!r}]"
+        else:
+            name += f".{key}" if name else str(key)
+    return name
+
+
+def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
+    """Return the lines of a table with aligned columns.
+
+    Args:
+        rows: The cells of each row, the head first.
+        texts: How many columns, from the left, are text and aligned to the left; the others are numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < texts else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with its unit."""
+    if num_bytes < 1024:
+        return f"{num_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        num_bytes /= 1024
+        if num_bytes < 1024 or unit == "TiB":
+            break
+    return f"{num_bytes:.{1 if num_bytes < 100 else 0}f} {unit}"
+
+
+def count(number: float) -> str:
+    """Return a number with three digits and a letter for its thousands."""
+    for letter in ("", "k", "M", "G", "T", "P"):
+        if number < 999.5 or letter == "P":
+            break
+        number /= 1000
+    return f"{number:.3g}{letter}" if number < 999.5 else f"{number:,.0f}{letter}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with three digits and its unit."""
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+class NotJSONError(TypeError):
+    """JSON has no such value.
+
+    Args:
+        path: Where the value is in the one that was converted: "['callbacks'][0]".
+        problem: Its type or its key, as the rest of a sentence.
+    """
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path or 'the value'} {problem}")
+        self.path, self.problem = path, problem
+
+
+def to_json(x: Any, *, lenient: bool = False, path: str = "") -> Any:
+    """Return a value as dicts, lists, bools, ints, floats, strs and None: numpy scalars as numbers, tuples as lists.
+
+    Args:
+        x: The value.
+        lenient: Convert everything, for people and other programs to read: an array to a list, a number that is not
+            finite to "NaN", "Infinity" or "-Infinity", keys and objects to their `str`.
+        path: Where the value is in a larger one, for the error.
+
+    Raises:
+        NotJSONError: A part of it is no such value; never if `lenient`.
+    """
+    if isinstance(x, Mapping):
+        if not lenient and (wrong := [key for key in x if not isinstance(key, str)]):
+            raise NotJSONError(path, f"has the key {wrong[0]!r}")
+        return {str(key): to_json(item, lenient=lenient, path=f"{path}[{key!r}]") for key, item in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [to_json(item, lenient=lenient, path=f"{path}[{i}]") for i, item in enumerate(x)]
+    if isinstance(x, (np.generic, IntEnum)):
+        x = int(x) if isinstance(x, IntEnum) else x.item()
+    if lenient and isinstance(x, float) and not math.isfinite(x):
+        return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    if x is None or isinstance(x, (bool, int, float, str)):
+        return x
+    if lenient:  # `tolist` is numpy's and jax's
+        return to_json(np.asarray(x).tolist(), lenient=True) if hasattr(x, "tolist") else str(x)
+    raise NotJSONError(path, f"is of type {type(x).__name__}")
+
+
+_ADDRESS = re.compile(r"( at )?\b0x[0-9a-fA-F]+|\bid=\d{6,}")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def stable_text(value: Any) -> str:
+    """Return a value's text without what differs from process to process: addresses, and the order of a set."""
+    text = _ADDRESS.sub("", value if isinstance(value, str) else shown(value, most=10_000))
+    count = 1
+    while count:  # the innermost sets first; a dict's order is lost as well
+        text, count = _BRACES.subn(lambda found: f"\1{', '.join(sorted(found[1].split(', ')))}\2", text)
+    return text.replace("\1", "{").replace("\2", "}")
+
+
+def array_text(x: Any) -> str:
+    """Return an array's dtype, shape and checksum; without a checksum if other processes hold parts of it."""
+    kind = f"{x.dtype}{list(x.shape)}"
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return kind
+    data = np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x).reshape(-1).view(np.uint8)
+    # Weights may take gigabytes: a cryptographic hash would take half as long again.
+    return f"{kind} with checksum {zlib.crc32(data.data):08x}"

@@ -1,0 +1,459 @@
+"""A range test: a short training in which the learning rate rises, to choose one to begin with.
+
+The largest batch that fits into the memory of the devices, by compiling and not by running out of it.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxlit import checks as check
+from jaxlit.callbacks.base import Callback
+from jaxlit.core.module import TrainModule
+from jaxlit.core.replica import abstract_batch, num_rows, with_rows
+from jaxlit.data.loaders import DataModule
+from jaxlit.engine.creation import lazy
+from jaxlit.errors import ArgumentError, OutOfMemoryError
+from jaxlit.sharding import out_of_meshes
+from jaxlit.strategies.auto import memory_limit
+from jaxlit.texts import size
+from jaxlit.trainer.plan import copied, first_batch, named_strategies, plan_trial, trial_of
+from jaxlit.trainer.step_cost import cost_of_step, shapes_of
+from jaxlit.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_logger = logging.getLogger("jaxlit")
+
+_BETA = 0.98  # decay of the running mean of the losses
+_SETTLED = 10  # losses after which the running mean may be compared
+
+
+class LRFinder:
+    """The result of a range test.
+
+    Attributes:
+        results: "lr", "loss" and "step_loss": the rate of each step, the running mean of the losses up to it, and the
+            loss of the step itself.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
+        >>> from flax import nnx
+        >>> class Line(jl.TrainModule):
+        ...     def __init__(self, lr=0.1):
+        ...         self.lr, self.slope = lr, nnx.Param(jnp.zeros(()))
+        ...     def training_step(self, batch):
+        ...         return jnp.mean((self.slope * batch["x"] - 3 * batch["x"]) ** 2)
+        ...     def configure_optimizers(self):
+        ...         return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr)
+        >>> model, data = Line(), [{"x": np.ones(8, np.float32)}]
+        >>> found = jl.lr_find(jl.Trainer(max_epochs=2), model, data, min_lr=1e-4, update_attr=True)
+        >>> 1e-4 < found.suggestion() < 1.0 and model.lr == found.suggestion()
+        True
+    """
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self.results = {"lr": list[float](), "loss": list[float](), "step_loss": list[float]()}
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the rate at which the loss falls most steeply; None, with a warning, if it clearly falls at none.
+
+        At each rate the mean loss of an eighth of all steps before it is compared with that of an eighth after it. A
+        rate counts if the loss after it is below that of all steps before by three standard errors of these means.
+
+        Args:
+            skip_begin: Steps at the beginning whose rates do not count.
+            skip_end: Steps at the end whose rates do not count.
+        """
+        rates = self.results["lr"]
+        end = len(rates) - check.integer("skip_end", skip_end, low=0, owner="suggestion")
+        begin = check.integer("skip_begin", skip_begin, low=0, owner="suggestion")
+        losses = np.asarray(self.results["step_loss"][: max(end, 0)])
+        losses = losses[: int(np.isfinite(losses).cumprod().sum())]
+        width = max(len(rates) // 8, 1)
+        falls = dict[int, float]()
+        for k in range(max(begin, 3), len(losses) - width + 1):
+            before = losses[:k]
+            after = losses[k : k + width].mean()
+            noise = np.sqrt(np.mean(np.diff(before, 2) ** 2) / 6)  # of one loss: second differences remove a slope
+            if before.mean() - after > 3 * noise * math.sqrt(1 / k + 1 / width):
+                falls[k] = float(before[-width:].mean() - after)
+        if not falls:
+            _logger.warning(
+                "lr_find suggests none of its %d rates: at none of them does the loss clearly fall. Try more steps, a "
+                "wider range of rates or larger batches.",
+                len(rates),
+            )
+            return None
+        return rates[max(falls, key=lambda k: falls[k])]
+
+    def plot(self, suggest: bool = False) -> "Figure":
+        """Draw the loss over the rate.
+
+        Args:
+            suggest: Mark the suggestion.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            LoggerError: matplotlib is not installed.
+        """
+        matplotlib = check.import_package("matplotlib.figure", owner="LRFinder.plot", install="matplotlib")
+        rates = self.results["lr"]
+        losses = self.results["loss"]
+        figure = matplotlib.Figure(layout="constrained")
+        axes = figure.add_subplot(xlabel="learning rate", ylabel="loss")
+        axes.plot(rates, losses)
+        axes.set_xscale("log" if self._mode == "exponential" else "linear")
+        if suggest and (rate := self.suggestion()) is not None:
+            axes.plot([rate], [losses[rates.index(rate)]], "o", color="red", label=f"{rate:.3g}")
+            axes.legend()
+        return figure
+
+
+def lr_find(
+    trainer: Trainer,
+    model: TrainModule | lazy,
+    train_dataloaders: Any = None,
+    datamodule: DataModule | None = None,
+    *,
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    num_training_steps: int = 100,
+    mode: str = "exponential",
+    early_stop_threshold: float | None = 4.0,
+    update_attr: bool = False,
+    attr_name: str = "",
+    hyperparam: str = "learning_rate",
+) -> LRFinder:
+    """Train a copy of a module for a few steps with a rate that rises from step to step, before `trainer.fit`.
+
+    A second Trainer trains the copy, with the strategy, precision, accumulation and clipping of yours, without loggers,
+    files and callbacks, except those that change a step, such as `BackboneFreeze` and `GradientAccumulationScheduler`.
+    The module, `trainer` and random streams do not change: a training after it is bit-identical to one that begins with
+    that rate. A loader is read from its beginning, so it must start again: a list, a `jl.ArrayLoader`, a grain dataset.
+
+    Args:
+        trainer: The Trainer that will train the module.
+        model: The module. Its optimizer keeps its rate: `optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)`.
+        train_dataloaders: As for `fit`.
+        datamodule: As for `fit`.
+        min_lr: The rate of the first step.
+        max_lr: The rate of the last step.
+        num_training_steps: Optimizer steps.
+        mode: "exponential" for rates that grow by a factor, "linear" by a difference.
+        early_stop_threshold: Stop when the running mean of the loss is not finite, or, after ten steps, more than so
+            many times its minimum so far. None for no such end.
+        update_attr: Set the module's attribute to the suggestion.
+        attr_name: Which one; "" for `lr` or `learning_rate`, of the module or its `hparams`.
+        hyperparam: The hyperparameter to raise, one of `trainer.hyperparams`; of several labels, all.
+
+    Returns:
+        An object with `results`, `suggestion()` and `plot()`.
+
+    Raises:
+        ArgumentError: An argument is out of its set, the loader can be read once only, the optimizer has no such
+            hyperparameter, or the module no such attribute.
+    """
+    if early_stop_threshold is not None:
+        check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
+    if isinstance(train_dataloaders, Iterator):
+        raise ArgumentError(
+            "jl.lr_find(train_dataloaders=...) takes a re-iterable loader, got an iterator. Pass a list of its batches."
+        )
+    holder, name = _attribute(model, attr_name) if update_attr else (None, "")
+    rates = _rates(min_lr, max_lr, num_training_steps, mode)
+    test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
+    trial = trial_of(trainer, test, max_steps=len(rates), nan_policy="ignore")  # the largest rates may diverge
+    trial.fit(copied(model), train_dataloaders, datamodule=datamodule)
+    if trial.interrupted:
+        raise KeyboardInterrupt
+    if holder is not None and (rate := test.finder.suggestion()) is not None:
+        setattr(holder, name, rate)
+    return test.finder
+
+
+def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
+    owner = "jl.lr_find"
+    rule = "takes a number above 0"
+    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
+    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
+    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
+    check.integer("num_training_steps", steps, low=2, owner=owner)
+    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
+    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
+
+
+class _RangeTest(Callback):
+    """Raises the rate at each optimizer step, and collects the losses."""
+
+    def __init__(self, finder: LRFinder, rates: list[float], hyperparam: str, threshold: float | None) -> None:
+        self.finder = finder
+        self.rates = rates
+        self._hyperparam = hyperparam
+        self._threshold = threshold
+        self._window: list[Any] = []  # losses of the batches of a step that is not complete
+        self._mean = 0.0
+        self._least = math.inf
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        known = list(trainer.hyperparams)
+        self._names = [x for x in known if x == self._hyperparam or x.startswith(f"{self._hyperparam}/")]
+        if not self._names:
+            raise ArgumentError(
+                f"jl.lr_find(hyperparam={self._hyperparam!r}): the optimizer keeps no such hyperparameter. It keeps: "
+                f"{', '.join(known) or 'none'}. Build it in configure_optimizers as "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)."
+            )
+        trainer.hyperparams.update(dict.fromkeys(self._names, self.rates[0]))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._window.append(outputs["loss"])
+        done = trainer.global_step
+        results = self.finder.results
+        if done == len(results["lr"]):  # the step waits for other batches
+            return
+        newest = float(np.mean(jax.device_get(self._window)))
+        self._window = []
+        self._mean = _BETA * self._mean + (1 - _BETA) * newest
+        loss = self._mean / (1 - _BETA**done)
+        for name, value in (("lr", self.rates[done - 1]), ("loss", loss), ("step_loss", newest)):
+            results[name].append(value)
+        if self._threshold is not None and not (math.isfinite(loss) and loss <= self._threshold * self._least):
+            trainer.stop(f"the loss has grown at a rate of {self.rates[done - 1]:.3g}")
+        elif done < len(self.rates):
+            trainer.hyperparams.update(dict.fromkeys(self._names, self.rates[done]))
+        if done >= _SETTLED:
+            self._least = min(self._least, loss)
+
+
+def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
+    """Return the object whose attribute is the rate, and the attribute's name.
+
+    Raises:
+        ArgumentError: There is none, as with a module that is still to be built.
+    """
+    for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
+        if name in vars(model):
+            return model, name
+        if name in getattr(model, "hparams", ()):  # a lazy module has none yet
+            return model.hparams, name
+    wanted = repr(attr_name) if attr_name else "'lr' or 'learning_rate'"
+    raise ArgumentError(
+        f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute or hparam {wanted}. Keep the rate in "
+        "one that configure_optimizers reads, or pass the name of another one as attr_name."
+    )
+
+
+_MOST = 2**25  # batches of a row on each device, as in Lightning
+_MOST_TIMES = 16  # as large as the largest that fits may the next one be
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What `jl.scale_batch_size` returns.
+
+    Attributes:
+        batch_size: The rows of a batch, of all devices together.
+        accumulate_grad_batches: How many such batches make the batch that was asked for.
+        strategy: The strategy's name.
+        memory: Bytes that a step with this batch takes of a device, as compiled.
+        tried: The same for each number of rows that was compiled, infinite where that ran out of memory.
+    """
+
+    batch_size: int
+    accumulate_grad_batches: int
+    strategy: str
+    memory: float
+    tried: dict[int, float]
+
+
+@out_of_meshes
+def scale_batch_size(
+    trainer: Any,
+    model: TrainModule | lazy,
+    train_dataloaders: Any = None,
+    memory_bytes: int | None = None,
+    *,
+    effective_batch_size: int | None = None,
+) -> BatchSize:
+    """Find the largest batch whose training step fits into the devices' memory.
+
+    Steps are compiled from shapes alone; what two of them take gives the next number of rows. One step is taken at the
+    end, on a copy of the module and the rows of the loader's first batch, repeated. `trainer` and the module do not
+    change. Use the result as `jl.ArrayLoader(..., batch_size=found.batch_size)`.
+
+    Args:
+        trainer: The Trainer that will train the module.
+        model: The module.
+        train_dataloaders: A loader, or a `jl.DataModule`, of batches of any size.
+        memory_bytes: What a step may take of a device; None for 95 % of what jax reports, less all arrays.
+        effective_batch_size: Rows of an optimizer step. The batch is then the largest part of it that fits, and
+            `accumulate_grad_batches` the number of parts. None for one batch a step.
+
+    Raises:
+        ArgumentError: Not even one row a device fits, the rows of a step do not divide into batches that do, or other
+            arrays take all memory.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
+        >>> from flax import nnx
+        >>> class Line(jl.TrainModule):
+        ...     def __init__(self):
+        ...         self.slope = nnx.Param(jnp.zeros(()))
+        ...     def training_step(self, batch):
+        ...         return jnp.mean((self.slope * batch - 1) ** 2)
+        ...     def configure_optimizers(self):
+        ...         return optax.sgd(0.1)
+        >>> trainer = jl.Trainer(strategy="single", max_steps=1, logger=False)
+        >>> found = jl.scale_batch_size(trainer, Line(), [np.ones(8, np.float32)], memory_bytes=10_000)
+        >>> found.memory <= 10_000 and found.accumulate_grad_batches
+        1
+    """
+    owner = "jl.scale_batch_size"
+    limit = _limit(check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner), owner)
+    check.integer("effective_batch_size", effective_batch_size, low=1, also=(None,), owner=owner)
+    raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
+    like = abstract_batch(batch)
+    shapes = model if isinstance(model, lazy) else shapes_of(model)
+
+    def tries(strategy: Any, accumulate: int) -> _Tries:
+        trial = plan_trial(trainer, strategy, None, accumulate_grad_batches=accumulate)
+        cost = lambda rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total  # noqa: E731
+        return _Tries(cost, trial.strategy.num_replicas, limit)
+
+    name, strategy, tried, rows, accumulate = _scaled(trainer, tries, effective_batch_size)
+    real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
+    window = min(accumulate, 2)
+    trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=window).fit(
+        copied(model), [real] * window
+    )
+    return BatchSize(rows, accumulate, name, tried.needs(rows), tried.tried)
+
+
+def _limit(memory_bytes: int | None, owner: str) -> int:
+    """Return the bytes that a step may take of a device, as given or as the devices report it."""
+    limit = memory_limit() if memory_bytes is None else memory_bytes
+    check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
+    assert limit is not None
+    if limit < 0:
+        raise ArgumentError(
+            f"{owner}: other arrays take {size(-limit)} more than 95 % of a device's memory. Delete some of them."
+        )
+    return limit
+
+
+def _scaled(trainer: Any, tries: Callable[[Any, int], "_Tries"], wanted: int | None) -> Any:
+    """Return the strategy's name, the strategy, what was tried, and the rows and the number of batches of a step."""
+    accumulate = trainer.settings.accumulate_grad_batches if wanted is None else 1
+    pairs = named_strategies(trainer, trainer.settings.strategy, None)
+    each = [(name, strategy, tries(strategy, accumulate)) for name, strategy in pairs]
+    name, strategy, tried = next((x for x in each if x[2].fits(x[2].unit)), each[-1])
+    if wanted is None:
+        return name, strategy, tried, tried.largest(), accumulate
+    if wanted % tried.unit == 0 and tried.fits(wanted):
+        return name, strategy, tried, wanted, 1
+    tried = tries(strategy, 2)  # a window of accumulated gradients takes memory, however many batches it has
+    return name, strategy, tried, *_part_of(wanted, tried.largest(), tried.unit)
+
+
+class _Tries:
+    """What steps with batches of several sizes take.
+
+    Args:
+        cost: A function of the rows of a batch to the bytes of a step.
+        unit: Rows come in multiples of it.
+        limit: The bytes that a device may use.
+    """
+
+    def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
+        self.cost = cost
+        self.unit = unit
+        self.limit = limit
+        self.tried: dict[int, float] = {}
+
+    def needs(self, rows: int) -> float:
+        """Return the bytes of a step; infinite if there is too little memory to compile it."""
+        if rows not in self.tried:
+            try:
+                self.tried[rows] = self.cost(rows)
+            except OutOfMemoryError:
+                self.tried[rows] = math.inf
+        return self.tried[rows]
+
+    def fits(self, rows: int) -> bool:
+        """Return whether a step fits."""
+        return self.needs(rows) <= self.limit
+
+    def largest(self) -> int:
+        """Return the most rows that fit.
+
+        Raises:
+            ArgumentError: Not even one unit fits.
+        """
+        unit = self.unit
+        if not self.fits(unit):
+            needs = self.needs(unit)
+            why = f"need{'s' * (unit == 1)} {size(needs)} of {size(self.limit)}"
+            if needs == math.inf:
+                why = "cannot be compiled in the free memory of a device"
+            raise ArgumentError(
+                f"jl.scale_batch_size: {unit} row{'s' * (unit > 1)}, the fewest, {why}. Use more devices or 'fsdp'."
+            )
+        fits = 1
+        fails = None
+        in_a_row = 0  # how many tries fitted since one failed; negative, how many failed since one fitted
+        while fails is None or fails - fits > 1:
+            if fails is None and fits >= _MOST:
+                break
+            top = _MOST_TIMES * fits if fails is None else fails - 1
+            # The compiler's limit is on no line: a guess by what fits would overshoot each time.
+            if fails is not None and (abs(in_a_row) > 1 or self.needs(fails * unit) == math.inf):
+                middle = (fits + fails) // 2
+            else:
+                middle = self._guess(fits, fails)
+            middle = min(max(middle, fits + 1), top)
+            if self.fits(middle * unit):
+                fits = middle
+                in_a_row = max(in_a_row, 0) + 1
+            else:
+                fails = middle
+                in_a_row = min(in_a_row, 0) - 1
+        return fits * unit
+
+    def _guess(self, fits: int, fails: int | None) -> int:
+        """Return the most units that fit, by the line through two sizes: memory grows along pieces of such lines."""
+        known = {rows // self.unit: needs for rows, needs in self.tried.items()}
+        other = max((x for x in known if x < fits), default=None) if fails is None else fails
+        if other is None:
+            return 2 * fits
+        rate = (known[fits] - known[other]) / (fits - other)
+        if rate <= 0:
+            return _MOST if fails is None else (fits + fails) // 2
+        return fits + int((self.limit - known[fits]) / rate)
+
+
+def _part_of(rows: int, most: int, unit: int) -> tuple[int, int]:
+    """Return the largest equal parts of at most so many rows, a multiple of the unit, and how many they are."""
+    parts = [count for count in range(1, rows + 1) if rows % count == 0]
+    fitting = [count for count in parts if rows // count <= most and (rows // count) % unit == 0]
+    if not fitting:
+        raise ArgumentError(
+            f"jl.scale_batch_size(effective_batch_size={rows}) does not divide into batches of at most {most} rows, a "
+            f"multiple of {unit}. Ask for another number, such as {max(rows // most, 1) * most}."
+        )
+    return rows // fitting[0], fitting[0]
+
+
+def _repeated(x: Any, rows: int, wanted: int) -> Any:
+    """Return an array of rows with others in number, the same ones again and again."""
+    x = np.asarray(x)
+    return np.take(x, np.arange(wanted) % rows, axis=0) if x.ndim and x.shape[0] == rows else x
