@@ -200,7 +200,7 @@ class lazy:
         graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
         state = nnx.as_pure(state)
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
-        cls: Callable[..., TrainModule] = self.cls
+        cls: Any = self.cls
         return lambda: cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
 
