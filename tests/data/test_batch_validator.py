@@ -329,8 +329,9 @@ def test_the_log_and_the_trainer_name_what_compiles_again(caplog):
     with caplog.at_level(logging.INFO, "jaxlit"):
         trainer.fit(follow(), of_length(5, 6))
     change = f"{X} was float32[4, 5], is float32[4, 6]"
-    assert trainer.batch_changes == {"train_dataloaders": change}
-    assert caplog.messages.count(f"train_dataloaders: the step is compiled again: {change}.") == 1
+    argument = "Trainer.fit(train_dataloaders=...)"
+    assert trainer.batch_changes == {argument: change}
+    assert caplog.messages.count(f"{argument}: the step is compiled again: {change}.") == 1
 
 
 def test_equal_step_dtypes_and_key_order_do_not_recompile():
