@@ -83,8 +83,9 @@ def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
     if not shuffles or sampler._num_epochs is None:
         return loader
     again, options = copy.copy(loader), {"shuffle": True, "num_epochs": sampler._num_epochs}
-    seed = new_seed(int(sampler._seed))  # grain wants one to shuffle
-    again._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, seed=seed, **options)
+    assert sampler._seed is not None  # grain wants one to shuffle
+    options["seed"] = new_seed(sampler._seed)
+    again._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, **options)
     again._dataset = again._create_dataset()
     return again
 

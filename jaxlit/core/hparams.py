@@ -83,7 +83,8 @@ class KeepsHparams:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = _recorded(cls, cls.__init__)
+            # No assignment: type checkers would take it for the signature of every module.
+            setattr(cls, "__init__", _recorded(cls, vars(cls)["__init__"]))  # noqa: B010
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep those of the constructor's arguments that can be saved as hyperparameters."""
