@@ -13,7 +13,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.errors import LogError
 from jaxlit.loop.rewind import log_row
 from jaxlit.loop.run import Run
-from jaxlit.loop.settings import Loader, batches_or_inf
+from jaxlit.loop.run_data import Loader, batches_or_inf
 
 
 @dataclass

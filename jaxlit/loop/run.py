@@ -1,13 +1,9 @@
-"""One run of the loops: what they share, and when it is over.
+"""One run of the loops: what they share, and what does not act in each step.
 
-When rows, traces and callbacks act that do not act in each step: the loop compares one number.
-
-What a run waits for by the clock: its limits of time, and validations whose interval is a duration.
-
-Callbacks that compute something inside the optimizer step: it is compiled into the steps on which they fire.
+`Run` first, with what it counts; then `Tracing`, which runs what callbacks compute inside optimizer steps, and `Due`, which
+finds the next step at which anything acts.
 """
 
-import datetime
 import logging
 import math
 import signal
@@ -29,320 +25,20 @@ from jaxlit.control import Control
 from jaxlit.core.log import Metric
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher
-from jaxlit.distributed.team import READS_ARE_COMPARED, fetch, team
+from jaxlit.distributed.team import READS_ARE_COMPARED, fetch
 from jaxlit.engine.compiled_program import Bound
 from jaxlit.engine.engine import Engine
-from jaxlit.errors import ArgumentError, LogError, ModuleError, noted_place
+from jaxlit.errors import ArgumentError, LogError, ModuleError
 from jaxlit.loop.hooks import Hook, Hooks, fitting, overrides
 from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import TRACED, Results
-from jaxlit.loop.settings import RunData, Settings
+from jaxlit.loop.run_data import RunData, TimeLimits
+from jaxlit.loop.settings import Settings
 from jaxlit.reporting.terminal import say
 from jaxlit.texts import shown
 
-
-class Limit(NamedTuple):
-    """A time at which training stops."""
-
-    due: float  # seconds since the run began
-    reason: str
-    at_epoch_end: bool  # or else after the step that runs
-
-
-class TimeLimits:
-    """The times of a run, the same in all of its processes.
-
-    Attributes:
-        team: The processes, and the seconds since the run began.
-        waits: Whether something waits for a time; an attribute, because each step reads it.
-        ended: When the run ended, by `time.monotonic()`; None while it continues.
-        has_failed: Whether it has raised an error.
-    """
-
-    def __init__(self) -> None:
-        self.team = team()
-        self.waits = False
-        self._started = time.monotonic()
-        self._checked = 0.0  # seconds at the newest check
-        self.ended: float | None = None
-        self.has_failed = False
-        self._limits: list[Limit] = []
-        self._next_validation: float | None = None
-
-    @property
-    def seconds_to_look(self) -> float:
-        """In how many seconds to look at the limits again; several processes look together, after each step."""
-        if self.team.size > 1:
-            return -math.inf
-        # A limit that is over has asked for its stop. A validation may be late, where others are every n epochs.
-        due_times = [limit.due for limit in self._limits if not limit.at_epoch_end and limit.due > self._checked]
-        if self._next_validation is not None:
-            due_times.append(self._next_validation)
-        return min(due_times, default=math.inf) - self.seconds
-
-    @property
-    def seconds(self) -> float:
-        """How long the run took, or has taken so far."""
-        return (time.monotonic() if self.ended is None else self.ended) - self._started
-
-    def fail(self, error: BaseException, place: str) -> None:
-        """Note an error, and end the other processes of the job, unless they raise the same."""
-        self.has_failed = True
-        self.team.fail(error, f"in {noted_place(error)}" if noted_place(error) else place)
-
-    def begin(self, settings: Settings) -> None:
-        """Begin to count `max_time` and a `val_check_interval` that is a duration."""
-        if settings.max_time is not None:
-            self.stop_after(settings.max_time.total_seconds(), f"max_time={settings.max_time} is over")
-        self.restart_interval(settings)
-
-    def stop_after(self, seconds: float, reason: str, *, at_epoch_end: bool = False) -> None:
-        """Ask for a stop once so many seconds from now are over."""
-        self._limits.append(Limit(self.seconds + seconds, reason, at_epoch_end))
-        self.waits = True
-
-    def restart_interval(self, settings: Settings) -> None:
-        """Count a `val_check_interval` that is a duration again, from the end of a validation."""
-        if isinstance(interval := settings.val_check_interval, datetime.timedelta):
-            self._next_validation = self.seconds + interval.total_seconds()
-            self.waits = True
-
-    @property
-    def has_interval(self) -> bool:
-        """Whether validations go by the clock."""
-        return self._next_validation is not None
-
-    def validation_is_due(self, control: Control) -> bool | None:
-        """Return whether to validate by the clock; None if its interval is no duration."""
-        if self._next_validation is None:
-            return None
-        return control.agree("validation by time", self.seconds >= self._next_validation)
-
-    def check(self, control: Control, *, epoch_over: bool = False) -> None:
-        """Ask for a stop once a limit is over."""
-        if not self.waits:
-            return
-        self._checked = self.seconds
-        for limit in self._limits:
-            if self._checked >= limit.due and (epoch_over or not limit.at_epoch_end):
-                control.stop(limit.reason)
-
-
-class Tracing:
-    """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
-
-    Args:
-        hooks: The hooks; each callback that overrides `trace_step` takes part.
-        log_every: The interval of those that name none.
-
-    Attributes:
-        every: The callbacks with their intervals.
-        seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
-    """
-
-    def __init__(self, hooks: Hooks, log_every: int) -> None:
-        self._hooks = hooks
-        self.every: list[tuple[Callback, int]] = []
-        for callback in hooks.callbacks:
-            if not overrides(callback, "trace_step"):
-                continue
-            every_n_steps = callback.trace_every_n_steps
-            owner = type(callback).__name__
-            every = check.integer("trace_every_n_steps", every_n_steps, low=0, also=(None,), owner=owner)
-            if every := log_every if every is None else every:
-                fitting(callback, "trace_step")
-                self.every.append((callback, every))
-        self._checked = False
-        self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
-
-    def check(self, engine: Engine, results: Results) -> None:
-        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail.
-
-        Raises:
-            ModuleError: It returns no dict of arrays.
-            LogError: A scalar's name is taken.
-        """
-        state = engine.state.unflatten()
-        failed = object()
-        names = list[str]()
-        for callback, every in [] if self._checked else list(self.every):
-            # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
-            trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
-            shapes = self._hooks.ask(callback, TRACED, trace, failed)
-            if shapes is failed:
-                self.every.remove((callback, every))
-            elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
-                raise ModuleError(
-                    f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
-                )
-            else:
-                names += [name for name, x in shapes.items() if not x.shape]
-        for name in () if self._checked else names:
-            if results.has_column(Metric(name)) or names.count(name) > 1:
-                raise LogError(
-                    f"A trace_step returns {name!r}, which something else logs in the same step. Rename one."
-                )
-        self._checked = True
-
-    def step(self, engine: Engine, batch: Any, step: int) -> Any:
-        """Take an optimizer step, counted from 0: scalars go to its row, and all values to `on_trace`."""
-        # One program for each set of callbacks that come due together: few, as intervals repeat.
-        due = [callback for callback, every in self.every if (step + 1) % every == 0]
-        if not due:
-            return engine.train_step(batch)
-        logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)
-        for callback, values in zip(due, seen, strict=True):
-            self._hooks.log.add_traced({name: x for name, x in values.items() if not x.ndim})
-            if overrides(callback, "on_trace"):
-                self.seen.append((callback, step, values))
-        return logs, loss, outputs
-
-    def forget(self, step: int) -> None:
-        """Drop the values of a step and of those after it, which are undone."""
-        self.seen = [x for x in self.seen if x[1] < step]
-
-    def deliver(self, until: int | None = None) -> None:
-        """Call `on_trace` with the values up to a step, or with all of them; waits for the device."""
-        # Removed before a hook runs: a checkpoint that the hook writes must not deliver them again.
-        seen = [x for x in self.seen if until is None or x[1] <= until]
-        self.seen = self.seen[len(seen) :]
-        for callback, step, values in seen:
-            self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
-
-
 MOST_QUIET = 1024  # optimizer steps after which the loop looks at all in any case
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
-
-
-class StepHooks(NamedTuple):
-    """The hooks of the batches of a step; None for one that nobody has, which costs no call."""
-
-    start: Hook | None = None
-    end: Hook | None = None
-    safe_point: Hook | None = None
-
-
-class Wait(NamedTuple):
-    """What a callback waits for."""
-
-    callback: Callback
-    step: float
-    time: float  # by `time.perf_counter()`
-
-
-class Due:
-    """When something acts that does not act in each step, and the hooks of a step's batches.
-
-    Args:
-        hooks: The hooks of the run, of which callbacks with `due_in` have some steps only.
-        tracing: The callbacks inside the optimizer step.
-
-    Attributes:
-        next_step: After how many optimizer steps something acts next.
-        next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
-        dispatch_end: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a
-            callback comes then, or a step that is taken alone.
-        quiet_hooks: The hooks of a step in which none of those callbacks acts.
-        is_stale: Whether these have to be found again before the next step.
-    """
-
-    def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
-        self._hooks = hooks
-        self._tracing = tracing
-        asked = [c for c in hooks.callbacks if overrides(c, "due_in") or overrides(c, "due_in_seconds")]
-        self._due_in = {callback: fitting(callback, "due_in", ["step"]) for callback in asked}
-        self._waits: list[Wait] = []
-        self._step_hooks: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
-        self._next_callback = 0.0
-        self._time_callback = math.inf
-        self._intervals = list[int]()
-        self.is_stale = True
-        self.next_step: float = 0
-        self.next_time = math.inf
-        self.dispatch_end: float = 0
-        self.quiet_hooks = StepHooks()
-
-    def forget(self) -> None:
-        """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
-        self.is_stale = True
-
-    def move(self, run: "Run", step: int) -> None:
-        """Find what acts next, after so many optimizer steps."""
-        now = time.perf_counter()
-        max_steps = run.settings.max_steps
-        was_stale = self.is_stale
-        self.is_stale = False  # first: another thread may set it meanwhile
-        if was_stale:
-            self._next_callback = 0
-            self.quiet_hooks = self._of([])
-            self._intervals = [every for _, every in self._tracing.every]
-            if run.log_every:
-                self._intervals.append(run.log_every)
-        if step >= self._next_callback or now >= self._time_callback:
-            self._waits = [self._wait_of(callback, step, now) for callback in self._due_in]
-            self._next_callback = min((wait.step for wait in self._waits), default=math.inf)
-            self._time_callback = min((wait.time for wait in self._waits), default=math.inf)
-        self.next_time = self._time_callback
-        if run.times.waits or run.times.team.size > 1:
-            self.next_time = min(self.next_time, now + run.times.seconds_to_look)
-        self.next_step = min(self._next_callback, step + MOST_QUIET)
-        self.dispatch_end = self._next_callback
-        for _, every in self._tracing.every:
-            self.dispatch_end = min(self.dispatch_end, step + every - step % every - 1)
-        for every in self._intervals:  # no call: a row may be due in each step
-            if (at := step + every - step % every) < self.next_step:
-                self.next_step = at
-        if run.settings.debug:
-            self.next_step = step + 1
-            self.dispatch_end = step
-        if step < max_steps:
-            self.next_step = min(self.next_step, max_steps)
-            self.dispatch_end = min(self.dispatch_end, max_steps)
-        if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
-            batches += run.position.filled
-            self.next_step = min(self.next_step, step - (-batches // run.window.batches))
-            # One that comes inside a window is of a step that is taken alone.
-            self.dispatch_end = min(self.dispatch_end, step + batches // run.window.batches)
-
-    def _wait_of(self, callback: Callback, step: int, now: float) -> Wait:
-        """Return the step and the time at which a callback acts next."""
-        never = Wait(callback, math.inf, math.inf)
-
-        def ask() -> Wait:
-            steps = self._due_in[callback](step)
-            seconds = callback.due_in_seconds()
-            if steps is not None and not (isinstance(steps, (int, np.integer)) and steps >= 1):
-                raise ArgumentError(
-                    f"{type(callback).__name__}.due_in({step}) returned {shown(steps)}. Return a number of optimizer "
-                    "steps, at least 1, or None for not before the epoch's end."
-                )
-            at = math.inf if seconds is None else now + seconds
-            return Wait(callback, math.inf if steps is None else step + steps, at)
-
-        return self._hooks.ask(callback, "due_in", ask, never)
-
-    def at(self, step: int) -> StepHooks:
-        """Return the hooks of an optimizer step, counted from 1, in which something acts."""
-        now = time.perf_counter()
-        if step < self._next_callback and now < self._time_callback:
-            return self.quiet_hooks
-        return self._of([wait.callback for wait in self._waits if step >= wait.step or now >= wait.time])
-
-    def _of(self, acting: list[Callback]) -> StepHooks:
-        key = tuple(map(id, acting))
-        if key not in self._step_hooks:
-            resting = [c for c in self._due_in if id(c) not in key]
-            hooks = [self._hooks.bind(name).without([c for c in resting if _is_covered(c, name)]) for name in _NAMES]
-            self._step_hooks[key] = StepHooks(*[hook or None for hook in hooks])
-        return self._step_hooks[key]
-
-
-def _is_covered(callback: Callback, name: str) -> bool:
-    """Return whether `due_in` speaks for a hook; one that was set on the object or by a subclass comes each step."""
-    if name in vars(callback) or "due_in" in vars(callback):
-        return name not in vars(callback)
-    by, hook = (next(cls for cls in type(callback).__mro__ if x in vars(cls)) for x in ("due_in", name))
-    return issubclass(by, hook)
 
 
 class Start(NamedTuple):
@@ -558,3 +254,216 @@ def place_of(hooks: Hooks, position: Position) -> str:
     """Return how far a run is, in words."""
     hook = hooks.log.hook
     return f"{f'in {hook}, ' if hook else ''}after step {position.global_step} of epoch {position.epoch}"
+
+
+class Tracing:
+    """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
+
+    Args:
+        hooks: The hooks; each callback that overrides `trace_step` takes part.
+        log_every: The interval of those that name none.
+
+    Attributes:
+        every: The callbacks with their intervals.
+        seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
+    """
+
+    def __init__(self, hooks: Hooks, log_every: int) -> None:
+        self._hooks = hooks
+        self.every: list[tuple[Callback, int]] = []
+        for callback in hooks.callbacks:
+            if not overrides(callback, "trace_step"):
+                continue
+            every_n_steps = callback.trace_every_n_steps
+            owner = type(callback).__name__
+            every = check.integer("trace_every_n_steps", every_n_steps, low=0, also=(None,), owner=owner)
+            if every := log_every if every is None else every:
+                fitting(callback, "trace_step")
+                self.every.append((callback, every))
+        self._checked = False
+        self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
+
+    def check(self, engine: Engine, results: Results) -> None:
+        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail.
+
+        Raises:
+            ModuleError: It returns no dict of arrays.
+            LogError: A scalar's name is taken.
+        """
+        state = engine.state.unflatten()
+        failed = object()
+        names = list[str]()
+        for callback, every in [] if self._checked else list(self.every):
+            # By shapes alone: gradients and updates have those of the parameters, and nothing is compiled.
+            trace = partial(jax.eval_shape, callback.trace_step, *[state.params] * 3, state.opt_state)
+            shapes = self._hooks.ask(callback, TRACED, trace, failed)
+            if shapes is failed:
+                self.every.remove((callback, every))
+            elif not isinstance(shapes, dict) or not all(hasattr(x, "shape") for x in shapes.values()):
+                raise ModuleError(
+                    f"{type(callback).__name__}.{TRACED} must return a dict of names and arrays, got {shown(shapes)}."
+                )
+            else:
+                names += [name for name, x in shapes.items() if not x.shape]
+        for name in () if self._checked else names:
+            if results.has_column(Metric(name)) or names.count(name) > 1:
+                raise LogError(
+                    f"A trace_step returns {name!r}, which something else logs in the same step. Rename one."
+                )
+        self._checked = True
+
+    def step(self, engine: Engine, batch: Any, step: int) -> Any:
+        """Take an optimizer step, counted from 0: scalars go to its row, and all values to `on_trace`."""
+        # One program for each set of callbacks that come due together: few, as intervals repeat.
+        due = [callback for callback, every in self.every if (step + 1) % every == 0]
+        if not due:
+            return engine.train_step(batch)
+        logs, loss, outputs, seen = engine.traced_step(tuple(callback.trace_step for callback in due), batch)
+        for callback, values in zip(due, seen, strict=True):
+            self._hooks.log.add_traced({name: x for name, x in values.items() if not x.ndim})
+            if overrides(callback, "on_trace"):
+                self.seen.append((callback, step, values))
+        return logs, loss, outputs
+
+    def forget(self, step: int) -> None:
+        """Drop the values of a step and of those after it, which are undone."""
+        self.seen = [x for x in self.seen if x[1] < step]
+
+    def deliver(self, until: int | None = None) -> None:
+        """Call `on_trace` with the values up to a step, or with all of them; waits for the device."""
+        # Removed before a hook runs: a checkpoint that the hook writes must not deliver them again.
+        seen = [x for x in self.seen if until is None or x[1] <= until]
+        self.seen = self.seen[len(seen) :]
+        for callback, step, values in seen:
+            self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
+
+
+class StepHooks(NamedTuple):
+    """The hooks of the batches of a step; None for one that nobody has, which costs no call."""
+
+    start: Hook | None = None
+    end: Hook | None = None
+    safe_point: Hook | None = None
+
+
+class Wait(NamedTuple):
+    """What a callback waits for."""
+
+    callback: Callback
+    step: float
+    time: float  # by `time.perf_counter()`
+
+
+class Due:
+    """When something acts that does not act in each step, and the hooks of a step's batches.
+
+    Args:
+        hooks: The hooks of the run, of which callbacks with `due_in` have some steps only.
+        tracing: The callbacks inside the optimizer step.
+
+    Attributes:
+        next_step: After how many optimizer steps something acts next.
+        next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
+        dispatch_end: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a
+            callback comes then, or a step that is taken alone.
+        quiet_hooks: The hooks of a step in which none of those callbacks acts.
+        is_stale: Whether these have to be found again before the next step.
+    """
+
+    def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
+        self._hooks = hooks
+        self._tracing = tracing
+        asked = [c for c in hooks.callbacks if overrides(c, "due_in") or overrides(c, "due_in_seconds")]
+        self._due_in = {callback: fitting(callback, "due_in", ["step"]) for callback in asked}
+        self._waits: list[Wait] = []
+        self._step_hooks: dict[tuple[int, ...], StepHooks] = {}  # by the ids of the callbacks that act
+        self._next_callback = 0.0
+        self._time_callback = math.inf
+        self._intervals = list[int]()
+        self.is_stale = True
+        self.next_step: float = 0
+        self.next_time = math.inf
+        self.dispatch_end: float = 0
+        self.quiet_hooks = StepHooks()
+
+    def forget(self) -> None:
+        """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
+        self.is_stale = True
+
+    def move(self, run: "Run", step: int) -> None:
+        """Find what acts next, after so many optimizer steps."""
+        now = time.perf_counter()
+        max_steps = run.settings.max_steps
+        was_stale = self.is_stale
+        self.is_stale = False  # first: another thread may set it meanwhile
+        if was_stale:
+            self._next_callback = 0
+            self.quiet_hooks = self._of([])
+            self._intervals = [every for _, every in self._tracing.every]
+            if run.log_every:
+                self._intervals.append(run.log_every)
+        if step >= self._next_callback or now >= self._time_callback:
+            self._waits = [self._wait_of(callback, step, now) for callback in self._due_in]
+            self._next_callback = min((wait.step for wait in self._waits), default=math.inf)
+            self._time_callback = min((wait.time for wait in self._waits), default=math.inf)
+        self.next_time = self._time_callback
+        if run.times.waits or run.times.team.size > 1:
+            self.next_time = min(self.next_time, now + run.times.seconds_to_look)
+        self.next_step = min(self._next_callback, step + MOST_QUIET)
+        self.dispatch_end = self._next_callback
+        for _, every in self._tracing.every:
+            self.dispatch_end = min(self.dispatch_end, step + every - step % every - 1)
+        for every in self._intervals:  # no call: a row may be due in each step
+            if (at := step + every - step % every) < self.next_step:
+                self.next_step = at
+        if run.settings.debug:
+            self.next_step = step + 1
+            self.dispatch_end = step
+        if step < max_steps:
+            self.next_step = min(self.next_step, max_steps)
+            self.dispatch_end = min(self.dispatch_end, max_steps)
+        if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
+            batches += run.position.filled
+            self.next_step = min(self.next_step, step - (-batches // run.window.batches))
+            # One that comes inside a window is of a step that is taken alone.
+            self.dispatch_end = min(self.dispatch_end, step + batches // run.window.batches)
+
+    def _wait_of(self, callback: Callback, step: int, now: float) -> Wait:
+        """Return the step and the time at which a callback acts next."""
+        never = Wait(callback, math.inf, math.inf)
+
+        def ask() -> Wait:
+            steps = self._due_in[callback](step)
+            seconds = callback.due_in_seconds()
+            if steps is not None and not (isinstance(steps, (int, np.integer)) and steps >= 1):
+                raise ArgumentError(
+                    f"{type(callback).__name__}.due_in({step}) returned {shown(steps)}. Return a number of optimizer "
+                    "steps, at least 1, or None for not before the epoch's end."
+                )
+            at = math.inf if seconds is None else now + seconds
+            return Wait(callback, math.inf if steps is None else step + steps, at)
+
+        return self._hooks.ask(callback, "due_in", ask, never)
+
+    def at(self, step: int) -> StepHooks:
+        """Return the hooks of an optimizer step, counted from 1, in which something acts."""
+        now = time.perf_counter()
+        if step < self._next_callback and now < self._time_callback:
+            return self.quiet_hooks
+        return self._of([wait.callback for wait in self._waits if step >= wait.step or now >= wait.time])
+
+    def _of(self, acting: list[Callback]) -> StepHooks:
+        key = tuple(map(id, acting))
+        if key not in self._step_hooks:
+            resting = [c for c in self._due_in if id(c) not in key]
+            hooks = [self._hooks.bind(name).without([c for c in resting if _is_covered(c, name)]) for name in _NAMES]
+            self._step_hooks[key] = StepHooks(*[hook or None for hook in hooks])
+        return self._step_hooks[key]
+
+
+def _is_covered(callback: Callback, name: str) -> bool:
+    """Return whether `due_in` speaks for a hook; one that was set on the object or by a subclass comes each step."""
+    if name in vars(callback) or "due_in" in vars(callback):
+        return name not in vars(callback)
+    by, hook = (next(cls for cls in type(callback).__mro__ if x in vars(cls)) for x in ("due_in", name))
+    return issubclass(by, hook)

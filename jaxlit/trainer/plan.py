@@ -34,7 +34,7 @@ from jaxlit.distributed.job import JAX_SETTINGS
 from jaxlit.engine.creation import lazy
 from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.loop.hooks import overrides
-from jaxlit.loop.settings import batches_or_inf, make_loaders
+from jaxlit.loop.run_data import batches_or_inf, make_loaders
 from jaxlit.programs.costs import GPUS, Hardware, hardware_of, peak_of, resolve_hardware
 from jaxlit.reporting.terminal import say
 from jaxlit.sharding import out_of_meshes

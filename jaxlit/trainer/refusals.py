@@ -25,7 +25,8 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, Mod
 from jaxlit.loop import snapshot
 from jaxlit.loop.dispatch import check_size
 from jaxlit.loop.restore import Resume
-from jaxlit.loop.settings import Arguments, RunData, Settings
+from jaxlit.loop.run_data import RunData
+from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.reporting.secrets import hide
 from jaxlit.reporting.terminal import say
 from jaxlit.strategies.base import Strategy

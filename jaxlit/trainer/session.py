@@ -25,8 +25,9 @@ from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.results import HostLog, Results
-from jaxlit.loop.run import Checkpoints, Run, TimeLimits, Window, place_of
-from jaxlit.loop.settings import CompileLog, RunData, Settings, make_loaders
+from jaxlit.loop.run import Checkpoints, Run, Window, place_of
+from jaxlit.loop.run_data import CompileLog, RunData, TimeLimits, make_loaders
+from jaxlit.loop.settings import Settings
 from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import tell_again
 from jaxlit.sharding import out_of_meshes

@@ -30,7 +30,8 @@ from jaxlit.engine.creation import check_variables, lazy, shape_lazy
 from jaxlit.engine.training import training_of
 from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, OutOfMemoryError
 from jaxlit.loop.hooks import Hooks, fitting, overrides
-from jaxlit.loop.settings import RunData, Settings, make_loaders
+from jaxlit.loop.run_data import RunData, make_loaders
+from jaxlit.loop.settings import Settings
 from jaxlit.programs.costs import Collective, Flops, Memory
 from jaxlit.reporting.terminal import bytes_per_device
 from jaxlit.strategies.auto import Auto
