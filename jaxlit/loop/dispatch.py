@@ -14,7 +14,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Outputs, Row
-from jaxlit.loop.rewind import rows_of_step
+from jaxlit.loop.rows import rows_of_step
 from jaxlit.loop.run import Run
 
 _LONGEST_S = 0.05  # that a dispatch may take under "auto"

@@ -11,7 +11,7 @@ from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import LogError
-from jaxlit.loop.rewind import log_row
+from jaxlit.loop.rows import log_row
 from jaxlit.loop.run import Run
 from jaxlit.loop.run_data import Loader, batches_or_inf
 

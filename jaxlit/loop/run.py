@@ -1,7 +1,7 @@
 """One run of the loops: what they share, and what does not act in each step.
 
-`Run` first, with what it counts; then `Tracing`, which runs what callbacks compute inside optimizer steps, and `Due`, which
-finds the next step at which anything acts.
+`Run` first, with what it counts; then `Tracing`, which runs what callbacks compute inside optimizer steps, and `Due`,
+which finds the next step at which anything acts.
 """
 
 import logging

@@ -1,9 +1,7 @@
 """The training loop: `train_epoch` is that of the pseudocode of `jaxlit.Callback`, line by line.
 
-`run.position` is how far training is. It moves where a step is dispatched and where an epoch is over; checkpoints are
-taken at safe points alone, where nothing of a batch is at hand.
-
-Where checkpoints are taken: between two batches, and after an epoch, where nothing of a batch is at hand.
+`run.position` is how far training is. It moves where a step is dispatched and where an epoch is over. Checkpoints are
+taken at safe points (`safe_point`): between two batches, and after an epoch, where nothing of a batch is at hand.
 """
 
 import contextlib
@@ -18,61 +16,11 @@ from jaxlit.loop.dispatch import Dispatch, take_step, take_steps
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
 from jaxlit.loop.results import Row
-from jaxlit.loop.rewind import (
-    MOST_STARTS,
-    bind_measures,
-    check_finite,
-    end_before_bad_step,
-    log_pending,
-    log_row,
-    note_monitor,
-    row_of_epoch,
-    rows_of_step,
-)
+from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
+from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
 from jaxlit.loop.run import Due, Run, Tracing
 
 _logger = logging.getLogger("jaxlit")
-
-
-def safe_point(run: Run, hook: Hook | None, *, epoch_over: bool, training_over: bool) -> None:
-    """Call `on_safe_point`, and write the checkpoints that other hooks have requested.
-
-    Only a validation that a stop has cut may be left to do.
-    """
-    run.is_safe = True
-    if hook is not None:
-        hook(epoch_over, training_over)
-    write_requested(run)
-    run.is_safe = False
-
-
-def write_requested(run: Run) -> None:
-    """Write the checkpoints that hooks have requested since the last safe point."""
-    while run.requested:
-        run.requested.pop(0)()
-
-
-def end_at_safe_point(run: Run) -> None:
-    """Make where an error ends training a safe point: after the newest step, or before the epoch that begins."""
-    position = run.position
-    by_clock = run.times.has_interval and run.times.team.size > 1  # on which the processes would have to agree
-    if not position.validated:
-        position.validated = by_clock or not (run.data.validates and run.validation_is_due(position.over))
-    run.is_safe = True
-
-
-def write_requested_at(run: Run, error: BaseException) -> None:
-    """Write the requested checkpoints where an error has ended training, unless a user ends it at once."""
-    # The other processes may be elsewhere, and would not take part.
-    if isinstance(error, Exception) and not run.times.team.over:
-        while run.requested:
-            try:
-                run.requested.pop(0)()
-            except Exception as problem:
-                add_note(error, f"A checkpoint that a hook had requested was not written: {problem!r}")
-    if run.requested:
-        text = "%d checkpoints that hooks had requested were not written: training ended at once."
-        _logger.warning(text, len(run.requested))
 
 
 def fit(run: Run) -> None:
@@ -179,30 +127,6 @@ def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
     end_epoch(run)
 
 
-def end_epoch(run: Run) -> None:
-    """End an epoch, or the part of it that a stop has left, in which a resume continues."""
-    position = run.position
-    hooks = run.hooks
-    cut = not (position.over and position.validated)
-    if cut:  # checkpoints are taken now: the end of the epoch changes states of callbacks
-        safe_point(run, hooks.bind("on_safe_point"), epoch_over=False, training_over=True)
-    drop_window(run)
-    log_pending(run)  # log(row)
-    check_finite(run)
-    row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
-    hooks.log.show_epoch()
-    hooks("on_train_epoch_end")
-    run.meet()
-    log_row(run, {**row, **hooks.log.row_of_epoch()}, max(position.global_step - 1, 0))
-    run.times.check(run.control, epoch_over=True)
-    run.meet()
-    position.cut = cut
-    if not cut:  # before the hook, where checkpoints are taken: they continue with the next epoch
-        position.advance_epoch(run.data.training[0].between_epochs(position.data))
-        hooks.log.begin_epoch()
-        safe_point(run, hooks.bind("on_safe_point"), epoch_over=True, training_over=run.done)
-
-
 def begin_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
     """Begin the sums of an epoch and call its first hook; or do what a checkpoint inside it has left to do first."""
     if not inside:
@@ -216,18 +140,6 @@ def begin_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
     run.due.forget()
     if not run.position.validated:
         resume_validation(run)
-
-
-def resume_validation(run: Run) -> None:
-    """Validate where a checkpoint was taken: a stop has cut the validation there, or an error came before it."""
-    step = run.position.global_step
-    run.due.move(run, step - 1)
-    if run.data.validates:
-        validate(run)
-    else:  # no longer
-        run.position.validated = True
-    if not (run.position.over or run.done):
-        safe_point(run, run.due.at(step).safe_point, epoch_over=False, training_over=False)
 
 
 def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
@@ -280,15 +192,6 @@ def validate(run: Run) -> None:
     run.meet()
 
 
-def drop_window(run: Run) -> None:
-    """Drop the gradients of a window whose rest a hook has skipped."""
-    if run.position.over and run.position.filled:
-        run.engine.clear_window()
-        run.hooks.log.take_window()
-        run.position.drop_window()
-        run.unchecked.starts.clear()
-
-
 def end_batches(run: Run) -> None:
     """Mark the epoch as over: the loader has no batch left for it.
 
@@ -309,6 +212,51 @@ def end_batches(run: Run) -> None:
         _logger.warning(text, source.argument, position.batch_idx, limit)
 
 
+def end_epoch(run: Run) -> None:
+    """End an epoch, or the part of it that a stop has left, in which a resume continues."""
+    position = run.position
+    hooks = run.hooks
+    cut = not (position.over and position.validated)
+    if cut:  # checkpoints are taken now: the end of the epoch changes states of callbacks
+        safe_point(run, hooks.bind("on_safe_point"), epoch_over=False, training_over=True)
+    drop_window(run)
+    log_pending(run)  # log(row)
+    check_finite(run)
+    row = row_of_epoch(run)  # before the hooks, which may read the epoch's metrics
+    hooks.log.show_epoch()
+    hooks("on_train_epoch_end")
+    run.meet()
+    log_row(run, {**row, **hooks.log.row_of_epoch()}, max(position.global_step - 1, 0))
+    run.times.check(run.control, epoch_over=True)
+    run.meet()
+    position.cut = cut
+    if not cut:  # before the hook, where checkpoints are taken: they continue with the next epoch
+        position.advance_epoch(run.data.training[0].between_epochs(position.data))
+        hooks.log.begin_epoch()
+        safe_point(run, hooks.bind("on_safe_point"), epoch_over=True, training_over=run.done)
+
+
+def resume_validation(run: Run) -> None:
+    """Validate where a checkpoint was taken: a stop has cut the validation there, or an error came before it."""
+    step = run.position.global_step
+    run.due.move(run, step - 1)
+    if run.data.validates:
+        validate(run)
+    else:  # no longer
+        run.position.validated = True
+    if not (run.position.over or run.done):
+        safe_point(run, run.due.at(step).safe_point, epoch_over=False, training_over=False)
+
+
+def drop_window(run: Run) -> None:
+    """Drop the gradients of a window whose rest a hook has skipped."""
+    if run.position.over and run.position.filled:
+        run.engine.clear_window()
+        run.hooks.log.take_window()
+        run.position.drop_window()
+        run.unchecked.starts.clear()
+
+
 def reload(run: Run) -> None:
     """Open the loaders of hooks again where `reload_dataloaders_every_n_epochs` says so."""
     every = run.settings.reload_dataloaders_every_n_epochs
@@ -318,3 +266,44 @@ def reload(run: Run) -> None:
     run.data.count(run.control, run.window.argument)
     run.tracing = Tracing(run.hooks, run.log_every)
     run.due = Due(run.hooks, run.tracing)
+
+
+def safe_point(run: Run, hook: Hook | None, *, epoch_over: bool, training_over: bool) -> None:
+    """Call `on_safe_point`, and write the checkpoints that other hooks have requested.
+
+    Only a validation that a stop has cut may be left to do.
+    """
+    run.is_safe = True
+    if hook is not None:
+        hook(epoch_over, training_over)
+    write_requested(run)
+    run.is_safe = False
+
+
+def write_requested(run: Run) -> None:
+    """Write the checkpoints that hooks have requested since the last safe point."""
+    while run.requested:
+        run.requested.pop(0)()
+
+
+def end_at_safe_point(run: Run) -> None:
+    """Make where an error ends training a safe point: after the newest step, or before the epoch that begins."""
+    position = run.position
+    by_clock = run.times.has_interval and run.times.team.size > 1  # on which the processes would have to agree
+    if not position.validated:
+        position.validated = by_clock or not (run.data.validates and run.validation_is_due(position.over))
+    run.is_safe = True
+
+
+def write_requested_at(run: Run, error: BaseException) -> None:
+    """Write the requested checkpoints where an error has ended training, unless a user ends it at once."""
+    # The other processes may be elsewhere, and would not take part.
+    if isinstance(error, Exception) and not run.times.team.over:
+        while run.requested:
+            try:
+                run.requested.pop(0)()
+            except Exception as problem:
+                add_note(error, f"A checkpoint that a hook had requested was not written: {problem!r}")
+    if run.requested:
+        text = "%d checkpoints that hooks had requested were not written: training ended at once."
+        _logger.warning(text, len(run.requested))

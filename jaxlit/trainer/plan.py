@@ -1,10 +1,7 @@
-"""What training takes under several strategies and on several numbers of devices: memory, traffic and time.
+"""A plan: memory, traffic and time of a training step, for each strategy and number of devices.
 
-How a plan is made: one compile for each strategy and number of devices.
-
-The cost of a training step on devices that are not there: compiled for simulated ones in another process.
-
-A second Trainer, whose steps compute what those of a user's Trainer will.
+Each row compiles one step, of a trial: a second Trainer, whose steps compute what those of the user's Trainer will.
+For devices that are absent another process compiles it, for simulated ones (`jaxlit.trainer.plan_worker`).
 """
 
 import copy
@@ -52,6 +49,31 @@ if TYPE_CHECKING:
 
 KINDS = ("parameters", "optimizer", "gradients", "temporaries", "batch", "other")
 _TAKEN = 0.75  # of a GPU's memory, which is jax's default
+# XLA plans the memory before LLVM generates machine code, which nobody will run.
+_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# The arguments that decide what a step computes.
+_SAME = [
+    "strategy",
+    "devices",
+    "mesh",
+    "precision",
+    "limit_train_batches",
+    "overfit_batches",
+    "seed",
+    "prefetch",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "host_keys",
+    "max_recompiles",
+    "data_timeout",
+    "hang_timeout",
+    "max_in_flight",
+    "compile_cache",
+    "debug",
+]
+_SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+_logger = logging.getLogger("jaxlit")
 
 
 @dataclass(frozen=True)
@@ -233,168 +255,6 @@ class Plan:
         return figure
 
 
-def _table(rows: Sequence[PlanRow]) -> list[str]:
-    head = ("strategy", "devices", "rows", *KINDS, "total", "left", "FLOP", "step")
-    lines: list[Sequence[str]] = []
-    for row in rows:
-        held = [size(row.bytes[kind]) for kind in KINDS]
-        left = "-" if row.left is None else size(row.left) if row.left >= 0 else f"-{size(-row.left)}"
-        flops = "-" if row.cost is None or row.cost.flops is None else count(row.cost.flops.count)
-        time = "-"
-        if row.step_seconds is not None:
-            time = " to ".join(dict.fromkeys(map(duration, row.step_seconds)))
-            time += f" ({max(row.seconds, key=lambda name: row.seconds[name])})"
-        total = f"{row.bound} {size(row.total)}".strip()
-        lines.append((row.strategy, str(row.devices), f"{row.batch_size:,}", *held, total, left, flops, time))
-    return table([head, *lines]) if lines else []
-
-
-def _collectives(rows: Sequence[PlanRow]) -> list[str]:
-    lines = [
-        (row.strategy, str(row.devices), x.kind, f"{x.calls:,}", size(x.bytes), size(x.sent))
-        for row in rows
-        for x in (row.cost.collectives or () if row.cost is not None else ())
-    ]
-    head = ("strategy", "devices", "collective", "calls", "result bytes", "sent by a device")
-    return table([head, *lines], texts=3) if lines else []
-
-
-def _notes(rows: Sequence[PlanRow]) -> list[str]:
-    texts = [(row, text) for row in rows if (text := row.error or row.note)]
-    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in texts]
-    bounds = {row.bound for row in rows if row.cost is not None}
-    if "<=" in bounds:
-        notes.append(
-            "<=: compiled for CPUs, whose compiler fuses less, reduces where others reduce and scatter, and sends "
-            "16-bit numbers as 32 bits: temporaries and traffic are upper bounds. All other bytes are exact."
-        )
-    if ">=" in bounds:
-        notes.append(
-            ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
-            "within a part."
-        )
-    free_memory = [(row.left, row.hardware) for row in rows if row.fits and row.hardware in GPUS]
-    if any(x is not None and x < (1 - _TAKEN) * (gpu.memory or 0) for x, gpu in free_memory if gpu is not None):
-        notes.append(
-            f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
-            "environment of the run."
-        )
-    if all(row.hardware is None for row in rows):
-        notes.append(
-            "Pass hardware= (in a shell --hardware), for example 'NVIDIA H100', to see what fits and how long a step "
-            "takes."
-        )
-    return notes
-
-
-_logger = logging.getLogger("jaxlit")
-
-# XLA plans the memory before LLVM generates machine code, which nobody will run.
-_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-
-def cost_elsewhere(
-    trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
-) -> StepCost:
-    """Return what `cost_of_step` returns on as many simulated devices, in a separate process.
-
-    Args:
-        trial: See `cost_of_step`.
-        model: See `cost_of_step`; a module is of shapes and dtypes.
-        batch: See `cost_of_step`.
-        num_batches: See `cost_of_step`.
-        devices: How many.
-        timeout: Seconds after which the process is ended.
-        logged: The warnings that were logged before; those of the process are logged and added.
-
-    Raises:
-        ArgumentError: The module cannot be sent to another process, or the process took too long or was ended.
-        Exception: What `cost_of_step` has raised there.
-    """
-    try:
-        config = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
-        job = cloudpickle.dumps((config, trial.settings.arguments, model, batch, num_batches))
-    except Exception as error:
-        raise ArgumentError(
-            "Trainer.plan sends the module, its callbacks and its strategy to a process that simulates devices, and "
-            f"one of them cannot be pickled: {error}. Keep open files, locks and the like out of their attributes."
-        ) from error
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result")
-        log = Path(folder, "log")
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_force_host_platform_device_count={devices}"
-        # The process is no part of the job that this one belongs to.
-        env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "1"}
-        with log.open("wb") as output:
-            command = [sys.executable, "-m", "jaxlit.trainer.plan_worker", str(result)]
-            # A new session: Ctrl-C reaches this process alone, which ends the other.
-            process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
-            )
-            try:
-                process.communicate(cloudpickle.dumps(sys.path) + job, timeout=timeout)
-            except subprocess.TimeoutExpired:
-                raise ArgumentError(
-                    f"Trainer.plan: {devices} devices: the compile took longer than {timeout:g} s. Raise timeout."
-                ) from None
-            finally:
-                process.kill()
-                process.wait()
-        if not result.exists():
-            last = " ".join(log.read_text(errors="replace").split())[-500:]
-            raise ArgumentError(
-                f"Trainer.plan: the process for {devices} devices ended with {process.returncode}: {last}"
-            )
-        outcome, failed, warnings = cloudpickle.loads(result.read_bytes())
-    for text in warnings:
-        if text not in logged:
-            logged.add(text)
-            _logger.warning(text)
-    if failed:
-        raise outcome
-    return outcome
-
-
-# The arguments that decide what a step computes.
-_SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
-_SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
-_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
-_SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-
-
-def trial_of(
-    trainer: Any,
-    *callbacks: Callback,
-    takes: Callable[[Callback], bool] = operator.attrgetter("changes_step"),
-    **arguments: Any,
-) -> Any:
-    """Return a Trainer that takes the steps of another one, without loggers, files and validation.
-
-    Args:
-        trainer: The other one.
-        *callbacks: Callbacks of the trial.
-        takes: Which callbacks of the other one, and of the module, take part.
-        **arguments: Arguments in place of those of the other one.
-    """
-    settings = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
-    settings |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
-    of_trainer = filter(takes, without(trainer.callbacks, trainer._session.added))
-    # A subclass of the user's may take other arguments.
-    plain = next(cls for cls in type(trainer).__mro__ if TrainerProperties in cls.__bases__)
-    trial = plain(**settings, callbacks=[*of_trainer, *callbacks])
-    trial._session.takes = takes  # of the callbacks that the module adds
-    return trial
-
-
-def copied(model: TrainModule | lazy) -> TrainModule | lazy:
-    """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
-    if isinstance(model, lazy):
-        return model
-    copy = nnx.clone(model)
-    share_hparams(copy, model)
-    return copy
-
-
 @out_of_meshes
 def make_plan(
     trainer: Any,
@@ -523,3 +383,152 @@ def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any
     finally:
         source.close()
     return loader_batch, batch, batches_or_inf(limit)
+
+
+def cost_elsewhere(
+    trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
+) -> StepCost:
+    """Return what `cost_of_step` returns on as many simulated devices, in a separate process.
+
+    Args:
+        trial: See `cost_of_step`.
+        model: See `cost_of_step`; a module is of shapes and dtypes.
+        batch: See `cost_of_step`.
+        num_batches: See `cost_of_step`.
+        devices: How many.
+        timeout: Seconds after which the process is ended.
+        logged: The warnings that were logged before; those of the process are logged and added.
+
+    Raises:
+        ArgumentError: The module cannot be sent to another process, or the process took too long or was ended.
+        Exception: What `cost_of_step` has raised there.
+    """
+    try:
+        config = {name: getattr(jax.config, name) for name in JAX_SETTINGS}
+        job = cloudpickle.dumps((config, trial.settings.arguments, model, batch, num_batches))
+    except Exception as error:
+        raise ArgumentError(
+            "Trainer.plan sends the module, its callbacks and its strategy to a process that simulates devices, and "
+            f"one of them cannot be pickled: {error}. Keep open files, locks and the like out of their attributes."
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result")
+        log = Path(folder, "log")
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_force_host_platform_device_count={devices}"
+        # The process is no part of the job that this one belongs to.
+        env = os.environ | {"XLA_FLAGS": flags.strip(), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "1"}
+        with log.open("wb") as output:
+            command = [sys.executable, "-m", "jaxlit.trainer.plan_worker", str(result)]
+            # A new session: Ctrl-C reaches this process alone, which ends the other.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+            try:
+                process.communicate(cloudpickle.dumps(sys.path) + job, timeout=timeout)
+            except subprocess.TimeoutExpired:
+                raise ArgumentError(
+                    f"Trainer.plan: {devices} devices: the compile took longer than {timeout:g} s. Raise timeout."
+                ) from None
+            finally:
+                process.kill()
+                process.wait()
+        if not result.exists():
+            last = " ".join(log.read_text(errors="replace").split())[-500:]
+            raise ArgumentError(
+                f"Trainer.plan: the process for {devices} devices ended with {process.returncode}: {last}"
+            )
+        outcome, failed, warnings = cloudpickle.loads(result.read_bytes())
+    for text in warnings:
+        if text not in logged:
+            logged.add(text)
+            _logger.warning(text)
+    if failed:
+        raise outcome
+    return outcome
+
+
+def trial_of(
+    trainer: Any,
+    *callbacks: Callback,
+    takes: Callable[[Callback], bool] = operator.attrgetter("changes_step"),
+    **arguments: Any,
+) -> Any:
+    """Return a Trainer that takes the steps of another one, without loggers, files and validation.
+
+    Args:
+        trainer: The other one.
+        *callbacks: Callbacks of the trial.
+        takes: Which callbacks of the other one, and of the module, take part.
+        **arguments: Arguments in place of those of the other one.
+    """
+    settings = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
+    settings |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
+    of_trainer = filter(takes, without(trainer.callbacks, trainer._session.added))
+    # A subclass of the user's may take other arguments.
+    plain = next(cls for cls in type(trainer).__mro__ if TrainerProperties in cls.__bases__)
+    trial = plain(**settings, callbacks=[*of_trainer, *callbacks])
+    trial._session.takes = takes  # of the callbacks that the module adds
+    return trial
+
+
+def copied(model: TrainModule | lazy) -> TrainModule | lazy:
+    """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
+    if isinstance(model, lazy):
+        return model
+    copy = nnx.clone(model)
+    share_hparams(copy, model)
+    return copy
+
+
+def _table(rows: Sequence[PlanRow]) -> list[str]:
+    head = ("strategy", "devices", "rows", *KINDS, "total", "left", "FLOP", "step")
+    lines: list[Sequence[str]] = []
+    for row in rows:
+        held = [size(row.bytes[kind]) for kind in KINDS]
+        left = "-" if row.left is None else size(row.left) if row.left >= 0 else f"-{size(-row.left)}"
+        flops = "-" if row.cost is None or row.cost.flops is None else count(row.cost.flops.count)
+        time = "-"
+        if row.step_seconds is not None:
+            time = " to ".join(dict.fromkeys(map(duration, row.step_seconds)))
+            time += f" ({max(row.seconds, key=lambda name: row.seconds[name])})"
+        total = f"{row.bound} {size(row.total)}".strip()
+        lines.append((row.strategy, str(row.devices), f"{row.batch_size:,}", *held, total, left, flops, time))
+    return table([head, *lines]) if lines else []
+
+
+def _collectives(rows: Sequence[PlanRow]) -> list[str]:
+    lines = [
+        (row.strategy, str(row.devices), x.kind, f"{x.calls:,}", size(x.bytes), size(x.sent))
+        for row in rows
+        for x in (row.cost.collectives or () if row.cost is not None else ())
+    ]
+    head = ("strategy", "devices", "collective", "calls", "result bytes", "sent by a device")
+    return table([head, *lines], texts=3) if lines else []
+
+
+def _notes(rows: Sequence[PlanRow]) -> list[str]:
+    texts = [(row, text) for row in rows if (text := row.error or row.note)]
+    notes = [f"{row.strategy} on {row.devices} device{'s' * (row.devices != 1)}: {text}" for row, text in texts]
+    bounds = {row.bound for row in rows if row.cost is not None}
+    if "<=" in bounds:
+        notes.append(
+            "<=: compiled for CPUs, whose compiler fuses less, reduces where others reduce and scatter, and sends "
+            "16-bit numbers as 32 bits: temporaries and traffic are upper bounds. All other bytes are exact."
+        )
+    if ">=" in bounds:
+        notes.append(
+            ">=: the step runs in parts: temporaries are the gradients' sums and what microbatches keep, without those "
+            "within a part."
+        )
+    free_memory = [(row.left, row.hardware) for row in rows if row.fits and row.hardware in GPUS]
+    if any(x is not None and x < (1 - _TAKEN) * (gpu.memory or 0) for x, gpu in free_memory if gpu is not None):
+        notes.append(
+            f"jax takes {_TAKEN:.0%} of a GPU's memory. For more, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the "
+            "environment of the run."
+        )
+    if all(row.hardware is None for row in rows):
+        notes.append(
+            "Pass hardware= (in a shell --hardware), for example 'NVIDIA H100', to see what fits and how long a step "
+            "takes."
+        )
+    return notes

@@ -1,4 +1,4 @@
-"""The process that compiles a training step for simulated devices: `plan_process.py` starts it."""
+"""The process that compiles a training step for simulated devices: `jaxlit.trainer.plan` starts it."""
 
 import io
 import logging

@@ -13,7 +13,8 @@ from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import CheckpointError, add_note
 from jaxlit.loop import snapshot
-from jaxlit.loop.rewind import check_finite, log_pending
+from jaxlit.loop.rewind import check_finite
+from jaxlit.loop.rows import log_pending
 from jaxlit.loop.run import Run
 from jaxlit.sharding import out_of_meshes
 

@@ -34,7 +34,15 @@ from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
-from jaxlit.trainer.defaults import TrainerCallbacks, callbacks_of_module, check_callbacks, log_hyperparams, without
+from jaxlit.trainer.defaults import (
+    TrainerCallbacks,
+    callbacks_of_module,
+    check_callbacks,
+    first_example,
+    log_hyperparams,
+    step_options,
+    without,
+)
 from jaxlit.trainer.endings import explained, interruptible, rescue
 from jaxlit.trainer.refusals import (
     Request,
@@ -52,7 +60,7 @@ from jaxlit.trainer.refusals import (
 )
 from jaxlit.trainer.run_folder import RunFolder, resolve_checkpoint, resolve_weights
 from jaxlit.trainer.saver import Saver
-from jaxlit.trainer.step_cost import choose, first_example, step_options
+from jaxlit.trainer.step_cost import choose
 
 _logger = logging.getLogger("jaxlit")
 

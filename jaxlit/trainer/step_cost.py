@@ -1,15 +1,10 @@
-"""What a training step takes of each device, known before an array exists.
-
-Which strategy "auto" is, by what a training step takes of a device.
-
-How a fit takes its optimizer steps, by its Trainer, its callbacks and its module.
-"""
+"""What a training step costs each device, known before an array exists, and the strategy that "auto" picks by it."""
 
 import contextlib
 import copy
 import math
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,107 +12,24 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, trainer_of
-from jaxlit.core.optimizer import labels_of, names_in
-from jaxlit.core.parts import Part, by_part, optimizer_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import num_rows, with_rows
+from jaxlit.core.replica import num_rows
 from jaxlit.core.train_state import Precision, StepOptions, TrainState
 from jaxlit.distributed.team import team
 from jaxlit.engine.compiled_program import CompiledProgram, is_exhausted, out_of_memory
 from jaxlit.engine.creation import check_variables, lazy, shape_lazy
 from jaxlit.engine.training import training_of
 from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, OutOfMemoryError
-from jaxlit.loop.hooks import Hooks, fitting, overrides
+from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run_data import RunData, make_loaders
 from jaxlit.loop.settings import Settings
 from jaxlit.programs.costs import Collective, Flops, Memory
 from jaxlit.reporting.terminal import bytes_per_device
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
-from jaxlit.texts import shown, size
-
-
-def first_example(data: RunData) -> Any:
-    """Return the shapes and dtypes of the first batch of all processes; None where a hook has yet to make it."""
-    example = data.loaders.validator_of(data.training[0]).example
-    processes = jax.process_count()
-    return example if example is None or processes == 1 else with_rows(example, processes * num_rows(example))
-
-
-def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
-    """Return how a fit takes its optimizer steps.
-
-    Args:
-        settings: The Trainer's arguments.
-        hooks: The hooks of the fit.
-        example: The shapes and dtypes of the first batch, of all processes; None where it is not known.
-    """
-    optimizer = optimizer_of(hooks.module)
-    # A later epoch may need room for a window; a subclass need not know which.
-    least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
-    parts = frozen_parts(hooks.callbacks, hooks.module, optimizer.wrt)
-    return StepOptions(
-        by_part(optimizer, parts),
-        accumulate=max(settings.accumulate_grad_batches, least),
-        nan_policy="raise" if settings.nan_policy == "rollback" else settings.nan_policy,
-        clip=settings.clip,
-        extras=array_keepers(hooks),
-        parts=parts,
-        tolerates=hooks.tolerates,
-        example=example,
-    )
-
-
-def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
-    """Return the parts of the parameters that callbacks freeze for some epochs.
-
-    Args:
-        callbacks: The callbacks of a fit.
-        module: Its module.
-        wrt: The filter of what is trained.
-
-    Raises:
-        ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
-    """
-    freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
-    parts = list[Part]()
-    known = frozenset(names_in(module, wrt, ...))
-    for callback, label in zip(freezes, labels_of([c.frozen_part for c in freezes], "part"), strict=True):
-        names = frozenset(callback.names(module, wrt))
-        whose = f"{type(callback).__name__}.names(...)"
-        if not names or not names <= known:
-            raise ArgumentError(
-                f"{whose} takes names of trained parameters of {type(module).__name__}, got "
-                f"{shown(sorted(names - known))}. It has: {shown(sorted(known))}."
-            )
-        if both := sorted(name for part in parts for name in part.names & names):
-            raise ArgumentError(f"{whose} has {both[0]}, which another one also has. Give each its own parameters.")
-        if label in {part.label for part in parts}:
-            raise ArgumentError(f"Two BackboneFreezes have parts that are called {label!r}. Join them by nnx.Any.")
-        parts.append(Part(label, names, callback.unfreeze_at_epoch, callback.tx))
-    return tuple(parts)
-
-
-def array_keepers(hooks: Hooks) -> dict[str, Callback]:
-    """Return the callbacks that keep arrays, by the keys of their states.
-
-    Raises:
-        ModuleError: One has only one of the two methods, or a method takes other arguments.
-    """
-    methods = ("init_arrays", "update_arrays")
-    keepers = {}
-    for key, callback in hooks.keyed().items():
-        defined = [fitting(callback, name) for name in methods if overrides(callback, name)]
-        if len(defined) == 1:
-            raise ModuleError(
-                f"{type(callback).__name__} defines one of init_arrays and update_arrays: a callback's arrays are made "
-                "by the first and changed by the second. Define both."
-            )
-        if defined:
-            keepers[key] = callback
-    return keepers
+from jaxlit.texts import size
+from jaxlit.trainer.defaults import first_example, step_options
 
 
 @dataclass(frozen=True)
@@ -174,46 +86,6 @@ class StepCost:
     def made(self) -> int:
         """Bytes of results that take no argument's place: metrics and outputs."""
         return 0 if self.memory is None else self.memory.outputs - self.memory.aliased
-
-
-def shapes_of(module: TrainModule) -> TrainModule:
-    """Return a copy of a module of shapes and dtypes.
-
-    Raises:
-        ModuleError: See `check_variables`.
-    """
-    check_variables(module)
-    graphdef, state = nnx.split(module)
-    copy = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
-    share_hparams(copy, module)
-    return copy
-
-
-def bytes_of_module(module: TrainModule | lazy) -> int:
-    """Return the bytes of a module's arrays on the device that has the most of them; a lazy module has no arrays."""
-    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module))
-    return bytes_per_device(x for x in leaves if isinstance(x, jax.Array))
-
-
-@contextlib.contextmanager
-def explained() -> Iterator[None]:
-    """Name the place in the user's code that raised an error other than a JaxlitError.
-
-    Raises:
-        ModuleError: In place of such an error.
-    """
-    try:
-        yield
-    except JaxlitError:
-        raise
-    except Exception as error:
-        frames = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" not in x.filename]
-        users = [x for x in frames if not x.filename.startswith(str(Path(__file__).parents[1]))]
-        place = f" at {users[-1].filename}:{users[-1].lineno}, in {users[-1].name}" if users else ""
-        raise ModuleError(
-            "A plan builds the module and traces its step on shapes alone, without the hooks of a fit such as setup, "
-            f"and this raised {type(error).__name__}{place}: {str(error).strip().partition(chr(10))[0]}"
-        ) from error
 
 
 def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches: int | float) -> StepCost:
@@ -298,6 +170,46 @@ class AbstractStep:
         undivided = parts if num_rows(batch) % parts else 0
         costs |= {"undivided": undivided, "per_replica": strategy.per_replica}
         return replace(self.state, batch=_bytes(placed), **costs)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Name the place in the user's code that raised an error other than a JaxlitError.
+
+    Raises:
+        ModuleError: In place of such an error.
+    """
+    try:
+        yield
+    except JaxlitError:
+        raise
+    except Exception as error:
+        frames = [x for x in traceback.extract_tb(error.__traceback__) if "site-packages" not in x.filename]
+        users = [x for x in frames if not x.filename.startswith(str(Path(__file__).parents[1]))]
+        place = f" at {users[-1].filename}:{users[-1].lineno}, in {users[-1].name}" if users else ""
+        raise ModuleError(
+            "A plan builds the module and traces its step on shapes alone, without the hooks of a fit such as setup, "
+            f"and this raised {type(error).__name__}{place}: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
+
+
+def shapes_of(module: TrainModule) -> TrainModule:
+    """Return a copy of a module of shapes and dtypes.
+
+    Raises:
+        ModuleError: See `check_variables`.
+    """
+    check_variables(module)
+    graphdef, state = nnx.split(module)
+    copy = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+    share_hparams(copy, module)
+    return copy
+
+
+def bytes_of_module(module: TrainModule | lazy) -> int:
+    """Return the bytes of a module's arrays on the device that has the most of them; a lazy module has no arrays."""
+    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module))
+    return bytes_per_device(x for x in leaves if isinstance(x, jax.Array))
 
 
 def _bytes(placed: Any) -> int:

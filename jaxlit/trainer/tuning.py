@@ -1,6 +1,6 @@
-"""A range test: a short training in which the learning rate rises, to choose one to begin with.
+"""Two searches before a training: the learning rate to begin with, by a range test, and the largest batch.
 
-The largest batch that fits into the memory of the devices, by compiling and not by running out of it.
+The batch is found by compiling the step, not by running out of memory.
 """
 
 import logging
@@ -33,6 +33,8 @@ _logger = logging.getLogger("jaxlit")
 
 _BETA = 0.98  # decay of the running mean of the losses
 _SETTLED = 10  # losses after which the running mean may be compared
+_MOST = 2**25  # batches of a row on each device, as in Lightning
+_MOST_TIMES = 16  # as large as the largest that fits may the next one be
 
 
 class LRFinder:
@@ -181,17 +183,6 @@ def lr_find(
     return test.finder
 
 
-def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
-    owner = "jl.lr_find"
-    rule = "takes a number above 0"
-    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
-    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
-    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
-    check.integer("num_training_steps", steps, low=2, owner=owner)
-    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
-    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
-
-
 class _RangeTest(Callback):
     """Raises the rate at each optimizer step, and collects the losses."""
 
@@ -235,6 +226,17 @@ class _RangeTest(Callback):
             self._least = min(self._least, loss)
 
 
+def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
+    owner = "jl.lr_find"
+    rule = "takes a number above 0"
+    low = check.positive("min_lr", min_lr, owner=owner, rule=rule)
+    high = check.positive("max_lr", max_lr, owner=owner, rule=rule)
+    check.require(low < high, "max_lr", max_lr, f"takes a rate above min_lr={min_lr}", owner=owner)
+    check.integer("num_training_steps", steps, low=2, owner=owner)
+    exponential = check.one_of("mode", mode, ("exponential", "linear"), owner=owner) == "exponential"
+    return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
+
+
 def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
     """Return the object whose attribute is the rate, and the attribute's name.
 
@@ -251,10 +253,6 @@ def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
         f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute or hparam {wanted}. Keep the rate in "
         "one that configure_optimizers reads, or pass the name of another one as attr_name."
     )
-
-
-_MOST = 2**25  # batches of a row on each device, as in Lightning
-_MOST_TIMES = 16  # as large as the largest that fits may the next one be
 
 
 @dataclass(frozen=True)

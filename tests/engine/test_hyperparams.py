@@ -18,7 +18,7 @@ import jaxlit as jl
 from jaxlit.core.parts import by_part
 from jaxlit.engine.state import find_hyperparams
 from jaxlit.errors import ArgumentTypeError
-from jaxlit.trainer.step_cost import frozen_parts
+from jaxlit.trainer.defaults import frozen_parts
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
 
