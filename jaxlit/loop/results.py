@@ -1,4 +1,4 @@
-"""The metrics of a run: as callbacks see them (`Results`), as hooks log them (`HostLog`), and all of them (`History`)."""
+"""The metrics of a run: as callbacks see them (`Results`), as hooks log them (`HostLog`), and all rows (`History`)."""
 
 import io
 import math

@@ -52,26 +52,9 @@ _TAKEN = 0.75  # of a GPU's memory, which is jax's default
 # XLA plans the memory before LLVM generates machine code, which nobody will run.
 _FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 # The arguments that decide what a step computes.
-_SAME = [
-    "strategy",
-    "devices",
-    "mesh",
-    "precision",
-    "limit_train_batches",
-    "overfit_batches",
-    "seed",
-    "prefetch",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-    "host_keys",
-    "max_recompiles",
-    "data_timeout",
-    "hang_timeout",
-    "max_in_flight",
-    "compile_cache",
-    "debug",
-]
+_SAME = ("strategy", "devices", "mesh", "precision", "limit_train_batches", "overfit_batches", "seed", "prefetch")
+_SAME += ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "host_keys", "max_recompiles")
+_SAME += ("data_timeout", "hang_timeout", "max_in_flight", "compile_cache", "debug")
 _SILENT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 _logger = logging.getLogger("jaxlit")
 
