@@ -225,10 +225,9 @@ class Run:
     def batches_to_validation(self) -> int | None:
         """Batches until a validation inside the epoch; None if there is none, or if a clock decides."""
         position = self.position
-        every = self.settings.check_val_every_n_epoch
         if self.data.val_every is None or not self.data.validates or self.times.has_interval:
             return None
-        count = position.total_batch_idx if every is None else position.batch_idx
+        count = position.total_batch_idx if self.settings.check_val_every_n_epoch is None else position.batch_idx
         return self.data.val_every - count % self.data.val_every
 
     def validation_is_due(self, last: bool) -> bool:
@@ -237,9 +236,8 @@ class Run:
         Args:
             last: Whether it is the last batch of the epoch.
         """
-        position = self.position
         every = self.settings.check_val_every_n_epoch
-        if every is not None and (position.epoch + 1) % every:
+        if every is not None and (self.position.epoch + 1) % every:
             return False
         if self.control.should_stop and self.may_stop:
             return True

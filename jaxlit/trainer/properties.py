@@ -239,8 +239,7 @@ class TrainerProperties(Arguments):
         if batches == math.inf or settings.max_epochs is None:
             return limit
         epochs = max(settings.max_epochs, 1)
-        accumulate = settings.accumulate_grad_batches
-        return min(steps_of(self._session.callbacks, accumulate, int(batches), epochs), limit)
+        return min(steps_of(self._session.callbacks, settings.accumulate_grad_batches, int(batches), epochs), limit)
 
     @property
     def verbose(self) -> bool:
