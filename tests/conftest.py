@@ -24,7 +24,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell runs in th
 
 # At how many megabytes a worker lets go of its programs. What stays (jax keeps every class of a module for ever) moves
 # it up: at a fixed place each test would come to begin without a single program.
-FIRST = 750.0
+FIRST = 1500.0
 clear_at = [FIRST]
 
 

@@ -15,7 +15,7 @@ import yaml
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from kit.pages import DOCS, block_with, run_script
-from kit.trainers import BARE
+from kit.trainers import BARE, thinned
 
 import jaxlit as jl
 
@@ -116,7 +116,7 @@ def test_callbacks_and_strategies_are_given_by_name() -> None:
         ({"class_path": "FSDP", "init_args": {"min_size": 0}}, ["--trainer.strategy.stage=2"], 2, 0),
     ],
 )
-@pytest.mark.parametrize("place", ["a file", "the command line"])
+@pytest.mark.parametrize("place", thinned(["a file", "the command line"], "the command line", full=()))
 def test_strategies_are_words_or_classes_with_or_without_arguments(
     place: str, given: Any, more: list[str], stage: int, min_size: int
 ) -> None:
@@ -355,6 +355,7 @@ def test_a_plan_names_the_option_for_hardware(capsys: pytest.CaptureFixture[str]
     assert "Pass hardware= (in a shell --hardware), for example 'NVIDIA H100'" in printed
 
 
+@pytest.mark.full
 def test_the_commands_of_the_page_run_in_a_shell(tmp_path: Path) -> None:
     code = block_with(PAGE, "import Line, line_data") + block_with(PAGE, "class Numbers")
     (block,) = re.findall(r"```text\n(python train\.py fit .*?)```", (DOCS / PAGE).read_text(), re.S)

@@ -60,6 +60,7 @@ def without_numbers(screen: str) -> list[str]:
     return re.sub(r"\d[\d.,]*", "N", screen).split()
 
 
+@pytest.mark.full
 def test_the_readmes_first_example_prints_its_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_the_custom_strategy_trains_like_a_single_device(run: Any) -> None:
     np.testing.assert_allclose(split, single, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_population_finds_a_good_member_and_continues(run: Any, tmp_path: Path) -> None:
     first, whole = (run("population.py", "--epochs", n, "--root", str(tmp_path)) for n in ("2", "4"))
     assert float(re.findall(r"best member.*: (\S+)$", whole, re.M)[0]) >= 0.9
@@ -180,6 +181,7 @@ def test_the_language_model_learns_more_than_frequencies(steps: int, run: Any) -
     assert len(written) == 4 and all(len(ast.literal_eval(line)) == 64 for line in written)
 
 
+@pytest.mark.full
 def test_each_network_of_the_gan_has_its_own_optimizer() -> None:
     example = runpy.run_path(str(EXAMPLES / "gan.py"))
     real = np.random.default_rng(1).normal(size=(16, 2)).astype(np.float32)
@@ -258,6 +260,7 @@ def gpt2_by_hand(weights: dict[str, np.ndarray], ids: np.ndarray, heads: int) ->
     return norm(x, "ln_f") @ weights["wte.weight"].T
 
 
+@pytest.mark.full
 def test_gpt2_computes_the_logits_of_the_weights_that_it_is_given() -> None:
     example = runpy.run_path(str(EXAMPLES / "gpt2_weights.py"))
     example["make_weights"]("model.safetensors")
@@ -293,6 +296,7 @@ def test_a_killed_training_continues_to_the_same_bits(monkeypatch: pytest.Monkey
     assert same == (8, 140, 0, 0) and others[:2] == (4, 140) and max(others[2:]) < 1e-5
 
 
+@pytest.mark.full
 def test_two_processes_train_to_one_loss(monkeypatch: pytest.MonkeyPatch, run: Any) -> None:
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
     # On a busy machine a library may say something before it.
@@ -404,6 +408,7 @@ def test_loaders_of_others_draw_each_row_once_in_an_order_of_the_epoch(loader: s
     assert not np.array_equal(first, second)
 
 
+@pytest.mark.full
 def test_a_student_learns_its_teachers_outputs_by_their_divergence() -> None:
     example = runpy.run_path(str(EXAMPLES / "distill.py"))
     teacher = example["Digits"](32, rngs=nnx.Rngs(0))
@@ -461,6 +466,7 @@ def test_optuna_finds_a_trial_that_can_be_repeated(called: Any) -> None:
         assert len(trial.intermediate_values) == 5 or trial.state.name == "PRUNED"
 
 
+@pytest.mark.full
 def test_a_callback_shows_the_digits_that_are_misread(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     example = load("custom_callback.py", "--epochs", "2")
     trainer, mistakes = example["trainer"], example["mistakes"]

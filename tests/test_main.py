@@ -52,6 +52,7 @@ def test_a_plan_is_printed_and_drawn(script: Path, capsys: pytest.CaptureFixture
     assert picture.stat().st_size > 0
 
 
+@pytest.mark.full
 def test_a_shell_plans_devices_that_are_not_there(script: Path) -> None:
     command = [sys.executable, "-m", "jaxlit", "plan", f"{script}:make", "--devices", "4", "--hardware", "TPU v4"]
     env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

@@ -1,5 +1,6 @@
 """Checkpoints and weights at a URL are fetched to this machine, whatever is there already."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from kit.buckets import URL, Bucket, WaitsForCopies, checkpoints, go, in_bucket,
 from kit.checkpoints import bytes_of, keep_all, names, train
 from kit.modules import Linear
 from kit.refusals import refuses, warnings_of
+from kit.trainers import thinned
 
 import jaxlit as jl
 from jaxlit.checkpoints.remote import local, staging
@@ -39,7 +41,10 @@ def fetched() -> list[str]:
     return [path.split("/")[4] for operation, path in Bucket.log if operation == "get" and path.endswith("state.json")]
 
 
-@pytest.mark.parametrize("kind", ["bucket://a/run", "memory://{name}/run", "file://{path}/run", "dir::file://{path}"])
+KINDS = ("bucket://a/run", "memory://{name}/run", "file://{path}/run", "dir::file://{path}")
+
+
+@pytest.mark.parametrize("kind", thinned(KINDS, KINDS[0], full=()))
 def test_another_machine_continues_bit_by_bit(kind: str, machine: Path, tmp_path: Path) -> None:
     url = kind.format(name=tmp_path.name, path=tmp_path / "remote")
     go(2, url=url)
@@ -94,7 +99,7 @@ DAMAGES: dict[str, tuple[Callable[[str], None], str | None]] = {  # and what is 
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", thinned(DAMAGES, *[*DAMAGES][::2], full=()))
 def test_the_one_before_is_taken_if(damage: str, machine: Path, caplog: pytest.LogCaptureFixture) -> None:
     go(3, WaitsForCopies(), keep_all())
     assert checkpoints() == ["step_00000003", "step_00000006", "step_00000009"]
@@ -198,6 +203,7 @@ def test_a_bucket_that_cannot_be_read_is_no_new_run(machine: Path) -> None:
 
 
 STEP = f"{URL}/checkpoints/step_00000006"
+URLS = (STEP, URL, f"{URL}/", f"{URL}/last", f"{URL}/checkpoints")
 USES = {
     "load_from_checkpoint": lambda url: Linear.load_from_checkpoint(url),
     "init_from": lambda url: train("other", 0, init_from=url).module,
@@ -206,8 +212,9 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("url", [STEP, URL, f"{URL}/", f"{URL}/last", f"{URL}/checkpoints"])
+@pytest.mark.parametrize(
+    ("url", "use"), thinned(itertools.product(URLS, USES), *zip(URLS, [*USES] * 2, strict=False), full=())
+)
 def test_a_checkpoint_at_a_url_is_taken_by(use: str, url: str, machine: Path) -> None:
     kernel = np.asarray(go(2).module.kernel[...])
     replace(machine)

@@ -55,7 +55,9 @@ GROUPS: dict[str, tuple[Any, Any]] = {
 CASES = [("single", name) for name in GROUPS] + [(name, "patterns") for name in STRATEGIES[1:]]
 
 
-@pytest.mark.parametrize(("strategy", "name"), thinned(CASES, CASES[0], ("fsdp", "patterns")))
+@pytest.mark.parametrize(
+    ("strategy", "name"), thinned(CASES, ("fsdp", "patterns"), full=[*CASES[:5:2], ("shard_map", "patterns")])
+)
 def test_each_group_is_trained_as_optax_trains_its_labels(strategy: str, name: str) -> None:
     by, of = GROUPS[name]
     model, batches = net(jl.Optimizer(by=by), depth=2), random()
@@ -170,7 +172,7 @@ DECAY = {"layers/0/kernel", "layers/1/kernel", "einsum/kernel", "own"}
 DECAY |= {f"attention/{name}/kernel" for name in ("query", "key", "value", "out")}
 
 
-@pytest.mark.parametrize("as_pure", [True, False], ids=["arrays", "variables"])
+@pytest.mark.parametrize("as_pure", thinned([True, False], True, full=()), ids=["arrays", "variables"])
 @pytest.mark.parametrize("kind", ["adamw", pytest.param("lion", marks=pytest.mark.full)])
 def test_only_weights_of_layers_decay(kind: str, as_pure: bool) -> None:
     state = nnx.state(Zoo(), nnx.Param)
@@ -210,7 +212,10 @@ SAM = optax.contrib.sam(SGD, optax.chain(optax.contrib.normalize(), optax.sgd(0.
 SAMS = {"alone": SAM, "in a chain": optax.chain(optax.scale(0.5), SAM)}
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("single", "alone"), ("fsdp", "in a chain"), ("shard_map", "alone")])
+@pytest.mark.parametrize(
+    ("strategy", "name"),
+    thinned([("single", "alone"), ("fsdp", "in a chain"), ("shard_map", "alone")], ("fsdp", "in a chain"), full=()),
+)
 def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name: str) -> None:
     made, batches = net(SAMS[name]), random(4)
     expected = HandLoop(net(SAMS[name]))(*batches).module

@@ -230,7 +230,7 @@ BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("case", BY_ROWS)
-@pytest.mark.parametrize("rows", [8, 16])
+@pytest.mark.parametrize("rows", thinned([8, 16], 8, full=()))
 def test_no_loss_that_branches_on_its_rows_is_silently_wrong(
     case: str, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,7 +295,7 @@ def test_outputs_whose_rows_depend_on_others_are_named(case: str, stage: str, ca
     assert f"Predicts.{stage}_step: the output 'coupled' may differ from one device" in message
 
 
-@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("rows", thinned([4, 8], full=[4]))
 def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pytest.LogCaptureFixture) -> None:
     class Layers(jl.TrainModule):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -80,6 +80,7 @@ def write_shards(folder: Path) -> list[str]:
     return [str(folder / f"{start}.tar") for start in (0, 30)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", ["datasets", *needing(*(name for name in PACKAGES if name != "datasets"))])
 def test_a_recipe_gives_each_row_once_an_epoch(package: str, tmp_path: Path) -> None:
     parts = [blocks(PAGE)[0], block_with(PAGE, "class Epochs"), f"shards = {write_shards(tmp_path)}"]

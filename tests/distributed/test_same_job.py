@@ -21,7 +21,7 @@ from kit.modules import module as made
 from kit.processes import CHEAP, launch, say
 from kit.stages import Layered
 from kit.threads import as_processes
-from kit.trainers import BARE, THREE, make_trainer, splitting
+from kit.trainers import BARE, THREE, make_trainer, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.distributed import job as file
@@ -271,6 +271,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launch(train_otherwise, tmp_path_factory.mktemp("same_job"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", [*CASES, *OTHER_CALLS])
 def test_what_differs_is_refused_in_both_with_both_values(case: str, two: Any) -> None:
     _, first, second = (CASES | OTHER_CALLS)[case]
@@ -279,6 +280,7 @@ def test_what_differs_is_refused_in_both_with_both_values(case: str, two: Any) -
         assert re.search(rf"^  {first} in process 0 \(\S+\); {second} in process 1 \(\S+\)$", message, re.M), message
 
 
+@pytest.mark.full
 def test_no_step_is_taken_and_both_end_but_paths_may_differ(two: Any) -> None:
     for process in two:
         assert process.said["steps"] == []
@@ -350,7 +352,7 @@ def like_another(note: Callable[..., Any]) -> Any:
     return type("Equals", (), {"size": 2, "index": 0, "agree": agree})
 
 
-@pytest.mark.parametrize("strategy", THREE)
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map", full=()))
 def test_comparing_traces_no_step_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     digests = list[Any]()
 

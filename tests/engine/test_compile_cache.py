@@ -47,6 +47,7 @@ def train_in_a_process() -> None:
     say("loaded", seen.count("cache_hits"))
 
 
+@pytest.mark.full
 def test_a_second_process_compiles_nothing_that_the_first_stored(tmp_path) -> None:
     first, second = (launch(train_in_a_process, tmp_path / x, count=1, join=False)[0] for x in ("run", "run"))
     assert first.said["stored"] > 2

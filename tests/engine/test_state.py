@@ -63,6 +63,7 @@ def _shapes(arrays: Any) -> list[Any]:
     return [(x.shape, str(x.dtype), x.sharding) for x in arrays]
 
 
+@pytest.mark.full
 def test_a_step_compiles_before_an_array_exists(tmp_path: Path) -> None:
     (ended,) = launch(compile_from_specs, tmp_path, count=1, devices=8, join=False)
     assert ended.code == 0, ended.errors

@@ -1,4 +1,4 @@
-"""Ray Train, with a stand-in for Ray; `tests/sweeps/ray_train.py` has the real one."""
+"""Ray Train, with a stand-in for Ray; `tests/sweeps/test_ray_train.py` has the real one."""
 
 import csv
 import doctest
@@ -182,6 +182,7 @@ def a_worker() -> None:
     room.RayTrainer(work, num_workers=2, storage_path="ray", name="job").fit()
 
 
+@pytest.mark.full
 def test_the_workers_are_the_processes_of_one_job(tmp_path: Path) -> None:
     first, second = launch(a_worker, tmp_path, join=False)
     assert first.code == 0, first.errors
@@ -199,6 +200,7 @@ def without_an_accelerator() -> None:
     room.RayTrainer(print, num_workers=1, storage_path="ray", name="job", devices="gpu").fit()
 
 
+@pytest.mark.full
 def test_a_worker_without_the_devices_is_refused(tmp_path: Path) -> None:
     (worker,) = launch(without_an_accelerator, tmp_path, count=1, join=False)
     assert worker.code == 1

@@ -25,11 +25,17 @@ class HandLoop:
         self.loss = loss or (lambda module, batch: module.loss(batch))
         self.optimizer = nnx.Optimizer(module, tx or module.configure_optimizers(), wrt=wrt)
 
+        @nnx.jit  # else each operation is compiled on its own, which takes longer than the fit that is compared
+        def step(module: Any, optimizer: Any, batch: Any) -> jax.Array:
+            value, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, wrt))(module, batch)
+            optimizer.update(module, grads)
+            return value
+
+        self.step = step
+
     def __call__(self, *batches: Any) -> "HandLoop":
         for batch in batches:
-            loss, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, self.wrt))(self.module, batch)
-            self.optimizer.update(self.module, grads)
-            self.losses.append(float(loss))
+            self.losses.append(float(self.step(self.module, self.optimizer, batch)))
         return self
 
     def window(self, *batches: Any) -> "HandLoop":

@@ -1,4 +1,4 @@
-"""Trainers as users get them: checkpoints, bar, summary and CSV file are on."""
+"""Trainers as users get them: bar, summary and CSV file are on; checkpoints where a test asks for any."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +30,7 @@ def splitting(name: str) -> Any:
 def thinned(cases: Iterable[Any], *often: Any, full: Iterable[Any] | None = None) -> list[Any]:
     """Return the cases of a test, some for every run, and those of `full` (all others if it is not given) marked so.
 
-    What is in neither is left to tests/sweeps/cases.py.
+    What is in neither is run by `pytest -m sweep`.
     """
     every = list(cases)
     seldom = every if full is None else list(full)
@@ -53,8 +53,14 @@ def constant(sample: list[Any], every: list[Any]) -> list[int]:
 
 
 def make_trainer(*callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:
-    """Return a Trainer for one epoch on one device, if nothing else is said."""
-    return jl.Trainer(callbacks=[*callbacks], **({"strategy": "single", "max_epochs": 1} | arguments))
+    """Return a Trainer for one epoch on one device, if nothing else is said.
+
+    It saves checkpoints if the test has a callback for them or names a folder: one takes as long as a small fit.
+    """
+    saves = any(getattr(callback, "role", None) == "checkpoint" for callback in callbacks)
+    saves = saves or not arguments.keys().isdisjoint(("default_root_dir", "resume", "fast_dev_run"))
+    defaults = {"strategy": "single", "max_epochs": 1, "enable_checkpointing": saves}
+    return jl.Trainer(callbacks=[*callbacks], **(defaults | arguments))
 
 
 def fit(module: Any, train: Any = None, val: Any = None, *callbacks: jl.Callback, **arguments: Any) -> jl.Trainer:

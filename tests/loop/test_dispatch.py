@@ -21,7 +21,7 @@ from kit.journal import Losses, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, Net, Wide, logging, module
 from kit.refusals import fit_refuses
 from kit.stages import Layered
-from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
+from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, ThroughputMonitor, Timer, WeightAveraging
@@ -72,7 +72,7 @@ def assert_same(runs: list[Any], rtol: float = 0.0) -> None:
         np.testing.assert_allclose(b, a, rtol=rtol, atol=10 * rtol)
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp", "shard_map", "simulate:8"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map"))
 def test_dispatches_train_as_single_steps_do(strategy: str) -> None:
     make = lambda: Wide(rngs=nnx.Rngs(0))  # noqa: E731
     runs, sizes = both(make, lambda: array_loader(random(11), shuffle=True), strategy=strategy)
@@ -153,8 +153,10 @@ def test_checkpoints_by_steps_are_where_single_steps_have_them() -> None:
     assert train(4) == train(1) == ["step_00000006", "step_00000012"]
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map"])
+@pytest.mark.parametrize(
+    ("strategy", "policy"),
+    thinned(itertools.product(THREE, ("raise", "skip")), ("single", "raise"), ("shard_map", "skip"), full=()),
+)
 def test_a_bad_step_in_the_middle_is_as_with_single_steps(strategy: str, policy: str) -> None:
     batches = random(12)
     batches[6]["x"][1] = np.nan
@@ -223,8 +225,9 @@ def with_outputs(self: Any, batch: Any) -> dict[str, Any]:
     return {"loss": loss, "x": batch["x"][:, 0], "sum": jnp.sum(self.w[...])}
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp", "shard_map", "pmap"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("accumulate", "strategy"), thinned(itertools.product((1, 2), FOUR), (1, "single"), (2, "shard_map"), full=())
+)
 def test_hooks_see_their_own_batch_and_step(accumulate: int, strategy: str) -> None:
     given = {"strategy": strategy, "accumulate_grad_batches": accumulate}
     runs, sizes = both(lambda: module(with_outputs), lambda: numbered(9), Ends, **given)
@@ -298,7 +301,7 @@ def kinds() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", thinned([0, 2], 2, full=()))
 @pytest.mark.parametrize("kind", kinds())
 def test_every_loader_can_be_stacked(kind: str, prefetch: int) -> None:
     def error(self: Any, batch: Any) -> jax.Array:

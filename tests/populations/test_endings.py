@@ -156,6 +156,7 @@ def test_the_best_member_is_an_ordinary_module(capsys: pytest.CaptureFixture[str
     assert [line.split()[:3] for line in lines] == [["0", "0.01", "12"], ["1", "0.4", "12"], ["2", "0.1", "12"]]
 
 
+@pytest.mark.full
 def test_the_recipe_for_wandb_gives_each_member_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for `wandb.init`, as twelve real runs would each start a process."""
     runs: list[Any] = []

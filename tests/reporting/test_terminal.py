@@ -152,7 +152,7 @@ def test_a_dumb_terminal_has_lines_that_are_not_broken_in_a_word(columns, monkey
 
 
 def test_a_second_fit_says_again_only_what_is_new(capsys):
-    trainer = fit(Mean(), numbered(3), logger=False, log_every_n_steps=1)
+    trainer = fit(Mean(), numbered(3), logger=False, log_every_n_steps=1, enable_checkpointing=True)
     first = capsys.readouterr().out.splitlines()
     trainer.fit(Mean(), numbered(3))
     again = capsys.readouterr().out.splitlines()

@@ -93,6 +93,7 @@ class Layers(jl.TrainModule):
         return optax.adamw(1e-3)
 
 
+@pytest.mark.full
 def test_an_embedding_split_along_its_features_splits_no_activation() -> None:
     module = Layers(rngs=nnx.Rngs(0))
     fsdp, sent, trainer = cost_of(

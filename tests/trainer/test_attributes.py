@@ -1,6 +1,7 @@
 """What can be set on a Trainer holds from then on, and what a user writes between runs is used where it should be."""
 
 import datetime
+import itertools
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ from kit.by_hand import mean
 from kit.journal import at_batch, hooks
 from kit.modules import Mean
 from kit.refusals import refuses
-from kit.trainers import fit, make_trainer
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.settings import Arguments
 from jaxlit.trainer.properties import TrainerProperties
 
+COUNTS = ((2, 1, 3), (2, 4, None), (3, None, 2))  # batches of a step in each epoch; None leaves it as it is
 FIELDS = [*Arguments.__annotations__]
 FIXED = {"strategy", "devices", "mesh", "logger", "default_root_dir"} | {x for x in FIELDS if x.startswith("enable_")}
 
@@ -119,8 +121,10 @@ def test_accumulation_can_be_switched_off_and_on_by_epoch() -> None:
     assert trainer.global_step == 2
 
 
-@pytest.mark.parametrize("counts", [(2, 1, 3), (2, 4, None), (3, None, 2)])
-@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("batch", "counts"),
+    thinned(itertools.product((1, 2, 4), COUNTS), *zip((1, 2, 4), COUNTS, strict=True), full=()),
+)
 def test_a_resume_keeps_an_accumulation_set_by_a_hook(counts: Any, batch: int) -> None:
     def train(folder: str, *callbacks: jl.Callback) -> Any:
         sets = lambda t, m: (n := counts[t.current_epoch]) and setattr(t, "accumulate_grad_batches", n)  # noqa: E731

@@ -12,7 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
-from kit.trainers import BARE
+from kit.trainers import BARE, thinned
 
 import jaxlit as jl
 from jaxlit.engine.compiled_program import CompiledProgram
@@ -60,6 +60,7 @@ def fitted(limit: int, *, scans: bool = True, **arguments: Any) -> jl.Trainer:
     return trainer
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_auto_is_what_the_plan_says_fits(scans: bool) -> None:
     plan = planner().plan(jl.lazy(Tower, scans=scans), DATA, devices=8)
@@ -94,7 +95,7 @@ def stored(tmp_path: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("part", [1.0, 0.7, 0.1])
+@pytest.mark.parametrize("part", thinned([1.0, 0.7, 0.1], 0.7, full=()))
 def test_auto_compiles_one_step_more_at_most(part: float, stored: Path) -> None:
     ddp = planner().plan(jl.lazy(Tower), DATA, strategies=["ddp"]).plans[0]
     jax.clear_caches()
@@ -155,6 +156,7 @@ def reporting(monkeypatch: pytest.MonkeyPatch, limit: int, in_use: Callable[[], 
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=stats)])
 
 
+@pytest.mark.full
 def test_what_other_arrays_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = {row.strategy: row.total for row in planner().plan(jl.lazy(Tower), DATA).plans}
     parameters = planner().plan(jl.lazy(Tower), DATA, strategies=["fsdp"]).plans[0].cost.parameters

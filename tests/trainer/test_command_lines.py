@@ -30,6 +30,7 @@ def told(path: Path, code: str, *arguments: str) -> None:
     assert slope == pytest.approx(slope_by_hand(0.05, 3), rel=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("package", needing("hydra"))
 def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -> None:
     code = recipe(PAGE, package)

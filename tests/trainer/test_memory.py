@@ -59,12 +59,14 @@ def left_by(num_fits: int, **given) -> tuple[list[type], int]:
     return left, len(jax.devices()[0].client.live_executables()) - programs
 
 
+@pytest.mark.full
 def test_fits_leave_no_objects_and_no_programs() -> None:
     objects, programs = left_by(20, **BARE)
     assert len(objects) < 20, objects  # not one a fit; some are left once, as by a context that is changed
     assert programs == 0
 
 
+@pytest.mark.full
 def test_fits_with_files_leave_no_objects_of_jax_or_jaxlit() -> None:
     """A library that writes checkpoints leaves lists of its metrics, a few KiB a fit."""
     objects, programs = left_by(3)

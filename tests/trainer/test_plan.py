@@ -79,7 +79,8 @@ def planned(trainer: jl.Trainer, strategy: Any, module: Any = None, **asked: Any
 SHARDED = ("hsdp", "zero2")
 CASES = thinned(
     [(s, n) for s in ("single", *SEVERAL, *SHARDED) for n in (1, 3)],
-    *[("single", 1), ("fsdp", 3), ("shard_map", 1), ("pmap", 3), ("zero1", 1)],
+    *[("single", 1), ("fsdp", 3), ("shard_map", 1)],
+    full=[("ddp", 3), ("zero1", 1), ("zero2", 3), ("hsdp", 1), ("pmap", 3)],
 )
 
 
@@ -176,6 +177,7 @@ def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFix
     ]
 
 
+@pytest.mark.full
 def test_settings_of_jax_and_the_trainer_reach_the_other_process() -> None:
     pipeline = Pipeline(stages=2, microbatches=4)
     asked = {"devices": [8, 16], "strategies": ["ddp", pipeline]}
@@ -262,7 +264,7 @@ class Asks(Two):
         return super().training_step(batch) * (self.scale if self.up.kernel[0, 0] > 0 else 1.0)
 
 
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", thinned([8, 16], 8, full=()))
 @pytest.mark.parametrize(
     ("module", "words"),
     [
@@ -283,7 +285,7 @@ def test_what_cannot_be_sent_to_the_other_process_is_named() -> None:
         planner().plan(Holds(), batches(), devices=16, strategies=["ddp"])
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", pytest.param("shard_map", marks=pytest.mark.full)])
+@pytest.mark.parametrize("strategy", thinned(["fsdp", "ddp", "shard_map"], "fsdp", full=["shard_map"]))
 def test_the_mesh_of_the_trainer_is_planned(strategy: str) -> None:
     arguments = {"strategy": strategy, "mesh": {"data": 4} if strategy == "shard_map" else {"data": 4, "fsdp": 2}}
     arguments |= {"devices": 4} if strategy == "shard_map" else {}
@@ -295,6 +297,7 @@ def test_the_mesh_of_the_trainer_is_planned(strategy: str) -> None:
     assert row.devices == trainer.strategy.mesh.size
 
 
+@pytest.mark.full
 def test_devices_are_those_of_the_trainer_unless_asked() -> None:
     asked = {"single": {}, "ddp": {"devices": 2}, "simulate:4": {}}
     plans = [planner(strategy=name, **given).plan(jl.lazy(Two), batches()) for name, given in asked.items()]
@@ -394,8 +397,8 @@ def test_rows_are_counted_for_each_device_or_all() -> None:
     ("name", "work"),
     thinned(
         [("ddp", "holds"), ("shard_map", "holds and computes"), ("pmap", "holds and computes")],
-        ("ddp", "holds"),
         ("shard_map", "holds and computes"),
+        full=[("ddp", "holds")],
     ),
 )
 def test_rows_that_do_not_divide_are_noted(name: str, work: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from kit.trainers import BARE
+from kit.trainers import BARE, thinned
 
 import jaxlit as jl
 from jaxlit.engine.compiled_program import CompiledProgram
@@ -47,7 +47,7 @@ def needs(trainer: jl.Trainer, rows: int) -> int:
     return trainer.plan(jl.lazy(Counts), DATA, batch_size=rows).plans[0].total
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp"], "fsdp", full=()))
 def test_the_largest_batch_fits_and_the_next_does_not(strategy: str) -> None:
     Counts.steps.clear()
     trainer, unit = planner(strategy), 1 if strategy == "single" else 8
@@ -60,6 +60,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(strategy: str) -> None:
     assert len(found.tried) < 12
 
 
+@pytest.mark.full
 def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
     trainer = planner("fsdp")
     most = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, memory_bytes=100_000).batch_size
@@ -72,7 +73,7 @@ def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
         jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
 
 
-@pytest.mark.parametrize("effective", [None, 3072])
+@pytest.mark.parametrize("effective", thinned([None, 3072], 3072, full=()))
 def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None:
     given = {} if effective else {"accumulate_grad_batches": 3}
     found = jl.scale_batch_size(planner(**given), jl.lazy(Counts), DATA, 100_000, effective_batch_size=effective)
@@ -82,7 +83,9 @@ def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None
     assert needs(trainer, found.batch_size + 8) > 100_000 or effective is not None
 
 
-@pytest.mark.parametrize("strategy", ["simulate:4", jl.strategies.SingleDevice()])
+@pytest.mark.parametrize(
+    "strategy", ["simulate:4", pytest.param(jl.strategies.SingleDevice(), marks=pytest.mark.sweep)]
+)
 def test_strategies_of_one_device_are_scaled(strategy: Any) -> None:
     found = jl.scale_batch_size(planner(strategy), jl.lazy(Counts), DATA, memory_bytes=200_000)
     assert found.memory <= 200_000
@@ -123,7 +126,7 @@ def compiles_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledProgram, "given", fails)
 
 
-@pytest.mark.parametrize("most", [1, 2, 77, 300])
+@pytest.mark.parametrize("most", thinned([1, 2, 77, 300], 1, 77, full=()))
 def test_a_batch_that_cannot_be_compiled_does_not_fit(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compiles_up_to(most, monkeypatch)
     found = jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)

@@ -1,32 +1,23 @@
 """Training ended by a signal anywhere, and started again, equals the one that was not, and no step is done twice.
 
-    python tests/sweeps/signals.py [every how many of the runs] [processes at once]
-
 SIGTERM, SIGHUP and SIGINT come once and twice, at 28 moments, with a stderr that is open, that nobody reads or that is
-full. Prints each run that is not as it must be: its exit code, its batches, rows and final state, bit by bit. Only a
-second SIGINT gives up what came since the last checkpoint.
+full. Only a second SIGINT gives up what came since the last checkpoint.
 """
 
 import csv
-import itertools
 import json
 import os
 import signal
 import sys
-import tempfile
-import warnings
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-warnings.filterwarnings("ignore", ".*fork.*")  # no device is used before
+import pytest
+from kit.processes import launch, say
+from kit.resume_model import InEveryHook, fit, loaders, make_trainer
+from kit.resume_runs import write_final
 
-from kit.processes import CHEAP, ROOT  # noqa: E402
-from kit.resume_model import InEveryHook, fit, loaders, make_trainer  # noqa: E402
-from kit.resume_runs import write_final  # noqa: E402
-
-import jaxlit as jl  # noqa: E402
+import jaxlit as jl
 
 # In several windows of accumulation, epochs and validations: where a hook is called for the n-th time.
 CALLS = {"on_fit_start": (0,), "on_train_start": (0,), "on_train_epoch_start": (0, 1), "on_train_batch_start": (0, 10)}
@@ -126,10 +117,9 @@ def rows(folder: Path) -> list[Any]:
         return list(csv.DictReader(file))
 
 
-def problems(case: tuple[str, int, tuple[str, int], str]) -> list[str]:
-    """Run once, and once more, in folders of the working one; returns what is not as it must be."""
-    name, times, moment, stderr = case
-    folder = Path(f"{name}-{times}-{stderr}-{'-'.join(map(str, moment))}".replace(" ", "_"))
+def problems(name: str, times: int, stderr: str, moment: tuple[str, int]) -> list[str]:
+    """Train until the signal, and once more, in a folder of the working one; returns what is not as it must be."""
+    folder = Path("-".join(map(str, moment)).replace(" ", "_"))
     folder.mkdir()
     result, expected = [], AT_ONCE if (name, times) == ("SIGINT", 2) else SIGNALS[name]
     if (code := forked(stderr, folder, 0, moment, [getattr(signal, name)] * times)) != expected:
@@ -146,25 +136,25 @@ def problems(case: tuple[str, int, tuple[str, int], str]) -> list[str]:
     return result if same else [*result, "the final state differs"]
 
 
-def main(every: int = 1, at_once: int = 2) -> int:
-    """Run all, or a part, a few at once; returns how many runs were not as they must be."""
-    cases, failed = list(itertools.product(SIGNALS, (1, 2), MOMENTS, ("open", "unread", "full")))[::every], 0
-    with tempfile.TemporaryDirectory() as name:
-        os.chdir(name)
-        os.environ |= CHEAP | {"JAX_PLATFORMS": "cpu"}
-        WHOLE.mkdir()
-        if code := forked("open", WHOLE, 0, ("", 0), []):
-            print(f"the training without a signal ended with {code}: {(WHOLE / 'stderr').read_text()[-2000:]}")
-            return 1
-        with get_context("fork").Pool(at_once) as pool:
-            for case, result in zip(cases, pool.imap(problems, cases), strict=True):
-                failed += bool(result)
-                if result:
-                    print(*case, "; ".join(result), flush=True)
-        os.chdir(ROOT)
-    print(f"{len(cases)} runs, {failed} of them not as without a signal")
-    return failed
+def train_with_signals() -> None:
+    """Train without a signal, and with one at each moment; each in a fork of this process, which uses no device."""
+    name, times, stderr = json.loads(Path("case.json").read_text())
+    WHOLE.mkdir()
+    code = forked("open", WHOLE, 0, ("", 0), [])
+    say("whole", code)
+    if not code:
+        say("problems", {str(moment): found for moment in MOMENTS if (found := problems(name, times, stderr, moment))})
 
 
-if __name__ == "__main__":
-    sys.exit(min(main(*map(int, sys.argv[1:])), 1))
+@pytest.mark.sweep
+@pytest.mark.parametrize("stderr", ["open", "unread", "full"])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_training_ended_by_a_signal_continues_as_if_it_were_not(
+    name: str, times: int, stderr: str, tmp_path: Path
+) -> None:
+    (tmp_path / "case.json").write_text(json.dumps([name, times, stderr]))
+    (ended,) = launch(train_with_signals, tmp_path, count=1, devices=1, join=False)
+    assert ended.code == 0, ended.errors
+    assert ended.said["whole"] == 0
+    assert ended.said["problems"] == {}

@@ -1,10 +1,10 @@
 """Training in the workers of a real Ray: a killed worker, a second start, an error, and workers that do not join.
 
     pip install "ray[train]==2.60.*"
-    python tests/sweeps/ray_train.py
+    pytest -m sweep tests/sweeps/test_ray_train.py
 
-It starts Ray on this computer, with fixed ports: `ray.init` gives up where its agents start slowly. Prints each case
-with its seconds; fails at the first that is not as it must be. Takes five minutes on two cores.
+It starts Ray on this computer, with fixed ports: `ray.init` gives up where its agents start slowly. Takes five minutes
+on two cores.
 """
 
 import csv
@@ -13,10 +13,8 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,17 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import ray
+import pytest
 from flax import nnx
-from ray.train import ScalingConfig, TrainingFailedError
-from ray.train.v2.jax import JaxTrainer
 
 import jaxlit as jl
 
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.train")
+pytestmark = pytest.mark.sweep
+
 ROOT = Path(__file__).parents[2]
-PORT = 6390
+PORT = 6390 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 PORTS = ("dashboard-agent-grpc-port", "dashboard-agent-listen-port", "runtime-env-agent-port", "metrics-export-port")
 STEPS = 20  # of an epoch
 
@@ -87,81 +87,63 @@ def steps_of(folder: Path) -> list[int]:
     return [int(row["step"]) for row in rows]
 
 
-def a_killed_worker(storage: Path) -> str:
-    """The example: the second attempt goes on from a checkpoint, and each step has one row in the end."""
-    command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), str(storage)]
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start Ray, and end what was started."""
+    folder = tmp_path_factory.mktemp("ray")
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2"]
+    command += [f"--port={PORT}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder / 'ray'}"]
+    command += [f"--{name}={PORT + 1 + i}" for i, name in enumerate(PORTS)]
+    with pytest.MonkeyPatch.context() as patch, (folder / "head").open("w") as log:
+        patch.setenv("RAY_ADDRESS", f"127.0.0.1:{PORT}")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])))
+        head = subprocess.Popen([*command, "--include-dashboard=false"], stdout=log, stderr=subprocess.STDOUT)
+        try:
+            while "Ray runtime started" not in (folder / "head").read_text():
+                assert head.poll() is None, (folder / "head").read_text()
+                time.sleep(0.2)
+            ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import a test
+            yield
+        finally:
+            ray.shutdown()
+            head.send_signal(signal.SIGTERM)
+            head.wait(60)
+
+
+def test_a_killed_worker_is_started_again_from_a_checkpoint(tmp_path: Path) -> None:
+    """In the example: each step has one row in the end."""
+    command = [sys.executable, str(ROOT / "examples" / "ray_train.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     starts = {(int(i), int(step)) for i, step in re.findall(r"process (\d) of 2 starts at step (\d+)", done.stdout)}
     resumed = max(step for _, step in starts)
     assert resumed in (10, 20, 30)
     assert starts == {(0, 0), (1, 0), (0, resumed), (1, resumed)}
-    assert steps_of(storage / "digits") == list(range(60))
+    assert steps_of(tmp_path / "digits") == list(range(60))
     assert "reported: step 60" in done.stdout
-    return f"killed in step 35, resumed at {resumed}, 60 rows"
 
 
-def a_second_start(storage: Path) -> str:
+def test_a_second_start_continues(tmp_path: Path) -> None:
     """Ray's own list of checkpoints names some that are deleted by now."""
-    assert job(storage, "twice").fit().metrics["global_step"] == STEPS
-    result = job(storage, "twice", epochs=2).fit()
+    assert job(tmp_path, "twice").fit().metrics["global_step"] == STEPS
+    result = job(tmp_path, "twice", epochs=2).fit()
     assert result.metrics["global_step"] == 2 * STEPS
     assert Path(result.checkpoint.path).name == "step_00000040"
-    assert (storage / "twice" / "starts1").read_text().split() == ["0", "20"]
-    assert steps_of(storage / "twice") == list(range(2 * STEPS))
-    return "resumed at 20, 40 rows"
+    assert (tmp_path / "twice" / "starts1").read_text().split() == ["0", "20"]
+    assert steps_of(tmp_path / "twice") == list(range(2 * STEPS))
 
 
-def error_of(fit: Any) -> str:
-    try:
-        fit()
-    except TrainingFailedError as error:
-        return str(error)
-    raise AssertionError("it did not fail")
+def test_an_error_in_one_worker_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(ray.train.TrainingFailedError, match="ValueError: a bad sample"):
+        job(tmp_path, "fails", fails=True).fit()
 
 
-def an_error_in_one_worker(storage: Path) -> str:
-    error = error_of(job(storage, "fails", fails=True).fit)
-    assert "ValueError: a bad sample" in error, error
-    return "Ray raises the ValueError"
-
-
-def workers_that_do_not_join(storage: Path) -> str:
+def test_workers_that_do_not_join_are_refused(tmp_path: Path) -> None:
     """Ray's own trainer for jax starts nothing on CPUs."""
-    apart = JaxTrainer(partial(train, storage), scaling_config=ScalingConfig(num_workers=2))
-    error = error_of(apart.fit)
-    assert "ProcessError: RayReport: the workers of Ray must be the processes of one job" in error, error
-    return "refused by name"
+    from ray.train.v2.jax import JaxTrainer
 
-
-@contextmanager
-def cluster(folder: Path) -> Iterator[None]:
-    """Start Ray, and end what was started."""
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2"]
-    command += [f"--port={PORT}", "--node-ip-address=127.0.0.1", f"--temp-dir={folder / 'ray'}"]
-    command += [f"--{name}={PORT + 1 + i}" for i, name in enumerate(PORTS)]
-    with (folder / "head").open("w") as log:
-        head = subprocess.Popen([*command, "--include-dashboard=false"], stdout=log, stderr=subprocess.STDOUT)
-    try:
-        while "Ray runtime started" not in (folder / "head").read_text():
-            assert head.poll() is None, (folder / "head").read_text()
-            time.sleep(0.2)
-        yield
-    finally:
-        ray.shutdown()
-        head.send_signal(signal.SIGTERM)
-        head.wait(60)
-
-
-def main() -> None:
-    os.environ |= {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, cluster(Path(name)):
-        for case in (a_killed_worker, a_second_start, an_error_in_one_worker, workers_that_do_not_join):
-            begun = time.monotonic()
-            told = case(Path(name) / case.__name__)
-            print(f"{case.__name__}: {told}, {time.monotonic() - begun:.0f} s", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    apart = JaxTrainer(partial(train, tmp_path), scaling_config=ray.train.ScalingConfig(num_workers=2))
+    words = "ProcessError: RayReport: the workers of Ray must be the processes of one job"
+    with pytest.raises(ray.train.TrainingFailedError, match=words):
+        apart.fit()
