@@ -81,16 +81,16 @@ class PeerError(ProcessError):
 class NonFiniteError(JaxlitError, FloatingPointError):
     """The loss or a gradient was NaN or infinite."""
 
-    in_all = True  # read from the device, where all processes have the same value
+    raised_everywhere = True  # read from the device, where all processes have the same value
 
 
 class OutOfMemoryError(JaxlitError, MemoryError):
     """A device's memory is too small for the state, a batch or a step."""
 
 
-def in_all(error: _E) -> _E:
+def raised_everywhere(error: _E) -> _E:
     """Mark an error as raised by every process of the job at the same place, so that none waits for another."""
-    error.in_all = True  # type: ignore[attr-defined]
+    error.raised_everywhere = True  # type: ignore[attr-defined]
     return error
 
 

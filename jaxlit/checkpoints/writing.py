@@ -30,7 +30,7 @@ from jaxlit.background import Background
 from jaxlit.checkpoints import files
 from jaxlit.checkpoints.files import ARRAYS, LOADERS, STATE, TEMPORARY, loaders_of, remove, step_of
 from jaxlit.distributed.team import agree_or_raise, forget, received, send, sent, shared_by_first, team
-from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, in_all
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, raised_everywhere
 
 
 def hand_over(folder: Path, token: str, loaders: bytes) -> None:
@@ -181,7 +181,9 @@ class Saving(Background[None]):
         self.was_awaited, unwritten = True, _unwritten(self.path, error) if error else None
         # Process 0 hears of the problems of all, and all raise what it says. After a failure of the job none waits.
         if several and not team().over and (text := outcome(self._token, str(unwritten or ""))):
-            unwritten = in_all(unwritten if unwritten is not None and str(unwritten) == text else CheckpointError(text))
+            unwritten = raised_everywhere(
+                unwritten if unwritten is not None and str(unwritten) == text else CheckpointError(text)
+            )
         if unwritten is not None:
             raise unwritten
 

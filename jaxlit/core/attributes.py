@@ -1,8 +1,6 @@
-"""The plain attributes of a module, which no compiled step changes, and what they contained before.
+"""The plain attributes of a module, which no compiled step changes, and the modules that functions in them hide.
 
-Modules that functions hold, out of sight of nnx: their weights would be constants of the compiled step.
-
-Notes on what a user's step raises while it is traced: in which layer, and what to write in its place.
+At the end: notes on what a user's step raises while it is traced.
 """
 
 import functools
@@ -12,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import flax.errors
 import jax
 from flax import nnx
+from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
@@ -30,11 +28,7 @@ _OF_NNX_LIST = frozenset(vars(nnx.List([])))
 
 
 def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield each plain attribute of a module, its sub-modules and objects that they hold.
-
-    Args:
-        module: The module.
-        of: Only those of objects of this type.
+    """Yield each plain attribute of a module, its sub-modules and objects that they hold, if the owner is `of` a type.
 
     Yields:
         The path of the attribute, the dict that contains it, and its name there.
@@ -45,8 +39,7 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
         if not _OF_NNX.isdisjoint(path):
             continue
         for name, value in list(vars(node).items()):
-            is_book = name in MODES or name in _OF_NNX
-            if not (is_book or isinstance(value, (nnx.Variable, nnx.Pytree))):
+            if not (name in MODES or name in _OF_NNX or isinstance(value, (nnx.Variable, nnx.Pytree))):
                 yield leaf_name((*path, name)), vars(node), name
 
 
@@ -64,15 +57,15 @@ def list_changes(before: nnx.Module, after: nnx.Module) -> str:
 
 def _structure(module: nnx.Module) -> dict[str, Any]:
     """Return each attribute of a module and its parts by path: its value, or its type where it contains arrays."""
-    found = dict[str, Any]()
+    attributes = {}
     for path, node in nnx.iter_graph(module):
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
             if name not in (_OF_NNX_LIST if isinstance(node, nnx.List) else _OF_NNX):
                 key = int(name) if isinstance(node, nnx.List) else name
                 is_array = hasattr(value, "shape") and not isinstance(value, (nnx.Variable, nnx.Pytree))
                 kind = jax.Array if is_array else type(value) if nnx.has_data(value) else value
-                found[leaf_name((*path, key))] = kind
-    return found
+                attributes[leaf_name((*path, key))] = kind
+    return attributes
 
 
 class ArrayAttribute:
@@ -144,11 +137,7 @@ class AttributesOfStep:
             attributes[name] = copied(attributes[name], seen)
 
     def check(self, module: nnx.Module, step: str) -> None:
-        """Refuse a step that has changed one.
-
-        Args:
-            module: The module that the step ran on.
-            step: The step's name.
+        """Refuse a step that has changed an attribute of the module that it ran on.
 
         Raises:
             StateError: Naming the attribute.
@@ -161,98 +150,13 @@ class AttributesOfStep:
                 )
 
 
-LINEN_AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as a batch has it"
-RETURN_THE_LOSS = (
-    "The Trainer takes the optimizer's step, with the gradient of the loss that training_step returns: return the loss "
-    "alone, and the transform from configure_optimizers: return optax.adam(1e-3). To take all steps yourself, return "
-    "jax.lax.stop_gradient(loss) and optax.set_to_zero(), or write a loop of your own with jl.compile_step."
-)
-
-_TRACED = (
-    "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need some. Use "
-    "jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at values under jax.disable_jit()."
-)
-_NUMPY = "Functions of jax have the arguments of numpy: axis= and keepdims= in place of dim= and keepdim=."
-# The kind of an error, what its message contains, and the note.
-_NOTES: tuple[tuple[Any, str, str], ...] = (
-    (
-        flax.errors.CallCompactUnboundModuleError,
-        "",
-        f"A linen module has no variables of its own. Give it some: {LINEN_AS_NNX}.",
-    ),
-    (
-        TypeError,
-        "unsupported format string passed to",
-        "A step is traced once, without numbers. Print by jax.debug.print('{:.3f}', x), or self.log it.",
-    ),
-    (
-        NotImplementedError,
-        "array.view()",
-        "An array's view() is another than a tensor's. In its place: x.reshape(shape).",
-    ),
-    (
-        TypeError,
-        "'int' object is not callable",
-        "If this was x.size(): size is no method of arrays. In its place: x.shape.",
-    ),
-    (TypeError, "argument 'dim'", _NUMPY),
-    (TypeError, "argument 'keepdim'", _NUMPY),
-    (
-        flax.errors.TraceContextError,
-        "Cannot mutate Opt",
-        f"An optimizer of nnx was updated in the step. {RETURN_THE_LOSS}",
-    ),
-    (
-        flax.errors.TraceContextError,
-        "",
-        "A step may change the Variables of its own module only. A layer that is held by a closure, by a global or by "
-        "an object that is no nnx.Module is not part of it: make the layer an attribute of the module, and call it in "
-        "a method.",
-    ),
-    ((jax.errors.JAXTypeError, jax.errors.JAXIndexError), "", _TRACED),
-)
-
-
-def note_step_error(error: Exception, step: str, batch: Any) -> None:
-    """Note on what a traced step raised: the batch, the layer, and what to write in its place.
-
-    Args:
-        error: The error.
-        step: The step's name, `Model.training_step`.
-        batch: The batch that it was traced with.
-    """
-    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
-    add_note(error, f"{step} was traced with a batch of {shapes}.")
-    if layer := _layer_of(error):
-        add_note(error, f"It was raised in {layer}.")
-    if (
-        isinstance(error, AttributeError)
-        and isinstance(error.obj, jax.Array)
-        and (way := advice("jax.Array").get(str(error.name)))
-    ):
-        add_note(error, f"Arrays of jax have no {error.name}(). In its place: {way}.")
-    for kind, words, note in _NOTES:
-        if isinstance(error, kind) and words in str(error):
-            add_note(error, note)
-
-
-def _layer_of(error: Exception) -> str | None:
-    """Return the path and the class of the innermost layer whose method raised an error."""
-    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # Not isinstance, which reads an attribute: the Trainer's module would fetch its newest arrays, in a trace.
-    layers = [x for x in frames if issubclass(type(x), nnx.Module)]
-    if not layers:
-        return None
-    kind = type(layers[-1])
-    name = f"{'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__}"
-    # None of a copy that a transform of nnx has made.
-    path = next((path for path, node in nnx.iter_graph(layers[0]) if node is layers[-1]), None)
-    return None if path == () else name if path is None else f"self.{leaf_name(path)} ({name})"
-
-
 # Whose objects hold no module of a user's.
 _LIBRARIES = ("builtins", "flax", "jax", "jaxlib", "jaxlit", "numpy", "optax")
+
+
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType, nnx.Rngs, nnx.RngStream)
+
+
 _MOST = 10_000  # objects in an attribute
 
 
@@ -267,14 +171,14 @@ def check_closures(module: nnx.Module) -> None:
     """
     for name, attributes, key in each_attribute(module, of=nnx.Pytree):
         value = attributes[key]
-        if (held := _hidden(value)) is not None:
+        if (hidden := _hidden(value)) is not None:
             kind = "function" if callable(value) else type(value).__name__
-            what = f"{'an nnx.' if isinstance(held, nnx.Variable) else 'the module '}{type(held).__name__}"
+            article = "an nnx." if isinstance(hidden, nnx.Variable) else "the module "
             raise ModuleError(
-                f"{type(module).__name__}.{name} is a {kind} that holds {what}, which nnx does not see "
-                "there: its weights would be constants of the compiled step, and not trained. Make the layer an "
-                "attribute of the module, and write a method that calls it (def f(self, x): return self.layer(x)) or "
-                "an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
+                f"{type(module).__name__}.{name} is a {kind} that holds {article}{type(hidden).__name__}, which nnx "
+                "does not see there: its weights would be constants of the compiled step, and not trained. Make the "
+                "layer an attribute of the module, and write a method that calls it (def f(self, x): return "
+                "self.layer(x)) or an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
             )
 
 
@@ -303,3 +207,73 @@ def _hidden(value: Any) -> Any:
             inside, parts = True, (getattr(value, "__dict__", {}),)
         todo += [(part, inside) for part in parts]
     return None
+
+
+LINEN_AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as a batch has it"
+RETURN_THE_LOSS = (
+    "The Trainer takes the optimizer's step, with the gradient of the loss that training_step returns: return the loss "
+    "alone, and the transform from configure_optimizers: return optax.adam(1e-3). To take all steps yourself, return "
+    "jax.lax.stop_gradient(loss) and optax.set_to_zero(), or write a loop of your own with jl.compile_step."
+)
+
+_TRACED = (
+    "A step is traced with arrays that have no values yet: Python's if, float, range and numpy need some. Use "
+    "jnp.where, jax.lax.cond or jnp in their place, log arrays as they are, or look at values under jax.disable_jit()."
+)
+_NUMPY = "Functions of jax have the arguments of numpy: axis= and keepdims= in place of dim= and keepdim=."
+# The kind of an error, what its message contains, and the note.
+_NOTES: tuple[tuple[Any, str, str], ...] = (
+    (CallCompactUnboundModuleError, "", f"A linen module has no variables of its own. Give it some: {LINEN_AS_NNX}."),
+    (
+        TypeError,
+        "unsupported format string passed to",
+        "A step is traced once, without numbers. Print by jax.debug.print('{:.3f}', x), or self.log it.",
+    ),
+    (NotImplementedError, "array.view()", "An array's view() is not a tensor's. In its place: x.reshape(shape)."),
+    (
+        TypeError,
+        "'int' object is not callable",
+        "If this was x.size(): size is no method of arrays. In its place: x.shape.",
+    ),
+    (TypeError, "argument 'dim'", _NUMPY),
+    (TypeError, "argument 'keepdim'", _NUMPY),
+    (TraceContextError, "Cannot mutate Opt", f"An optimizer of nnx was updated in the step. {RETURN_THE_LOSS}"),
+    (
+        TraceContextError,
+        "",
+        "A step may change the Variables of its own module only. A layer that is held by a closure, by a global or by "
+        "an object that is no nnx.Module is not part of it: make the layer an attribute of the module, and call it in "
+        "a method.",
+    ),
+    ((jax.errors.JAXTypeError, jax.errors.JAXIndexError), "", _TRACED),
+)
+
+
+def note_step_error(error: Exception, step: str, batch: Any) -> None:
+    """Note on what a traced step, `Model.training_step`, raised: the batch, the layer, and what to write instead."""
+    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
+    add_note(error, f"{step} was traced with a batch of {shapes}.")
+    if layer := _layer_of(error):
+        add_note(error, f"It was raised in {layer}.")
+    if isinstance(error, AttributeError) and isinstance(error.obj, jax.Array):
+        remedies = advice("jax.Array")
+        name = str(error.name)
+        if name in remedies:
+            add_note(error, f"Arrays of jax have no {name}(). In its place: {remedies[name]}.")
+    for kind, words, note in _NOTES:
+        if isinstance(error, kind) and words in str(error):
+            add_note(error, note)
+
+
+def _layer_of(error: Exception) -> str | None:
+    """Return the path and the class of the innermost layer whose method raised an error."""
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # Not isinstance, which reads an attribute: the Trainer's module would fetch its newest arrays, in a trace.
+    layers = [x for x in frames if issubclass(type(x), nnx.Module)]
+    if not layers:
+        return None
+    kind = type(layers[-1])
+    name = f"{'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__}"
+    # None of a copy that a transform of nnx has made.
+    path = next((path for path, node in nnx.iter_graph(layers[0]) if node is layers[-1]), None)
+    return None if path == () else name if path is None else f"self.{leaf_name(path)} ({name})"

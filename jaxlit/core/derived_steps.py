@@ -1,15 +1,12 @@
-"""Several optimizer steps in one program.
+"""What is derived from the training step: programs of several batches, microbatches and evaluation.
 
-Several batches for one program.
-
-The body of a compiled evaluation step, as a pure function of a state and a batch.
-
-An optimizer step in several passes, each of which sees a part of the batch.
+`Stack` and `FusedSteps` take several optimizer steps in one program, `MicrobatchStep` takes one in several passes over
+parts of a batch, and `eval_step` adds a batch to the metrics of an evaluation.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -49,14 +46,14 @@ class Stack:
 
     def traced(self, i: jax.Array) -> Any:
         """Return a batch inside a program."""
-        take = lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False)  # noqa: E731
+        take = partial(jax.lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
         return self.map(take, lambda x: take(x)[0])
 
     def map(self, array: Callable[[Any], Any], number: Callable[[Any], Any]) -> Any:
-        """Return the pytree with a function of each array, and one of each number."""
+        """Return the pytree with `array` of each array, and `number` of each number."""
         leaves, treedef = jax.tree.flatten(self.arrays)
-        each = zip(leaves, self.numbers, strict=True)
-        return treedef.unflatten([number(x) if is_number else array(x) for x, is_number in each])
+        pairs = zip(leaves, self.numbers, strict=True)
+        return treedef.unflatten([number(x) if is_number else array(x) for x, is_number in pairs])
 
 
 def stacked(batches: Sequence[Any]) -> Stack:
@@ -69,36 +66,63 @@ def stacked(batches: Sequence[Any]) -> Stack:
     return Stack(treedef.unflatten(arrays), len(batches), numbers)
 
 
-def eval_step(
-    pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable[..., Any]
-) -> Callable[..., tuple[list[jax.Array], jax.Array | None, Any]]:
-    """Return the body of a validation, test or predict step, which adds one batch to the metrics.
-
-    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
-    replica, and () int32 batches seen; and the batch. It returns the new metrics, the batch's own table if a metric
-    shows its steps, and what the user's step returned.
+@dataclass(frozen=True)
+class FusedSteps:
+    """The body of a program that takes the optimizer steps of several batches, one after another.
 
     Args:
-        pure: The module taken apart.
-        stage: "validation", "test" or "predict".
-        loader: The `dataloader_idx` for a step that takes one, else None.
-        layout: How a flat list becomes (counters, params, frozen, model_state).
-        wrap: What the strategy makes of the user's step.
+        step: The training step.
+        window: How many batches an optimizer step takes.
+        counters: The index of the counters in the state.
+        written: The indices of what is backed up where a window begins, see `WindowBackup`.
+        is_row: A pytree like the step's outputs: whether each has one row for each row of the batch.
     """
 
-    def run(
-        replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
-    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
-        (counters, *variables), (table, batch_idx) = layout.unflatten(leaves), sums
-        body, batch = wrap(pure.body(stage, replica, loader)), replica.constrain_batch(batch)
-        _, (_, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
-        traced = pure.trace_of(stage, loader)
-        metrics, how = traced.table, traced.reduction
-        entry = metrics.entry(*share_of_metrics(replica, metrics, values, weights, how), replica.share)
-        outputs = reduce_outputs(replica, outputs, how, traced.rows_of)
-        return [metrics.add(table, entry), batch_idx + 1], entry if metrics.has_steps else None, outputs
+    step: TrainStep
+    window: int
+    counters: int
+    written: tuple[int, ...]
+    is_row: Any
 
-    return run
+    def __call__(self, replica: Replica, leaves: list[Any], backup: list[Any], stack: Stack) -> tuple[Any, ...]:
+        """Take the steps.
+
+        Args:
+            replica: What the body sees.
+            leaves: The flat state.
+            backup: The `written` leaves as they were where the newest window began.
+            stack: The batches of one or more complete windows.
+
+        Returns:
+            The state, the backup, and of each optimizer step the table, (num_steps, ...); of each batch the loss if
+            steps take windows, and the outputs: those with rows (rows, num_batches, ...), others (num_batches, ...).
+        """
+
+        def arguments(leaves: list[Any], i: jax.Array) -> Any:
+            # Like the arguments of a single step: else XLA fuses what computes them into it, and rounds it otherwise.
+            return jax.lax.optimization_barrier((leaves, stack.traced(i)))
+
+        def micro(leaves: list[Any], i: jax.Array) -> Any:
+            leaves, _, loss, outputs = self.step.micro(replica, *arguments(leaves, i))
+            return leaves, (loss, outputs)
+
+        def window(carry: Any, first: jax.Array) -> Any:
+            leaves, backup = carry
+            good = leaves[self.counters][3] < 0  # after a bad step the backup from before it stays
+            backup = [jnp.where(good, leaves[i], x) for i, x in zip(self.written, backup, strict=True)]
+            results = None
+            if self.window > 1:
+                leaves, results = jax.lax.scan(micro, leaves, first + jnp.arange(self.window - 1))
+            leaves, logs, *last = self.step.update(replica, *arguments(leaves, first + self.window - 1))
+            last = jax.tree.map(lambda x: x[None], tuple(last))
+            results = last if results is None else jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
+            return (leaves, backup), (logs, results)
+
+        starts = jnp.arange(0, stack.count, self.window)
+        (leaves, backup), (logs, results) = jax.lax.scan(window, (leaves, backup), starts)
+        loss, outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+        outputs = jax.tree.map(lambda rows, x: jnp.moveaxis(x, 0, 1) if rows else x, self.is_row, outputs)
+        return leaves, backup, logs, loss, outputs
 
 
 @dataclass(frozen=True)
@@ -112,10 +136,6 @@ class MicrobatchStep:
         written: The indices in the state of what the user's step writes.
         end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
             "diagnose" for nothing that lasts.
-
-    Attributes:
-        params: The indices in the state of the parameters.
-        scale: That of the loss scale, None without one.
     """
 
     step: TrainStep
@@ -143,11 +163,6 @@ class MicrobatchStep:
     ) -> tuple[jax.Array, list[jax.Array], jax.Array, Any]:
         """Run the user's step on a part of the batch.
 
-        Args:
-            replica: What the pass sees.
-            leaves: The flat state.
-            batch: The part.
-
         Returns:
             What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
             part's table, and its outputs.
@@ -155,19 +170,12 @@ class MicrobatchStep:
         old = self.step.layout.unflatten(leaves)
         objective = self.step.objective(replica, old, old.frozen, old.model_state, replica.constrain_batch(batch))
         value, (loss, aux) = objective(old.params)
-        new, table, outputs = self.step.made(replica, old, loss, aux, 1.0)
-        flat = self.step.layout.flatten(self.step.kept_finite(old, new))
+        new, table, outputs = self.step.after_batch(replica, old, loss, aux, 1.0)
+        flat = self.step.layout.flatten(self.step.only_finite(old, new))
         return value, [flat[i] for i in self.written], table, outputs
 
     def add(self, total: jax.Array, grad: jax.Array, rows: jax.Array, scale: jax.Array | None) -> jax.Array:
-        """Return the sum of the gradients of a parameter, with that of another part in it.
-
-        Args:
-            total: The sum.
-            grad: The gradient of `forward`'s first result.
-            rows: () float32, rows of the part.
-            scale: The loss scale.
-        """
+        """Return the sum of a parameter's gradients with that of `forward` for another part, of `rows` rows, added."""
         grad = grad if scale is None else grad / scale[0].astype(grad.dtype)
         return total + rows.astype(total.dtype) * grad.astype(total.dtype)
 
@@ -178,16 +186,18 @@ class MicrobatchStep:
 
         Args:
             leaves: The flat state as it was before the batch.
-            written: What is at the `written` indices now.
+            written: What is at the `written` indices after it.
             grads: The sum of `add` for each parameter.
             rows: () float32, rows of the batch.
             table: Its table.
             outputs: Its outputs, which are handed on.
         """
-        step, old, now = self.step, self.step.layout.unflatten(leaves), list(leaves)
+        step = self.step
+        old = step.layout.unflatten(leaves)
+        leaves = list(leaves)
         for i, x in zip(self.written, written, strict=True):
-            now[i] = x
-        new = step.layout.unflatten(now)
+            leaves[i] = x
+        new = step.layout.unflatten(leaves)
         total = jax.tree.unflatten(jax.tree.structure(old.params), grads)
         if self.end == "diagnose":
             flat = step.layout.flatten(new.advance(steps=0))
@@ -195,73 +205,47 @@ class MicrobatchStep:
         loss = None if old.window is None else loss_of(table)
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
-            rows, table = old.window.rows + rows, step.table.combine(old.window.metrics, table)
+            rows = old.window.rows + rows
+            table = step.table.combine(old.window.metrics, table)
             window = Window(total, rows, table)
             window = window if self.end == "micro" else step.empty_window(window)
             new = replace(new, window=window, window_start=old.next_start())
         if self.end == "micro":
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs
-        mean = over_rows(total, rows, old.params)
-        made, logs, *seen = step.apply(old, new, mean, table)
-        return made, logs, loss, outputs, *seen
+        new_leaves, logs, *seen = step.apply(old, new, over_rows(total, rows, old.params), table)
+        return new_leaves, logs, loss, outputs, *seen
 
 
-@dataclass(frozen=True)
-class FusedSteps:
-    """The body of a program that takes the optimizer steps of several batches, one after another.
+def eval_step(
+    pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable[..., Any]
+) -> Callable[..., tuple[list[jax.Array], jax.Array | None, Any]]:
+    """Return the body of a validation, test or predict step, which adds one batch to the metrics.
+
+    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
+    replica, and () int32 batches seen; and the batch. It returns the new metrics, the batch's table if a metric shows
+    its steps, and what the user's step returned.
 
     Args:
-        step: The training step.
-        window: How many batches an optimizer step takes.
-        counters: The index of the counters in the state.
-        written: The indices of what is kept where a window begins, see `WindowBackup`.
-        is_row: A pytree like the step's outputs: whether each has one row for each row of the batch.
+        pure: The module, split.
+        stage: "validation", "test" or "predict".
+        loader: The `dataloader_idx` for a step that takes one, else None.
+        layout: How a flat list becomes (counters, params, frozen, model_state).
+        wrap: What the strategy makes of the user's step.
     """
 
-    step: TrainStep
-    window: int
-    counters: int
-    written: tuple[int, ...]
-    is_row: Any
+    def run(
+        replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
+    ) -> tuple[list[jax.Array], jax.Array | None, Any]:
+        counters, *variables = layout.unflatten(leaves)
+        totals, batch_idx = sums
+        body = wrap(pure.body(stage, replica, loader))
+        batch = replica.constrain_batch(batch)
+        _, (_, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
+        traced = pure.trace_of(stage, loader)
+        metrics = traced.table
+        table = metrics.entry(*share_of_metrics(replica, metrics, values, weights, traced.reduction), replica.share)
+        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
+        return [metrics.add(totals, table), batch_idx + 1], table if metrics.has_steps else None, outputs
 
-    def __call__(self, replica: Replica, leaves: list[Any], kept: list[Any], stack: Stack) -> tuple[Any, ...]:
-        """Take the steps.
-
-        Args:
-            replica: What the body sees.
-            leaves: The flat state.
-            kept: What was kept where the newest window began.
-            stack: The batches, whole windows of them.
-
-        Returns:
-            The state, what was kept, and of each optimizer step the table, (num_steps, ...); of each batch the loss if
-            steps take windows, and the outputs: those with rows (rows, num_batches, ...), others (num_batches, ...).
-        """
-
-        def given(leaves: list[Any], i: jax.Array) -> Any:
-            # Like the arguments of a single step: else XLA fuses what makes them into it, and rounds it otherwise.
-            return jax.lax.optimization_barrier((leaves, stack.traced(i)))
-
-        def one(carry: Any, first: jax.Array) -> Any:
-            leaves, kept = carry
-            good = leaves[self.counters][3] < 0  # after a bad step what was kept before it stays
-            kept = [jnp.where(good, leaves[i], x) for i, x in zip(self.written, kept, strict=True)]
-
-            def micro(leaves: list[Any], i: jax.Array) -> Any:
-                leaves, _, loss, outputs = self.step.micro(replica, *given(leaves, i))
-                return leaves, (loss, outputs)
-
-            leaves, each = (
-                jax.lax.scan(micro, leaves, first + jnp.arange(self.window - 1)) if self.window > 1 else (leaves, None)
-            )
-            leaves, logs, *last = self.step.update(replica, *given(leaves, first + self.window - 1))
-            last = jax.tree.map(lambda x: x[None], tuple(last))
-            each = last if each is None else jax.tree.map(lambda *x: jnp.concatenate(x), each, last)
-            return (leaves, kept), (logs, each)
-
-        starts = jnp.arange(0, stack.count, self.window)
-        (leaves, kept), (logs, each) = jax.lax.scan(one, (leaves, kept), starts)
-        loss, outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), each)
-        outputs = jax.tree.map(lambda rows, x: jnp.moveaxis(x, 0, 1) if rows else x, self.is_row, outputs)
-        return leaves, kept, logs, loss, outputs
+    return run

@@ -79,7 +79,7 @@ def export(
 
 
 def _exported(predict: Any, name: str, batch: Any, platforms: Sequence[str] | None, dynamic_batch: bool) -> Any:
-    """Export a function of a batch, given as shapes, for its number of rows or for any."""
+    """Export a function of a batch, of which only shapes are known, for its number of rows or for any."""
     rows: Any = jax.export.symbolic_shape("batch")[0]
     try:
         shapes = with_rows(batch, rows) if dynamic_batch else batch
@@ -106,9 +106,12 @@ def _constants(variables: Any, name: str) -> Any:
     return jax.tree.map(lambda x: x if is_key(x) else jnp.asarray(fetch(x)), variables)
 
 
-def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> None:
+def _check_plain(tree: Any, kind_of_leaf: str, owner: str, kind: type[JaxlitError]) -> None:
     """Refuse inputs and outputs that a process without jaxlit could not build or read."""
-    is_leaf = lambda x: x is not None and type(x) not in (dict, list, tuple)  # noqa: E731
+
+    def is_leaf(x: Any) -> bool:
+        return x is not None and type(x) not in (dict, list, tuple)
+
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         if not hasattr(x, "dtype"):
             problem = f"a {type(x).__name__}, and must be arrays in plain dicts, lists and tuples"
@@ -116,4 +119,4 @@ def _check_plain(tree: Any, what: str, owner: str, kind: type[JaxlitError]) -> N
             problem = f"of {x.dtype}, and must be numeric"
         else:
             continue
-        raise kind(f"{owner}: the {what}{'.' * bool(path)}{leaf_name(path)} is {problem}.")
+        raise kind(f"{owner}: the {kind_of_leaf}{'.' * bool(path)}{leaf_name(path)} is {problem}.")

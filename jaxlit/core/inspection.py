@@ -1,6 +1,7 @@
 """Looks at the program of a step for mistakes that its numbers would not show.
 
-Decides how what n replicas compute becomes what one device computes, and refuses what cannot.
+First what a training or an evaluation step writes; then, from the relations between replicas, how what each of n
+replicas computes becomes what one device computes, with refusals of what cannot.
 """
 
 import itertools
@@ -33,10 +34,10 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     """Note what a training step writes to, and refuse or warn of a program that is not what its author means.
 
     Args:
-        pure: The module taken apart.
+        pure: The module, split.
         replica: What the step sees.
         *args: The arguments of the step's body, abstract.
-        twice: Trace the step once more, and warn if it comes out another.
+        twice: Trace the step twice more, and warn if the programs differ.
 
     Raises:
         StateError: It writes to trained parameters in a lower precision than theirs.
@@ -78,9 +79,9 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
         )
     # Two new functions: a trace of the body itself would be taken from the cache.
-    again = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
-    texts = [[text for text, _ in jaxpr.described(x)] for x in again]
-    if again and texts[0] != texts[1]:
+    traces = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
+    texts = [[text for text, _ in jaxpr.described(x)] for x in traces]
+    if twice and texts[0] != texts[1]:
         _logger.warning(
             f"{pure.name}.training_step gave a different program when it was traced again: it draws from numpy or "
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
@@ -108,12 +109,7 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
 def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
     """Refuse an evaluation step that writes to the module's state: only training changes it.
 
-    Args:
-        pure: The module taken apart.
-        stage: The stage.
-        loader: The loader, for a step that asks for it.
-        replica: What the step sees.
-        *args: The arguments of the step's body, abstract; the first three are the state.
+    The arguments are those of the step's body, abstract; the first three are the state.
 
     Raises:
         StateError: Naming the variable and what to do.
@@ -178,9 +174,9 @@ class StepTraces:
         treedef = jax.tree.structure(self.results)
         outputs, same_draws = [UNKNOWN] * treedef.num_leaves, False
         if self.longer is not None:
-            given, batch, rest = map(jax.tree.leaves, (self.arguments[:3], self.arguments[3], self.arguments[4:]))
+            arrays, batch, rest = map(jax.tree.leaves, (self.arguments[:3], self.arguments[3], self.arguments[4:]))
             rows = [ROWS if x.ndim else SAME for x in batch]
-            inputs = [*(state or [SAME] * len(given)), *rows, *[SAME] * len(rest)]
+            inputs = [*(state or [SAME] * len(arrays)), *rows, *[SAME] * len(rest)]
             axis, count = str(replica.axis), replica.count
             outputs, same_draws = relate(self.program, self.longer, inputs, axis, count, alike=alike)
         if same_draws:
@@ -206,7 +202,7 @@ def reduction_of(
         traces: The step's program.
         replica: What the step sees.
         rows_of: Which of its outputs have rows.
-        leaves: What each leaf of the state is, of a training step.
+        leaves: What each leaf of a training step's state is.
         changed: Which of them the step writes to.
 
     Raises:
@@ -215,8 +211,9 @@ def reduction_of(
             same random numbers on every replica.
     """
     arrays = jax.tree.leaves(traces.arguments[:3])
-    keys = {i for i, was in enumerate(changed) if was and is_key(arrays[i])}
-    written = {i for i, was in enumerate(changed) if was} - keys
+    written = {i for i, is_changed in enumerate(changed) if is_changed}
+    keys = {i for i in written if is_key(arrays[i])}
+    written -= keys
     parts: set[int] = set()  # leaves that add up over replicas
     while True:  # a leaf that is in parts may make another one so
         related = traces.relate(replica, [TOTAL if i in parts else SAME for i in range(len(leaves))])
@@ -243,7 +240,7 @@ def reduction_of(
     # Under loss_reduction="sum" the step has multiplied the loss already.
     loss = [MEAN] if leaves and replica.loss_reduction == "sum" else related.values[:1]
     return Reduction(
-        state=tuple(SAME if i in keys else state[i] if was else None for i, was in enumerate(changed)),
+        state=tuple(SAME if i in keys else state[i] if i in written else None for i in range(len(changed))),
         parts=frozenset(parts),
         values=(*loss, *related.values[1:]),
         weights=tuple(related.weights),
@@ -301,9 +298,9 @@ def _check_loss_and_values(related: _Related, traces: StepTraces, replica: Repli
     """Refuse a loss that is plainly not what the strategy takes it for, and warn of what may not be the batch's."""
     loss, wanted = related.values[0] if is_training else ZERO, TOTAL if replica.loss_reduction == "sum" else MEAN
     if loss == MIXED or loss.as_total() not in (wanted, ZERO, UNKNOWN):
-        made = {MIXED: "a sum and another term", TOTAL: "a sum", MEAN: "a mean"}
+        kinds = {MIXED: "a sum and another term", TOTAL: "a sum", MEAN: "a mean"}
         raise ModuleError(
-            f"{traces.step} returns {made.get(loss.as_total(), 'a scaled sum')} over the rows of a batch under "
+            f"{traces.step} returns {kinds.get(loss.as_total(), 'a scaled sum')} over the rows of a batch under "
             f"loss_reduction={replica.loss_reduction!r}, and each of {replica.count} replicas sees its own rows: their "
             "losses do not make that of the entire batch. Return a mean over the rows, or a sum under "
             "jl.strategies.ShardMapDDP(loss_reduction='sum'), or use 'ddp' or 'fsdp', whose steps see the entire batch."

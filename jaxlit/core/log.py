@@ -1,6 +1,6 @@
-"""What `self.log` collects, from the step that is traced or the hook that runs.
+"""What `self.log` collects, from the step that is traced or the hook that runs, and the tables that metrics add up in.
 
-How metrics add up on device, in which array they leave a step, and how the host reads it.
+`Table` adds metrics up on device; `StepTable` is the array in which they leave a step, and how the host reads it.
 """
 
 import contextlib
@@ -61,36 +61,31 @@ class Metric:
         return {self.name, *([self.step_name] * self.on_step), *([self.epoch_name] * self.on_epoch)}
 
 
-def metric_of(where: str, name: Any, **how: Any) -> Metric:
-    """Return how a name is logged from a step or hook, with Lightning's defaults there.
-
-    Args:
-        where: The step or hook.
-        name: The metric's name.
-        **how: Arguments of `TrainModule.log`: what `Metric` has.
+def metric_of(caller: str, name: Any, **how: Any) -> Metric:
+    """Return how a name is logged from a step or hook, given arguments of `TrainModule.log`; with Lightning's defaults.
 
     Raises:
         LogError: Nothing can be logged there, or not so.
     """
     if not isinstance(name, str) or not name:
-        raise LogError(f"self.log(name, value) in {where} takes a str as name, got {name!r}.")
-    if where not in HOOKS:
+        raise LogError(f"self.log(name, value) in {caller} takes a str as name, got {name!r}.")
+    if caller not in HOOKS:
         raise LogError(
-            f"self.log({name!r}, ...) is called in {where}, where nothing can be logged. Log in a training, validation "
-            "or test step, in a batch hook or at the start or end of an epoch."
+            f"self.log({name!r}, ...) is called in {caller}, where nothing can be logged. Log in a training, "
+            "validation or test step, in a batch hook or at the start or end of an epoch."
         )
     if name in ("step", "epoch") or "/dataloader_idx_" in name:
         raise LogError(
             f"self.log({name!r}, ...): jaxlit adds 'step', 'epoch' and '/dataloader_idx_<i>' to rows itself."
         )
-    by_step, by_epoch = HOOKS[where]
+    by_step, by_epoch = HOOKS[caller]
     if how.get("reduce_fx", "mean") not in REDUCTIONS:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
-        raise LogError(f"self.log({name!r}, on_step=True) in {where}: there is no step there. Leave on_step out.")
-    given: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
-    given |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
-    metric = Metric(name, **given)
+        raise LogError(f"self.log({name!r}, on_step=True) in {caller}: there is no step there. Leave on_step out.")
+    options: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    options |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
+    metric = Metric(name, **options)
     if not metric.on_step and not metric.on_epoch:
         raise LogError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing. Set one of them.")
     return metric
@@ -122,8 +117,7 @@ class Collector:
         """Take one value.
 
         Raises:
-            LogError: The value is not a scalar number, the name is taken or was logged before in this step,
-                or the call is inside a nested trace.
+            LogError: The value is no scalar number, the name is taken, or the call is inside a nested trace.
         """
         name, step = metric.name, self.hook
         if jax.extend.core.get_opaque_trace_state() != self.trace:
@@ -162,7 +156,7 @@ class Collector:
         return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0), count
 
 
-def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
+def check_value(name: str, value: Any, batch_size: Any, caller: str) -> None:
     """Refuse a value that is no real number, and a weight that is none or is not positive.
 
     Raises:
@@ -176,8 +170,8 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
     ]
     if not is_number:
         raise LogError(
-            f"self.log({name!r}, value) in {where} takes a real scalar number, got {shown(value)}. Log value.mean() or "
-            "abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: the hook at the end of "
+            f"self.log({name!r}, value) in {caller} takes a real scalar number, got {shown(value)}. Log value.mean() "
+            "or abs(value). Return an array from the step, {'loss': loss, 'confusion': matrix}: the hook at the end of "
             "the batch gets it as `outputs`, and trainer.logger.log_table and log_image take more than a number."
         )
     if batch_size is None:
@@ -187,7 +181,7 @@ def check_value(name: str, value: Any, batch_size: Any, where: str) -> None:
         raise LogError(f"self.log({name!r}, batch_size=...) must be a positive scalar, got {shown(batch_size)}.")
 
 
-def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, where: str) -> nnx.metrics.Average:
+def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, caller: str) -> nnx.metrics.Average:
     """Return an nnx metric that adds up over batches and replicas; others are refused.
 
     Raises:
@@ -196,7 +190,7 @@ def check_average(metric: Metric, value: nnx.metrics.Metric, batch_size: Any, wh
     name, kind = metric.name, type(value)
     if not isinstance(value, nnx.metrics.Average) or kind.compute is not nnx.metrics.Average.compute:
         raise LogError(
-            f"self.log({name!r}, {kind.__name__}()) in {where}: only nnx.metrics.Average and its subclasses, "
+            f"self.log({name!r}, {kind.__name__}()) in {caller}: only nnx.metrics.Average and its subclasses, "
             "such as Accuracy, add up over batches and replicas. Log the parts as Averages; for an nnx.MultiMetric use "
             "self.log_dict."
         )
@@ -321,11 +315,9 @@ class Table:
         return summed.at[0].set(jnp.where(self._min, low, jnp.where(self._max, high, summed[0])))
 
     def refit(self, table: np.ndarray, replicas: int | None) -> np.ndarray:
-        """Return the tables of some replicas, or one of them all, for another number of replicas.
+        """Return a table, (rows, num_metrics) or with a leading dim of replicas, for another number of them, or None.
 
-        Args:
-            table: (rows, num_metrics), or with a leading dim of replicas.
-            replicas: The leading dim to return, None for none. The first replica takes what the others had.
+        The first replica takes the values of all.
         """
         if (len(table) if table.ndim == 3 else None) == replicas:
             return table
@@ -404,13 +396,7 @@ class StepTable:
     guarded: bool
 
     def encode(self, table: jax.Array, rates: Sequence[jax.Array], bad_step: jax.Array) -> jax.Array:
-        """Return the array of one step, (2, num_columns) or with replicas (num_replicas, 2, num_columns).
-
-        Args:
-            table: The metrics' table.
-            rates: One () float32 a rate, or none.
-            bad_step: () int32, see `TrainState`.
-        """
+        """Return the array of one step, (2, num_columns), given the metrics' table and () arrays."""
         numbers = [(x, _RATE) for x in rates]
         numbers += [(bad_step.astype(jnp.float32), _BAD_STEP)] if self.guarded else []
         columns = (jnp.stack([x, jnp.float32(kind)])[:, None] for x, kind in numbers)

@@ -1,12 +1,7 @@
-"""The module that a user writes: a Flax NNX module that knows how to train itself.
+"""The module that a user writes: a Flax NNX module that contains the steps and the optimizer of its own training.
 
-The constructor's arguments of a module or a DataModule, as it and its checkpoints keep them.
-
-What belongs to a module but not to its graph: an attribute would change the graphdef, and every compiled step.
-
-What belongs to each stage: the names of the Trainer's method, its step, loaders, limit and program.
-
-A module that is built from a checkpoint: with the hyperparameters that it was built with, and its weights.
+The tables of what belongs to a module but not to its graph; the four stages of a Trainer; the constructor's arguments
+as hyperparameters (`KeepsHparams`, also of DataModules); `TrainModule`; and how one is built from a checkpoint.
 """
 
 import argparse
@@ -37,6 +32,7 @@ from jaxlit.reporting.terminal import say, short_path
 from jaxlit.texts import shown
 
 _T = TypeVar("_T")
+_logger = logging.getLogger("jaxlit")
 
 
 class SideTable(Generic[_T]):
@@ -60,7 +56,7 @@ class SideTable(Generic[_T]):
             self[copy] = value
 
 
-trainers: SideTable[weakref.ref[Any]] = SideTable()
+trainers: SideTable[weakref.ref] = SideTable()
 # The `ModuleSync` of a module by its id, called when the module is touched while a run has its arrays. Empty outside
 # of a run, so that touching a module then costs nothing.
 watchers: dict[int, Any] = {}
@@ -75,8 +71,7 @@ def attach(module: Any, trainer: Any) -> Any:
 
 def trainer_of(module: Any) -> Any:
     """Return the Trainer that runs, or ran, the module; None without one."""
-    reference = trainers.get(module)
-    return reference() if reference else None
+    return reference() if (reference := trainers.get(module)) else None
 
 
 @dataclass(frozen=True)
@@ -100,61 +95,6 @@ STAGES = {
         Stage("predict", "predict", "predict_step", "predict_dataloader", "limit_predict_batches", "predict_step"),
     )
 }
-
-
-_logger = logging.getLogger("jaxlit")
-
-
-def tell_taken(what: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
-    """Say which checkpoint is taken, and why newer ones are not."""
-    for reason in skipped:
-        _logger.warning("A newer checkpoint was skipped. %s", reason)
-    if jax.process_index() == 0:
-        state = checkpoint.state
-        say(f"{what}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")
-
-
-def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
-    """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
-    parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
-    if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
-        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
-    checkpoint, skipped = locate(path := local(path), f"{cls.__name__}.load_from_checkpoint")
-    if Path(path).absolute() != checkpoint.path:
-        tell_taken("load_from_checkpoint", checkpoint, skipped)
-    recorded = checkpoint.state["module"]["hparams"]
-    arguments, missing = dict(overrides), dict[str, str]()
-    for name, value in recorded.items():
-        if value != DEFAULT and name not in overrides:
-            try:
-                arguments[name] = decode(value, cls)
-            except NotKeptError as error:
-                missing[name] = str(error)
-    if missing:
-        given = ", ".join(f"{name}={text}" for name, text in missing.items())
-        raise CheckpointError(
-            f"{cls.__name__} was built with {given}: pass {'=..., '.join(missing)}=... to load_from_checkpoint. "
-            f"{checkpoint.path} keeps values, and functions and classes that can be found by name."
-        )
-    if "rngs" in parameters and "rngs" not in arguments:
-        arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
-    args: list[Any] = []
-    several = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
-    if several in arguments and (rest := arguments.pop(several)):  # with all before it given by position as well
-        before = list(parameters.values())[1 : list(parameters).index(several)]
-        args = [*(arguments.pop(p.name, p.default) for p in before), *rest]
-    try:
-        module = cls(*args, **arguments)
-    except TypeError as error:
-        raise CheckpointError(
-            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Load {checkpoint.path} with the class "
-            "that it was made with, and pass what is missing to load_from_checkpoint."
-        ) from error
-    for name, value in (checkpoint.state.get("added_hparams") or {}).items():
-        with contextlib.suppress(NotKeptError):
-            module.hparams[name] = decode(value, cls)
-    load_variables(module, checkpoint, strict=strict)
-    return module
 
 
 _CHOSEN = "..."  # how an argument is shown that the user chose not to keep
@@ -195,21 +135,21 @@ class Hparams(dict[str, Any]):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the constructor's arguments as a checkpoint keeps them, and what was added; secrets are not kept."""
-        given: dict[str, Any] = dict.fromkeys(sorted(self._arguments - {"rngs", *self}), DEFAULT)
-        given |= {name: not_kept(text) for name, text in self._left_out.items()}
-        added: dict[str, Any] = {}
+        arguments: dict[str, Any] = dict.fromkeys(sorted(self._arguments - {"rngs", *self}), DEFAULT)
+        arguments |= {name: not_kept(text) for name, text in self._left_out.items()}
+        added = {}
         for name, value in self.items():
             try:
-                kept, secrets = encode(value), list[str]()
+                encoded, secrets = encode(value), list[str]()
                 hide({name: readable(value)}, secrets)
                 tell(secrets)
                 if secrets:
                     raise NotKeptError(PLACEHOLDER)
-                (given if name in self._arguments else added)[name] = kept
+                (arguments if name in self._arguments else added)[name] = encoded
             except NotKeptError as error:
                 if name in self._arguments:
-                    given[name] = not_kept(str(error))
-        return given, added
+                    arguments[name] = not_kept(str(error))
+        return arguments, added
 
     def readable(self) -> dict[str, Any]:
         """Return all as JSON for loggers, those that are not kept as their text."""
@@ -232,12 +172,12 @@ class KeepsHparams:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Keep those of the constructor's arguments that can be saved as hyperparameters."""
-        made = super().__new__(cls)
-        given = _named(cls.__mro__, made, args, kwargs, defaults=True)
-        lost = {name: text for name, x in given.items() if (text := _not_kept(x)) is not None}
-        left_out = {name: text for name, text in lost.items() if _is_asked_for(made, name, given[name])}
-        _hparams[made] = Hparams({k: x for k, x in given.items() if k not in lost}, given, left_out)
-        return made
+        owner = super().__new__(cls)
+        arguments = _named(cls.__mro__, owner, args, kwargs, defaults=True)
+        unsaved = {name: text for name, x in arguments.items() if (text := _not_kept(x)) is not None}
+        left_out = {name: text for name, text in unsaved.items() if _is_asked_for(owner, name, arguments[name])}
+        _hparams[owner] = Hparams({k: x for k, x in arguments.items() if k not in unsaved}, arguments, left_out)
+        return owner
 
     @property
     def hparams(self) -> Hparams:
@@ -247,9 +187,9 @@ class KeepsHparams:
     @hparams.setter
     def hparams(self, values: Mapping[str, Any]) -> None:
         values = _mapping(f"{type(self).__name__}.hparams takes a dict", values)
-        was = hparams_of(self)
-        gone = [k for k in was if k not in values and k in was._arguments and _is_asked_for(self, k, was[k])]
-        _hparams[self] = Hparams(values, was._arguments, was._left_out | dict.fromkeys(gone, _CHOSEN))
+        old = hparams_of(self)
+        gone = [k for k in old if k not in values and k in old._arguments and _is_asked_for(self, k, old[k])]
+        _hparams[self] = Hparams(values, old._arguments, old._left_out | dict.fromkeys(gone, _CHOSEN))
 
     @takes_only_its_arguments("self.save_hyperparameters")
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
@@ -267,17 +207,17 @@ class KeepsHparams:
         """
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
         called, names = f"{type(self).__name__}.save_hyperparameters", [x for x in args if isinstance(x, str)]
-        here = _running.get(self) or {}
-        kept = {**here, **hparams_of(self)}
-        known = {*inspect.signature(type(self).__init__).parameters, *kept}
+        running = _running.get(self) or {}
+        values = {**running, **hparams_of(self)}
+        known = {*inspect.signature(type(self).__init__).parameters, *values}
         if unknown := [x for x in (*names, *ignore) if x not in known]:
             raise ArgumentError(f"{called} names {unknown[0]!r}, which is no argument of the constructor.")
         # Names choose among the arguments of the constructor that runs, not of those around it.
-        chosen = {*names} | (kept.keys() - here.keys() if here else set()) if names else kept.keys()
-        hparams = {k: v for k, v in kept.items() if k in chosen and k not in ignore}
-        for values in args:
-            if not isinstance(values, str):
-                hparams |= _mapping(f"{called} takes names of the constructor's arguments, and dicts", values)
+        chosen = {*names} | (values.keys() - running.keys() if running else set()) if names else values.keys()
+        hparams = {k: v for k, v in values.items() if k in chosen and k not in ignore}
+        for more in args:
+            if not isinstance(more, str):
+                hparams |= _mapping(f"{called} takes names of the constructor's arguments, and dicts", more)
         self.hparams = {k: v for k, v in hparams.items() if _not_kept(v) is None}
 
 
@@ -354,15 +294,16 @@ def _named(
         return {}  # the constructor itself will raise
     if defaults:
         bound.apply_defaults()
-    given, kinds = dict(list(bound.arguments.items())[1:]), {p.kind: p.name for p in parameters}
-    several, more = (kinds.get(kind, "") for kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD))
-    named = given.pop(more, {})
-    if several and more and bases:
-        handed_on = _named(bases, owner, given.get(several, ()), named, defaults=False)
-        if len(handed_on) == len(given.get(several, ())) + len(named):
-            given.pop(several, None)
+    arguments, kinds = dict(list(bound.arguments.items())[1:]), {p.kind: p.name for p in parameters}
+    varargs = kinds.get(inspect.Parameter.VAR_POSITIONAL, "")
+    varkwargs = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
+    named, rest = arguments.pop(varkwargs, {}), arguments.get(varargs, ())
+    if varargs and varkwargs and bases:
+        handed_on = _named(bases, owner, rest, named, defaults=False)
+        if len(handed_on) == len(rest) + len(named):
+            arguments.pop(varargs, None)
             named = handed_on
-    return given | named
+    return arguments | named
 
 
 if TYPE_CHECKING:
@@ -576,10 +517,7 @@ def is_overridden(module: TrainModule, method: str) -> bool:
 def call_step(module: TrainModule, stage: str, loader: int | None = None) -> Callable[[Any, jax.Array], Any]:
     """Return the stage's step as a function of (batch, batch_idx), whichever of them it takes.
 
-    Args:
-        module: The module.
-        stage: "training", "validation", "test" or "predict".
-        loader: The `dataloader_idx` for a step that takes one.
+    A step that takes a `dataloader_idx` gets `loader`.
 
     Raises:
         ModuleError: The step is missing, or has another signature.
@@ -609,3 +547,56 @@ def takes_loader(module: TrainModule, stage: str) -> bool:
     """Return whether the stage's step asks which loader a batch is from."""
     parameters = inspect.signature(getattr(module, STAGES[stage].step)).parameters
     return stage != "training" and "dataloader_idx" in parameters
+
+
+def tell_taken(caller: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
+    """Log which checkpoint is taken, and why newer ones are not."""
+    for reason in skipped:
+        _logger.warning("A newer checkpoint was skipped. %s", reason)
+    if jax.process_index() == 0:
+        state = checkpoint.state
+        say(f"{caller}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")
+
+
+def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
+    """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
+    parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
+    if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
+        raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
+    checkpoint, skipped = locate(path := local(path), f"{cls.__name__}.load_from_checkpoint")
+    if Path(path).absolute() != checkpoint.path:
+        tell_taken("load_from_checkpoint", checkpoint, skipped)
+    recorded = checkpoint.state["module"]["hparams"]
+    arguments, missing = dict(overrides), dict[str, str]()
+    for name, value in recorded.items():
+        if value != DEFAULT and name not in overrides:
+            try:
+                arguments[name] = decode(value, cls)
+            except NotKeptError as error:
+                missing[name] = str(error)
+    if missing:
+        shown_missing = ", ".join(f"{name}={text}" for name, text in missing.items())
+        raise CheckpointError(
+            f"{cls.__name__} was built with {shown_missing}: pass {'=..., '.join(missing)}=... to "
+            f"load_from_checkpoint. {checkpoint.path} keeps values, and functions and classes that can be found by "
+            "name."
+        )
+    if "rngs" in parameters and "rngs" not in arguments:
+        arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
+    args: list[Any] = []
+    varargs = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
+    if varargs in arguments and (rest := arguments.pop(varargs)):  # with all before it by position
+        before = list(parameters.values())[1 : list(parameters).index(varargs)]
+        args = [*(arguments.pop(p.name, p.default) for p in before), *rest]
+    try:
+        module = cls(*args, **arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{cls.__name__} cannot be built from {sorted(arguments)}: {error}. Load {checkpoint.path} with the class "
+            "that it was made with, and pass what is missing to load_from_checkpoint."
+        ) from error
+    for name, value in (checkpoint.state.get("added_hparams") or {}).items():
+        with contextlib.suppress(NotKeptError):
+            module.hparams[name] = decode(value, cls)
+    load_variables(module, checkpoint, strict=strict)
+    return module

@@ -1,8 +1,6 @@
-"""What `configure_optimizers` returns.
+"""What `configure_optimizers` returns: an `Optimizer`, or a transform of optax, and the updates that it makes.
 
-Which parameters decay.
-
-Groups of a module's parameters: by their paths, or by nnx filters.
+At the end: which parameters decay, and groups of parameters, by their paths or by nnx filters.
 """
 
 import re
@@ -19,125 +17,6 @@ from flax import nnx
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean, note_place
 from jaxlit.faces import refuse_unknown
 from jaxlit.texts import keys_of, leaf_name, shown
-
-
-def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
-    """Return what each group is called, in rows and in the optimizer's state.
-
-    A checkpoint holds the labels, so they must be those of the next process. What python prints with an address is
-    called by its number: `group1`, `group2`.
-
-    Args:
-        keys: The groups: paths, patterns of paths, or nnx filters.
-        kind: What the groups are.
-    """
-    return [_label(key, f"{kind}{place}") for place, key in enumerate(keys, 1)]
-
-
-def _label(key: Any, by_place: str) -> str:
-    if isinstance(key, nnx.PathContains):
-        return _label(key.key, by_place)
-    if isinstance(key, type):
-        return key.__name__
-    if isinstance(key, str) or key is ...:
-        return "rest" if key is ... else key
-    text = getattr(key, "__qualname__", "").replace("<locals>.", "") or " ".join(str(key).split())
-    return by_place if "<lambda>" in text or re.search(r" at 0x[0-9a-fA-F]", text) else text
-
-
-def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
-    """Return the names of the trained parameters that are in a group.
-
-    Args:
-        module: The module.
-        wrt: The nnx filter of what is trained.
-        key: The group: a path, a pattern of paths, or an nnx filter.
-    """
-    fits = _fits(key)
-    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt)) if fits(path, x)]
-
-
-def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
-    """Return what is said of a group without a parameter, see `names_in`: that it has none, and what there is."""
-    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
-    inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
-    hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
-    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_several(inner or paths)}"
-
-
-def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
-    """Return the group of each trained parameter, by its name: the first that it fits.
-
-    Args:
-        module: The module.
-        wrt: The nnx filter of what is trained.
-        keys: The groups: paths, patterns of paths, or nnx filters.
-
-    Raises:
-        ArgumentError: A group has no parameter, or a parameter no group.
-    """
-    left, group_of = names_in(module, wrt, ...), dict[str, str]()
-    for key, label in zip(keys, labels_of(keys), strict=True):
-        names = names_in(module, wrt, key)
-        first = [name for name in names if name in left]
-        if not first:
-            why = "has nothing left: put it before those that fit it" if names else fits_none(module, wrt, key)
-            raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
-        group_of |= dict.fromkeys(first, label)  # in the order of the groups, in which a row has their rates
-        left = [name for name in left if name not in group_of]
-    if left:
-        raise ArgumentError(
-            f"jl.Optimizer(by=...) has no group for {_several(left)}. Add one, `...: optax.adam(1e-3)` for all that is "
-            "left, or leave them out of wrt=."
-        )
-    return group_of
-
-
-def _fits(key: Any) -> Any:
-    """Return a function of a Variable's (path, Variable) to whether it is in a group."""
-    if not isinstance(key, str):
-        return nnx.filterlib.to_predicate(key)
-
-    def fits(path: tuple[Any, ...], x: Any) -> bool:
-        begins = [path[: n + 1] for n in range(len(path))]
-        return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
-
-    return fits
-
-
-def _several(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
-
-
-_NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
-_VALUE = ("value", "raw_value")  # of a Variable
-
-
-def decay_mask(params: Any) -> Any:
-    """Return which parameters a weight decay should change: matrices and larger, but no biases, norms and embeddings.
-
-    It is a `mask=` of optax, for every optimizer that decays weights. What is left out has fewer than two dims, is
-    called `bias` or `scale`, or has `embed` in its name or `emb` at its end, as `nnx.Embed`'s `embedding` and a
-    `pos_emb`.
-
-    Args:
-        params: The parameters, a pytree of arrays or of nnx Variables.
-
-    Returns:
-        A pytree like them, of bools.
-
-    Example:
-        >>> import jaxlit as jl, optax
-        >>> tx = optax.adamw(1e-3, weight_decay=0.1, mask=jl.decay_mask)
-    """
-    return jax.tree.map_with_path(lambda path, x: jnp.ndim(x) > 1 and _may_decay(path), params)
-
-
-def _may_decay(path: tuple[Any, ...]) -> bool:
-    names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
-    names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
-    name = names[-1].lower() if names else ""
-    return name not in _NEVER and "embed" not in name and not name.endswith("emb")
 
 
 @dataclass(frozen=True)
@@ -204,9 +83,9 @@ class Optimizer:
             return self
         groups = groups_of(module, self.wrt, list(self.by))
         transforms = dict(zip(labels_of(self.by), self.by.values(), strict=True))
-        made = self.with_tx(_by_label(transforms, groups, groups), groups)
-        object.__setattr__(made, "transforms", transforms)
-        return made
+        optimizer = self.with_tx(_by_label(transforms, groups, groups), groups)
+        object.__setattr__(optimizer, "transforms", transforms)
+        return optimizer
 
     def tx_of(self, names: Collection[str]) -> optax.GradientTransformation:
         """Return the transform for some of the parameters: of the groups, those that they are in."""
@@ -214,17 +93,17 @@ class Optimizer:
 
     def with_tx(self, tx: optax.GradientTransformation, groups: Mapping[str, str]) -> "Optimizer":
         """Return this optimizer with another transform, and with the groups that it makes."""
-        made = replace(self, tx=tx, by=None)
-        object.__setattr__(made, "groups", groups)
-        return made
+        optimizer = replace(self, tx=tx, by=None)
+        object.__setattr__(optimizer, "groups", groups)
+        return optimizer
 
 
 def _by_label(
     transforms: Mapping[str, optax.GradientTransformation], groups: Mapping[str, str], names: Collection[str]
 ) -> optax.GradientTransformation:
-    there = {groups[name] for name in names}
-    kept: dict[Any, optax.GradientTransformation] = {label: tx for label, tx in transforms.items() if label in there}
-    return optax.partition(kept, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
+    labels = {groups[name] for name in names}
+    used: dict[Any, optax.GradientTransformation] = {label: tx for label, tx in transforms.items() if label in labels}
+    return optax.partition(used, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
 
 
 def _check_filter(name: str, value: Any) -> None:
@@ -254,23 +133,15 @@ def _transforms(by: Any) -> dict[Any, optax.GradientTransformation]:
 def updates_of(
     tx: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any, loss: jax.Array, owner: str
 ) -> tuple[Any, Any]:
-    """Return the updates of an optimizer, and its state after them.
-
-    Args:
-        tx: The optimizer.
-        grads: The gradients.
-        opt_state: Its state.
-        params: The parameters.
-        loss: The loss.
-        owner: Where the optimizer was given, for messages.
+    """Return the updates of an optimizer, which `owner` has returned, and its state after them.
 
     Raises:
-        ModuleError: It needs more than these.
+        ModuleError: It needs more than these arguments.
     """
     try:
         updates, after = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss, grad=grads)
-        made, wanted = ([jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (updates, params))
-        if made != wanted:  # where all parameters have as many rows, one that sums over rows of a batch sums these
+        if jax.tree.map(jnp.shape, jax.tree.leaves(updates)) != jax.tree.map(jnp.shape, jax.tree.leaves(params)):
+            # Where all parameters have as many rows, one that sums over rows of a batch sums these
             raise ValueError("it takes a batch dimension away from the shapes of the parameters")
         return updates, after
     except (TypeError, ValueError) as error:
@@ -289,11 +160,7 @@ def updates_of(
 
 
 def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
-    """Return a transform of optax, or refuse what is none.
-
-    Args:
-        owner: The argument that it was given as, with its call.
-        tx: What was given.
+    """Return a transform of optax that `owner`, a call with its argument, was given.
 
     Raises:
         ArgumentTypeError: It is none.
@@ -306,3 +173,107 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
         f"{owner} takes an optax.GradientTransformation, got {shown(tx, 100)}. Pass what a function of optax returns: "
         "optax.adamw(1e-3)."
     )
+
+
+_NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
+_VALUE = ("value", "raw_value")  # of a Variable
+
+
+def decay_mask(params: Any) -> Any:
+    """Return which parameters a weight decay should change: matrices and larger, but no biases, norms and embeddings.
+
+    It is a `mask=` of optax, for every optimizer that decays weights. What is left out has fewer than two dims, is
+    called `bias` or `scale`, or has `embed` in its name or `emb` at its end, as `nnx.Embed`'s `embedding` and a
+    `pos_emb`.
+
+    Args:
+        params: The parameters, a pytree of arrays or of nnx Variables.
+
+    Returns:
+        A pytree like them, of bools.
+
+    Example:
+        >>> import jaxlit as jl, optax
+        >>> tx = optax.adamw(1e-3, weight_decay=0.1, mask=jl.decay_mask)
+    """
+    return jax.tree.map_with_path(lambda path, x: jnp.ndim(x) > 1 and _may_decay(path), params)
+
+
+def _may_decay(path: tuple[Any, ...]) -> bool:
+    names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
+    names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
+    name = names[-1].lower() if names else ""
+    return name not in _NEVER and "embed" not in name and not name.endswith("emb")
+
+
+def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:
+    """Return what each group is called, in rows and in the optimizer's state.
+
+    A checkpoint holds the labels, so they must be those of the next process. What python prints with an address is
+    called by its number: `group1`, `group2`.
+    """
+    return [_label(key, f"{kind}{place}") for place, key in enumerate(keys, 1)]
+
+
+def _label(key: Any, by_place: str) -> str:
+    if isinstance(key, nnx.PathContains):
+        return _label(key.key, by_place)
+    if isinstance(key, type):
+        return key.__name__
+    if isinstance(key, str) or key is ...:
+        return "rest" if key is ... else key
+    text = getattr(key, "__qualname__", "").replace("<locals>.", "") or " ".join(str(key).split())
+    return by_place if "<lambda>" in text or re.search(r" at 0x[0-9a-fA-F]", text) else text
+
+
+def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
+    """Return the names of the trained parameters in a group: a path, a pattern of paths, or an nnx filter."""
+    fits = _fits(key)
+    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt)) if fits(path, x)]
+
+
+def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
+    """Return the error text of a group without a parameter, see `names_in`: that it has none, and which there are."""
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
+    inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
+    hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_listed(inner or paths)}"
+
+
+def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
+    """Return the group of each trained parameter, by its name: the first that it fits.
+
+    Raises:
+        ArgumentError: A group has no parameter, or a parameter no group.
+    """
+    ungrouped, group_of = names_in(module, wrt, ...), dict[str, str]()
+    for key, label in zip(keys, labels_of(keys), strict=True):
+        names = names_in(module, wrt, key)
+        first = [name for name in names if name in ungrouped]
+        if not first:
+            why = "has nothing left: put it before those that fit it" if names else fits_none(module, wrt, key)
+            raise ArgumentError(f"jl.Optimizer(by=...): {shown(key)} {why}.")
+        group_of |= dict.fromkeys(first, label)  # in the order of the groups, in which a row has their rates
+        ungrouped = [name for name in ungrouped if name not in group_of]
+    if ungrouped:
+        raise ArgumentError(
+            f"jl.Optimizer(by=...) has no group for {_listed(ungrouped)}. Add one, `...: optax.adam(1e-3)` for all "
+            "that is left, or leave them out of wrt=."
+        )
+    return group_of
+
+
+def _fits(key: Any) -> Any:
+    """Return a function of a Variable's (path, Variable) to whether it is in a group."""
+    if not isinstance(key, str):
+        return nnx.filterlib.to_predicate(key)
+
+    def fits(path: tuple[Any, ...], x: Any) -> bool:
+        begins = [path[: n + 1] for n in range(len(path))]
+        return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
+
+    return fits
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)

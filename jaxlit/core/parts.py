@@ -1,6 +1,6 @@
 """Parts of a module that are trained from an epoch on: until then an optimizer step leaves them alone.
 
-What `configure_optimizers` returned, as an `Optimizer`.
+At the end `optimizer_of`: what `configure_optimizers` returned, as an `Optimizer`.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     """
     if not parts:
         return optimizer
-    held = {name for part in parts for name in part.names}
-    txs = [optimizer.tx_of(optimizer.groups.keys() - held)]
+    names_in_parts = {name for part in parts for name in part.names}
+    txs = [optimizer.tx_of(optimizer.groups.keys() - names_in_parts)]
     txs += [optimizer.tx_of(part.names) if part.tx is None else part.tx for part in parts]
     transforms: dict[Any, optax.GradientTransformation] = dict(enumerate(txs))
     # A function, as the parameters may be masked themselves.
@@ -67,16 +67,16 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
         return updates, named(new)
 
     def named(state: Any) -> PartStates:
-        rest, *others = (state.inner_states[i] for i in range(len(txs)))
-        return PartStates(rest, {part.label: x for part, x in zip(parts, others, strict=True)})
+        states = state.inner_states
+        return PartStates(states[0], {part.label: states[i] for i, part in enumerate(parts, 1)})
 
-    called = dict(optimizer.groups)  # the rate of each parameter, in a row
+    rate_names = dict(optimizer.groups)  # by parameter, in a row
     for part in parts:
         for name in sorted(part.names):
             group = optimizer.groups.get(name, "")
-            own = part.tx is not None or group in ("", part.label)
-            called[name] = part.label if own else f"{group}/{part.label}"
-    return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), called)
+            has_own_rate = part.tx is not None or group in ("", part.label)
+            rate_names[name] = part.label if has_own_rate else f"{group}/{part.label}"
+    return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), rate_names)
 
 
 def parts_along(state: Any) -> list[str]:
@@ -113,11 +113,11 @@ class Hold:
         """Return a tree like the parameters, that is `old`, or zero, where it is held."""
 
         # Adding zeros would lose a sign of zero.
-        def kept(path: Any, x: jax.Array, *was: jax.Array) -> jax.Array:
+        def select(path: Any, x: jax.Array, old: jax.Array | int = 0) -> jax.Array:
             place = _at(self.parts, path)
-            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), was[0] if was else 0, x)
+            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), old, x)
 
-        return jax.tree.map_with_path(kept, new, *([] if old is None else [old])) if self.parts else new
+        return jax.tree.map_with_path(select, new, *([] if old is None else [old])) if self.parts else new
 
     def keep_state(self, old: Any, new: Any) -> Any:
         """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
@@ -138,35 +138,36 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
 
     Args:
         module: The module.
-        cls: The class whose method is asked, its own if left out.
+        cls: The class whose method is called; by default the module's.
 
     Raises:
-        ModuleError: It is missing or returned something else.
+        ModuleError: The method is missing or returned something else.
     """
     cls = cls or type(module)
-    where = f"{cls.__name__}.configure_optimizers"
+    method = f"{cls.__name__}.configure_optimizers"
     if cls.configure_optimizers is TrainModule.configure_optimizers:
-        raise ModuleError(f"fit needs {where}. Return an optax transform from it, for example optax.adamw(1e-3).")
-    with noting_place(where):
-        made: Any = cls.configure_optimizers(module)
-        while type(made) in (list, tuple) and len(made) == 1:
-            (made,) = made
-        if isinstance(made, (optax.GradientTransformation, optax.MultiSteps)):
-            return Optimizer(made)  # type: ignore[arg-type]  # MultiSteps is a transform in all but its type
-        if isinstance(made, Optimizer):
-            return made.of(module)
-    way = (
+        raise ModuleError(f"fit needs {method}. Return an optax transform from it, for example optax.adamw(1e-3).")
+    with noting_place(method):
+        returned: Any = cls.configure_optimizers(module)
+        while type(returned) in (list, tuple) and len(returned) == 1:
+            (returned,) = returned
+        if isinstance(returned, (optax.GradientTransformation, optax.MultiSteps)):
+            return Optimizer(returned)  # type: ignore[arg-type]  # MultiSteps is a transform in all but its type
+        if isinstance(returned, Optimizer):
+            return returned.of(module)
+    remedy = (
         "Return one, with the schedule inside, optax.adamw(schedule), or one transform for each group of parameters, "
         "jl.Optimizer(by={'encoder': optax.adam(1e-3), 'decoder': optax.adam(1e-3)})"
     )
-    is_pair = type(made) in (list, tuple) and len(made) == 2 and all(type(x) in (list, tuple) for x in made)
-    if is_pair or (isinstance(made, dict) and "lr_scheduler" in made):
-        way = (
+    is_pair = type(returned) in (list, tuple) and [type(x) in (list, tuple) for x in returned] == [True, True]
+    if is_pair or (isinstance(returned, dict) and "lr_scheduler" in returned):
+        remedy = (
             "Return one transform with the schedule inside, optax.adamw(schedule): docs/schedules.md lists torch's "
             "schedules. A schedule counts steps: a milestone in epochs becomes epochs times the steps of an epoch"
         )
-    if isinstance(made, nnx.Optimizer):
-        way = "Return its tx: what it keeps is kept in the training state"
+    if isinstance(returned, nnx.Optimizer):
+        remedy = "Return its tx: what it keeps is kept in the training state"
     raise ModuleError(
-        f"{where} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {shown(made, 100)}. {way}."
+        f"{method} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {shown(returned, 100)}. "
+        f"{remedy}."
     )

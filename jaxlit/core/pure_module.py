@@ -1,10 +1,8 @@
 """A module taken apart once, and the user's step of it as a pure function.
 
-What a function that is being traced reads of a Trainer.
-
-The copy of the module that a step runs: its modes, its statistics over replicas, its random keys.
-
-What each leaf of a module's state is, by index: its name, its kind of Variable, and whose it is.
+First what a trace notes: the attributes of a Trainer that it reads (`Reads`), the leaves of the state (`Leaf`), and
+what the step logs, returns and writes (`Traced`). After `PureModule`: checks of a step's results, and how the copy of
+the module that a step runs is prepared, with its modes, its statistics over replicas, and its random keys.
 """
 
 import contextlib
@@ -39,7 +37,7 @@ class Reads(list[tuple["weakref.ref[Any]", str, Any]]):
     """
 
     def note(self, owner: Any, name: str, value: Any) -> None:
-        """Note an attribute's value, unless it is an array of the trace, which follows its argument."""
+        """Note an attribute's value, unless it is an array, which follows the argument of the trace."""
         if not isinstance(value, jax.Array):
             # Weakly: jax keeps what it has compiled, which would hold a Trainer and all its arrays.
             self.append((weakref.ref(owner), name, copied(value)))
@@ -66,105 +64,6 @@ def reading() -> Iterator[Reads]:
         READS.reset(token)
 
 
-# What train() and eval() set, by name: the value in training.
-_TRAINING = {"deterministic": False, "use_running_average": False}
-
-
-def set_modes(module: nnx.Module, training: bool) -> None:
-    """Put a copy of the module into the mode of a stage.
-
-    In training each layer keeps the mode that it has, so that a part which its user has frozen stays so; one that
-    has none yet is trained. A `train` method of the module's own is called.
-    """
-    if not training:
-        module.eval()
-        return
-    for node, name in _modes(module):
-        if getattr(node, name) is None:
-            setattr(node, name, _TRAINING[name])
-    if type(module).train is not nnx.Module.train:
-        module.train()
-
-
-def is_in_eval_mode(module: nnx.Module) -> bool:
-    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
-
-    That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
-    """
-    if not (modes := _modes(module)) or type(module).train is not nnx.Module.train:
-        return False
-    if not all(getattr(node, name) for node, name in modes):
-        return False
-    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module))
-    paths = [path[:-1] for path, node in graph if id(node) in with_modes]
-    around = tuple(same[0] for same in itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False)))
-    return all(path[: len(around)] == around for path, node in graph if isinstance(node, nnx.Param))
-
-
-def _modes(module: nnx.Module) -> list[tuple[Any, str]]:
-    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
-    return [(node, name) for node in nodes for name in _TRAINING if name in vars(node)]
-
-
-def sync_batchnorm(module: nnx.Module, axis: str) -> None:
-    """Make each BatchNorm take its statistics over all replicas."""
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-            node.axis_name = axis
-
-
-def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:
-    """Give each replica, or each evaluation batch, other random numbers.
-
-    Args:
-        module: The copy.
-        replica: What the step sees.
-        batch_idx: () int32 in an evaluation, whose streams start again with each batch; else None.
-
-    Returns:
-        A function that puts keys back, so that they leave the step as they came; not those that a step has written.
-    """
-    folded, keys = [], []
-    several = replica.splits and replica.count > 1
-    for _, variable in nnx.iter_graph(module):
-        if not isinstance(variable, nnx.Variable) or not is_key(variable.get_value()):
-            continue
-        original = key = variable.get_value()
-        if not isinstance(variable, nnx.RngKey):
-            # A key of the user's own continues as it would on one device: there the first replica has it.
-            if several:
-                key = jnp.where(replica.is_first, key, _fold(key, replica.index))
-                variable.set_value(key)
-                keys.append((variable, key, original))
-            continue
-        for number in ([] if batch_idx is None else [batch_idx]) + ([replica.index] if several else []):
-            key = _fold(key, number)
-        if key is not original:
-            variable.set_value(key)
-            folded.append((variable, original))
-
-    def put_back() -> None:
-        # Always: nnx.remat and its like hand a key back as another value, though streams only ever count.
-        for variable, original in folded:
-            variable.set_value(original)
-        for variable, key, original in keys:
-            if variable.get_value() is key:  # nothing was written to it
-                variable.set_value(original)
-
-    return put_back
-
-
-def _fold(key: jax.Array, number: jax.Array) -> jax.Array:
-    fold = lambda k: jax.random.fold_in(k, number)  # noqa: E731
-    for _ in range(key.ndim):  # layers that were built by nnx.vmap hold their keys stacked
-        fold = jax.vmap(fold)
-    return fold(key)
-
-
-# Layers that normalize their parameters in place at each call, in evaluation too.
-_NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
-
-
 @dataclass(frozen=True)
 class Leaf:
     """One leaf of (params, frozen, model_state).
@@ -180,25 +79,9 @@ class Leaf:
     owner: str = ""
 
     def continues(self, dtype: Any) -> bool:
-        """Return whether a step that is left out keeps what it wrote here: counts and random keys, but no statistic."""
+        """Return whether a step that is left out keeps what it wrote: counts and random keys, but no statistic."""
         is_metric = self.kind is not None and issubclass(self.kind, nnx.metrics.MetricState)
         return not (is_metric or jnp.issubdtype(dtype, jnp.floating))
-
-
-def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
-    """Return the leaves of a module in the order of `Model.split`."""
-    owners: dict[int, str] = {}
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, nnx.BatchNorm):
-            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
-        elif isinstance(node, _NORMALIZING):
-            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
-    leaves = []
-    for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
-            leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
-    return leaves
 
 
 @dataclass
@@ -239,25 +122,21 @@ class PureModule:
         """The module's class name."""
         return type(self.origin).__name__
 
-    def split(self, module: nnx.Module) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
+    def split(self, module: nnx.Module) -> tuple[nnx.State, nnx.State, nnx.State]:
         """Return the trained, frozen and other variables of a module as raw arrays."""
         _, *states = nnx.split(module, self.wrt, nnx.Param, ...)
-        return tuple(nnx.as_pure(state) for state in states)  # type: ignore[return-value]
+        return tuple(map(nnx.as_pure, states))  # type: ignore[return-value]
 
-    def merge(
-        self, params: nnx.State[Any, Any], frozen: nnx.State[Any, Any], model_state: nnx.State[Any, Any]
-    ) -> nnx.Module:
+    def merge(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> nnx.Module:
         """Return a copy of the module with these arrays, parameters in the precision of a step."""
         compute = self.precision.compute
         return nnx.merge(self.graphdef, cast(params, compute), cast(frozen, compute), model_state, copy=True)
 
-    def leaves(
-        self, params: nnx.State[Any, Any], frozen: nnx.State[Any, Any], model_state: nnx.State[Any, Any]
-    ) -> list[Leaf]:
+    def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
         """Return what each leaf of the state is, given arrays or their shapes."""
-        leaves: list[Leaf] = []
+        leaves = []
 
-        def rebuild(*state: nnx.State[Any, Any]) -> None:  # traced, as nnx takes a mere shape for no array
+        def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
             leaves.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
 
         jax.eval_shape(rebuild, params, frozen, model_state)
@@ -289,11 +168,11 @@ class PureModule:
         """Run the user's step of a stage; see `body` for `args` and what is returned."""
         params, frozen, model_state, batch, step, epoch, batch_idx = args
         compute, training, name = self.precision.compute, stage == "training", f"{self.name}.{STAGES[stage].step}"
-        held = (params, frozen, model_state)
-        given = (cast(params, compute), cast(frozen, compute), model_state)
+        state = (params, frozen, model_state)
+        step_state = (cast(params, compute), cast(frozen, compute), model_state)
         # The order matters: what the strategy prepares is no side effect of the step, and random keys are put back
         # before the state is split off.
-        module: Any = nnx.merge(self.graphdef, *given, copy=True)
+        module: Any = nnx.merge(self.graphdef, *step_state, copy=True)
         share_hparams(module, self.origin)
         trainers.share(module, self.origin)
         set_modes(module, training)
@@ -321,12 +200,12 @@ class PureModule:
         put_back()
         new = self.split(module)
         if training:
-            new = new if compute is None else _keep_dtypes(held, given, new)
-            self._check_structure(held, new)
+            new = new if compute is None else _keep_dtypes(state, step_state, new)
+            self._check_structure(state, new)
         else:
-            new = _written(given, new)
+            new = _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
-        self._keep(stage, loader, list(collector.metrics.values()), traced)
+        self._note(stage, loader, list(collector.metrics.values()), traced)
         loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
         if training:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
@@ -345,7 +224,7 @@ class PureModule:
                     "variables in __init__, and remove what layers sow: nnx.pop(self, nnx.Intermediate)."
                 )
 
-    def _keep(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:
+    def _note(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:
         """Note what a trace has shown, or refuse what differs from the first trace of the step."""
         metrics = [Metric("loss", logger=False), *metrics] if stage == "training" else metrics
         traced.outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), traced.outputs)
@@ -364,15 +243,15 @@ class PureModule:
 def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
     """Refuse a step that logs or returns other things for one batch than for the first one."""
     if list(first.table.metrics) != metrics:
-        old, new = ({m.name for m in some} for some in (first.table.metrics, metrics))
+        old, new = {m.name for m in first.table.metrics}, {m.name for m in metrics}
         raise StateError(
             f"{name} logs {sorted(new - old or new)} for a batch of {now.rows} rows but {sorted(old - new or old)} for "
             "the first batch. Log the same metrics, with the same arguments, for every batch."
         )
-    was, made = (jax.tree.structure(x.outputs) for x in (first, now))
-    if was != made:
+    old, new = jax.tree.structure(first.outputs), jax.tree.structure(now.outputs)
+    if old != new:
         raise ModuleError(
-            f"{name} returned {made} for a batch, and {was} for the first one. Return the same structure for every "
+            f"{name} returned {new} for a batch, and {old} for the first one. Return the same structure for every "
             "batch, or take dataloader_idx as an argument, if it differs by loader."
         )
     if first.reduction is not None and first.batch != now.batch:
@@ -383,22 +262,22 @@ def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) ->
         )
 
 
-def _keep_dtypes(held: Any, given: Any, new: Any) -> Any:
-    """Return state in the dtypes in which it is held, and what a step left alone as it was."""
-    if jax.tree.structure(held) != jax.tree.structure(new):
+def _keep_dtypes(state: Any, step_state: Any, new: Any) -> Any:
+    """Return the state after a step in the dtypes of the one before it; what the step left alone is as it was."""
+    if jax.tree.structure(state) != jax.tree.structure(new):
         return new  # which is refused
 
     def keep(old: jax.Array, passed: jax.Array, x: jax.Array) -> jax.Array:
         floating = all(jnp.issubdtype(y.dtype, jnp.floating) for y in (old, x))
         return old if x is passed else x.astype(old.dtype) if floating else x
 
-    return jax.tree.map(keep, held, given, new)
+    return jax.tree.map(keep, state, step_state, new)
 
 
-def _written(given: Any, new: Any) -> dict[int, jax.Array]:
+def _written(step_state: Any, new: Any) -> dict[int, jax.Array]:
     """Return the leaves of an evaluation's state that came out as other values; what it has sown is left out."""
     after = dict(named_leaves(new))
-    before = enumerate(named_leaves(given))
+    before = enumerate(named_leaves(step_state))
     return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
 
 
@@ -408,19 +287,131 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
     Raises:
         ModuleError: A training step returned no scalar floating loss, or an output is no array.
     """
-    where = f"{name}.{STAGES[stage].step}"
+    step = f"{name}.{STAGES[stage].step}"
     loss, outputs = jnp.zeros(()), output
     if stage == "training":
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
         loss = outputs.pop("loss", output)
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
-                f"{where} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
+                f"{step} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
                 "loss.mean(), or {'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
             )
     if stage == "predict" and not jax.tree.leaves(output):
-        raise ModuleError(f"{where} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
+        raise ModuleError(f"{step} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
     for path, leaf in named_leaves(outputs):
         if not (hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float))):
-            raise ModuleError(f"{where} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
+            raise ModuleError(f"{step} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
     return loss, jax.tree.map(jnp.asarray, outputs)
+
+
+# Layers that normalize their parameters in place at each call, in evaluation too.
+_NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
+
+
+def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
+    """Return the leaves of a module in the order of `PureModule.split`."""
+    owners: dict[int, str] = {}
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.BatchNorm):
+            owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
+        elif isinstance(node, _NORMALIZING):
+            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
+    leaves = []
+    for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
+            leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
+    return leaves
+
+
+# What train() and eval() set, by name: the value in training.
+_TRAINING = {"deterministic": False, "use_running_average": False}
+
+
+def set_modes(module: nnx.Module, training: bool) -> None:
+    """Put a copy of the module into the mode of a stage.
+
+    In training each layer keeps the mode that it has, so that a part which its user has frozen stays so; one that
+    has none yet is trained. A `train` method of the module's own is called.
+    """
+    if not training:
+        module.eval()
+        return
+    for node, name in _modes(module):
+        if getattr(node, name) is None:
+            setattr(node, name, _TRAINING[name])
+    if type(module).train is not nnx.Module.train:
+        module.train()
+
+
+def is_in_eval_mode(module: nnx.Module) -> bool:
+    """Return whether a module is entirely in evaluation mode, and not only in a part that its user has frozen.
+
+    That is so if all of its layers with modes are, and every parameter is in the smallest sub-module around them.
+    """
+    if not (modes := _modes(module)) or type(module).train is not nnx.Module.train:
+        return False
+    if not all(getattr(node, name) for node, name in modes):
+        return False
+    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module))
+    paths = [path[:-1] for path, node in graph if id(node) in with_modes]
+    around = tuple(keys[0] for keys in itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False)))
+    return all(path[: len(around)] == around for path, node in graph if isinstance(node, nnx.Param))
+
+
+def _modes(module: nnx.Module) -> list[tuple[Any, str]]:
+    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    return [(node, name) for node in nodes for name in _TRAINING if name in vars(node)]
+
+
+def sync_batchnorm(module: nnx.Module, axis: str) -> None:
+    """Make each BatchNorm take its statistics over all replicas."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+            node.axis_name = axis
+
+
+def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:
+    """Give each replica, and in an evaluation each `batch_idx`, other random numbers.
+
+    Returns:
+        A function that puts keys back, so that they leave the step as they came; not those that a step has written.
+    """
+    folded, keys = [], []
+    differs = replica.splits and replica.count > 1
+    for _, variable in nnx.iter_graph(module):
+        if not isinstance(variable, nnx.Variable) or not is_key(variable.get_value()):
+            continue
+        original = key = variable.get_value()
+        if not isinstance(variable, nnx.RngKey):
+            # A key of the user's own continues as it would on one device: there the first replica has it.
+            if differs:
+                key = jnp.where(replica.is_first, key, _fold(key, replica.index))
+                variable.set_value(key)
+                keys.append((variable, key, original))
+            continue
+        if batch_idx is not None:
+            key = _fold(key, batch_idx)
+        if differs:
+            key = _fold(key, replica.index)
+        if key is not original:
+            variable.set_value(key)
+            folded.append((variable, original))
+
+    def put_back() -> None:
+        # Always: nnx.remat and its like hand a key back as another value, though streams only ever count.
+        for variable, original in folded:
+            variable.set_value(original)
+        for variable, key, original in keys:
+            if variable.get_value() is key:  # nothing was written to it
+                variable.set_value(original)
+
+    return put_back
+
+
+def _fold(key: jax.Array, number: jax.Array) -> jax.Array:
+    fold = partial(jax.random.fold_in, data=number)
+    for _ in range(key.ndim):  # layers that were built by nnx.vmap hold their keys stacked
+        fold = jax.vmap(fold)
+    return fold(key)

@@ -39,25 +39,20 @@ def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> R
     optax keeps a rate inside of closures, each optimizer elsewhere. The program of the update shows it:
     a rate is what an array of updates is multiplied with at the end, a number or one computed of the optimizer's state.
     So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until the epoch that
-    trains it.
-
-    Args:
-        optimizer: What `configure_optimizers` returned, for these parts.
-        params: The parameters, abstract.
-        parts: Those that are trained from an epoch on.
+    trains it. The parameters may be abstract.
     """
-    given = {} if optimizer.lr_schedule is None else _given(optimizer, params, parts)
+    scheduled = {} if optimizer.lr_schedule is None else _scheduled(optimizer, params, parts)
     starts, read = _read(optimizer, params, parts)
-    first_epochs = [*(start for start, _ in given.values()), *starts.values()]
+    first_epochs = [*(start for start, _ in scheduled.values()), *starts.values()]
 
     def values(state: Any, loss: jax.Array, step: jax.Array, epoch: jax.Array) -> list[jax.Array]:
-        rates = [*(rate(state, step) for _, rate in given.values()), *read(state, loss)]
+        rates = [*(rate(state, step) for _, rate in scheduled.values()), *read(state, loss)]
         return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(first_epochs, rates, strict=True)]
 
-    return Rates((*given, *starts), values)
+    return Rates((*scheduled, *starts), values)
 
 
-def _given(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
+def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
     """Return the rates of `lr_schedule`: by name the first epoch, and a function of (optimizer's state, step).
 
     The optimizer's own count is used: it starts again where its state was left out of a resume, and in a part with its
@@ -82,7 +77,7 @@ def _given(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str
 def _read(
     optimizer: Optimizer, params: Any, parts: Sequence[Part]
 ) -> tuple[dict[str, int], Callable[[Any, jax.Array], list[jax.Array]]]:
-    """Return the first epoch of each rate that is not given, by its name, and a function of (state, loss) to them."""
+    """Return the first epoch of each rate that has no schedule, by name, and a function of (state, loss) to these."""
     names = [name for name, _ in named_leaves(params)]
     wanted = set(names)
     if optimizer.lr_schedule is not None:
@@ -135,7 +130,7 @@ class _Program:
         if any(eqn.primitive.name in CALLS and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self.given = closed.jaxpr.invars[-len(leaves) :]
+        self.inputs = closed.jaxpr.invars[-len(leaves) :]
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
         self.of_step = {*closed.jaxpr.invars[: -len(leaves)]}  # what depends on gradients or parameters
         for eqn in self.jaxpr.eqns:
@@ -194,7 +189,7 @@ class _Program:
         eqns = walk_back(self.jaxpr.eqns, needed)
 
         def compute(state: Any, loss: jax.Array) -> list[jax.Array]:
-            known = walk(eqns, self.consts | dict(zip(self.given, jax.tree.leaves((state, loss)), strict=True)))
+            known = walk(eqns, self.consts | dict(zip(self.inputs, jax.tree.leaves((state, loss)), strict=True)))
             factors = [[-1.0 if x is None else value_of(x, known) for x in xs] for xs in rates]
             return [_number(-math.prod(xs, start=1.0)) for xs in factors]
 

@@ -1,6 +1,7 @@
 """What a step body sees of the batch, and its collectives with the other replicas.
 
-How the state and the outputs of replicas become those of the entire batch.
+`Replica`; the rows of a batch; and `Reduction`, how the state and the outputs of replicas become those of the entire
+batch.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from jaxlit.texts import is_key
 
 
 def same(tree: Any) -> Any:
-    """Return what is given."""
+    """Return the tree unchanged."""
     return tree
 
 
@@ -32,8 +33,8 @@ class Replica:
         sync_batchnorm: BatchNorm takes its statistics over all replicas.
         loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
         constrain_batch: Shards a global batch inside the step.
-        prepare: Is given the module in each trace of a step, before it runs.
-        passes: How many passes like this one a step takes, where one sees a part of the batch.
+        prepare: Called with the module in each trace of a step, before it runs.
+        passes: How many passes a step takes, where each sees a part of the batch.
     """
 
     # The one thing about strategies that a step's body knows: the same body serves all of them. Where it sees the
@@ -52,10 +53,9 @@ class Replica:
         """Whether this body sees its own share of the rows."""
         return self.axis is not None and not self.sees_all_rows
 
-    # Sums over batches differ between replicas until they are reduced, once, in the update step.
     @property
     def stack_size(self) -> int | None:
-        """Size of the leading dim of arrays of which each replica has its own; None if there is one copy of them."""
+        """Size of the leading dim of sums over batches, which differ between replicas; None if there is one copy."""
         return None if self.axis is None else self.count
 
     @property
@@ -77,10 +77,9 @@ class Replica:
         """() int32, the index of this replica on the axis."""
         return jax.lax.axis_index(str(self.axis))
 
-    # One replica must keep what is not summed, such as a random key: all agree that it is the first.
     @property
     def is_first(self) -> jax.Array:
-        """() bool, whether this is the first replica."""
+        """() bool, whether this is the first replica, which keeps what is not summed, such as a random key."""
         return self.index == 0
 
     def psum(self, tree: Any) -> Any:
@@ -92,7 +91,6 @@ class Replica:
         # With the same rows everywhere the mean is what each has: no collective is needed.
         return sharding.all_reduce(tree, str(self.axis)) if self.splits else tree
 
-    # Tracing must see as many rows as a pass does: a program is of one shape.
     def part_of(self, batch: Any) -> Any:
         """Return a batch, or the shapes of the part of it that one pass of a training step sees."""
         return batch if self.passes == 1 else with_rows(batch, -(-num_rows(batch) // int(self.passes)))
@@ -115,8 +113,11 @@ def abstract_batch(batch: Any) -> Any:
 
 def with_rows(batch: Any, rows: int) -> Any:
     """Return the shapes and dtypes of a batch of another number of rows."""
-    resized = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x  # noqa: E731
-    return jax.tree.map(resized, abstract_batch(batch))
+
+    def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x
+
+    return jax.tree.map(resize, abstract_batch(batch))
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,11 @@ class Reduction:
         outputs: The relation of each other output.
     """
 
-    state: tuple[Relation | None, ...] = ()
-    parts: frozenset[int] = frozenset()
-    values: tuple[Relation, ...] = ()
-    weights: tuple[Relation, ...] = ()
-    outputs: tuple[Relation, ...] = ()
+    state: tuple[Relation | None, ...]
+    parts: frozenset[int]
+    values: tuple[Relation, ...]
+    weights: tuple[Relation, ...]
+    outputs: tuple[Relation, ...]
 
 
 def scatter_state(replica: Replica, state: Any, reduction: Reduction | None) -> Any:
@@ -154,11 +155,13 @@ def reduce_state(replica: Replica, state: Any, reduction: Reduction | None) -> A
         return state
     leaves, treedef = jax.tree.flatten(state)
     for i, relation in enumerate(reduction.state):
-        if relation is not None and is_key(leaves[i]):  # that of the first replica, as a single device would have it
+        if relation is None:
+            continue
+        if is_key(leaves[i]):  # that of the first replica, as a single device would have it
             data = jax.random.key_data(leaves[i])
             first = replica.psum(jnp.where(replica.is_first, data, jnp.zeros_like(data)))
             leaves[i] = jax.random.wrap_key_data(first, impl=jax.random.key_impl(leaves[i]))
-        elif relation is not None:
+        else:
             leaves[i] = _reduce(replica, leaves[i], relation)
     return treedef.unflatten(leaves)
 

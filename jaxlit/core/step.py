@@ -1,9 +1,7 @@
-"""The bodies of the compiled steps, as pure functions of a state and a batch.
+"""The bodies of the compiled training steps, as pure functions of a state and a batch.
 
-A strategy decides what a body sees, the global batch or one replica's rows. Everything that differs
-between the two is in `jaxlit.core.replica.Replica`; the bodies are the same.
-
-The guard of an optimizer step: which of its results replace the old values.
+A strategy decides whether a body sees the global batch or one replica's rows; all that differs between the two is in
+`jaxlit.core.replica.Replica`. The guard is at the end: which results of an optimizer step replace the old values.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,134 +27,12 @@ from jaxlit.programs.jaxpr import bind, indices, run, sources
 from jaxlit.texts import is_key
 
 
-def all_finite(tree: Any) -> list[jax.Array]:
-    """Return for each array of a tree whether all of it is finite, () bool."""
-    # Leaf by leaf, as the norm of finite gradients may overflow. XLA adds up float32 in fewer kernels than it joins
-    # booleans, and a sum of ones is not zero however it rounds.
-    return [jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) == 0 for x in jax.tree.leaves(tree)]
-
-
-def computed_once(ok: jax.Array) -> jax.Array:
-    """Return a bool, unchanged, in a form that XLA computes in one place."""
-    # XLA copies comparisons into each kernel that reads them, with all that they compare: the flags of all gradients
-    # in the kernel of each parameter. A root is too expensive for it to copy.
-    return jnp.sqrt(jnp.where(ok, jnp.float32(0), 1)) == 0
-
-
-def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
-    """Return the tree `new` if `ok`, else `old`."""
-    return jax.tree.map(lambda a, b: b if a is b else jax.lax.select(ok, b, a), old, new)
-
-
-def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
-    """Return whether an optimizer's state begins with numbers of the parameters, such as slow weights or averages."""
-    return any(sources(jax.make_jaxpr(tx.init)(params).jaxpr))
-
-
-def guarded(
-    update: Callable[..., tuple[Any, Any]],
-    grads: Any,
-    state: Any,
-    *others: Any,
-    early: jax.Array,
-    finite: Sequence[jax.Array],
-    ok: jax.Array,
-    wait_for_all: bool,
-) -> tuple[Any, Any]:
-    """Return what an optimizer's update returns, but old leaves of its state where a gradient is not finite.
-
-    Each leaf selects new or old as soon as the gradients that it depends on are known, so that XLA can overwrite the
-    old buffer in place. Waiting for the last gradient would keep all gradients, and a copy of the old moments, in
-    memory at once. The price: after a step whose loss is finite but one gradient is not, leaves that depend on other
-    gradients only have been updated.
-
-    Args:
-        update: A function of (grads, state, *others) to (the new state, anything).
-        grads: The gradients.
-        state: The optimizer's state.
-        *others: Other arguments of the function.
-        early: () bool, whether the step is good as far as is known without the gradients.
-        finite: Of each gradient, () bool, whether it is finite.
-        ok: () bool, all of these.
-        wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
-    """
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        # Each equation would run by itself: nothing is overwritten in place, so nothing is gained by choosing early.
-        new, rest = update(grads, state, *others)
-        return keep_unless(ok, state, new), rest
-    closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, state, *others)
-    is_good = {frozenset(range(len(finite))): ok}  # by the gradients that a leaf needs
-    choices = list[Choice]()
-    for old, needs in zip(jax.tree.leaves(state), _needs(closed, state, len(finite), wait_for_all), strict=True):
-        if needs not in is_good:
-            is_good[needs] = reduce(and_, [finite[i] for i in sorted(needs)], early)
-        choices.append(Choice(is_good[needs], old))
-    results = _run(closed, jax.tree.leaves((grads, state, others)), choices)
-    return jax.tree.unflatten(jax.tree.structure(shape), results)
-
-
-def needed_grads(
-    update: Callable[..., Any], grads: Any, state: Any, *others: Any, wait_for_all: bool
-) -> list[frozenset[int]]:
-    """Return for each leaf of an optimizer's state the indices of the gradients that it needs; see `guarded`."""
-    closed = jax.make_jaxpr(update)(grads, state, *others)
-    return _needs(closed, state, len(jax.tree.leaves(grads)), wait_for_all)
-
-
-def _needs(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[frozenset[int]]:
-    # A moment depends on its own gradient, after a clip by the global norm on all. Leaves that no gradient reaches,
-    # and single numbers such as counts, wait for all: they must agree with each other.
-    every = frozenset(range(num_grads))
-    if wait_for_all:
-        return [every] * len(jax.tree.leaves(state))
-    needs = list[frozenset[int]]()
-    for leaf, inputs in zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False):
-        grads = indices(inputs & ((1 << num_grads) - 1)) if leaf.ndim else every  # the gradients are the first inputs
-        needs.append(grads or every)
-    return needs
-
-
-class Choice(NamedTuple):
-    """What an output of the update is selected by."""
-
-    is_good: jax.Array  # () bool, whether to take the new array
-    old: Any
-
-
-def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list[Any]:
-    """Run a program whose first outputs are each selected, as soon as they are computed.
-
-    Args:
-        closed: The program.
-        args: Its inputs.
-        choices: Of each of the first outputs.
-    """
-    places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
-    for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
-        if not isinstance(var, Literal):
-            places.setdefault(var, []).append(i)
-    chosen: dict[int, Any] = {}
-
-    def rule(eqn: Any, args: list[Any]) -> list[Any]:
-        results = bind(eqn, args)
-        for k, (var, new) in enumerate(zip(eqn.outvars, results, strict=True)):
-            for i in places.get(var, ()):
-                # Later equations read what was selected: if they read the new array, both would be kept in memory.
-                results[k] = chosen[i] = keep_unless(*choices[i], new)
-        return results
-
-    results = run(closed.jaxpr, closed.consts, args, rule)
-    for i, choice in enumerate(choices):  # inputs and literals, which no equation computes, are selected here
-        results[i] = chosen[i] if i in chosen else keep_unless(*choice, results[i])
-    return results
-
-
 @dataclass(frozen=True)
 class TrainStep:
     """Builds the training steps of a module.
 
     Args:
-        pure: The module taken apart.
+        pure: The module, split.
         options: How optimizer steps are taken.
         layout: How the flat list becomes a `TrainState`.
         traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
@@ -205,12 +81,11 @@ class TrainStep:
             new, loss, outputs = self._accumulate(replica, old, batch)
             assert new.window is not None
             table = new.window.metrics
-            rows = new.window.rows
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
             total = self.constrain_grads(replica.psum(new.window.grads))
-            grads = over_rows(total, replica.psum(rows), old.params)
+            grads = over_rows(total, replica.psum(new.window.rows), old.params)
             new = replace(new, window=self.empty_window(new.window))
         new_leaves, logs, *seen = self.apply(old, new, grads, table)
         return new_leaves, logs, loss, outputs, *seen
@@ -225,7 +100,7 @@ class TrainStep:
             table: The table of the batch or window, over all replicas.
 
         Returns:
-            The state, the table as it leaves the step, and with traced functions a tuple of their results.
+            The state, `logs`, and with traced functions a tuple of their results.
         """
         params = new.params  # as the batch left them
         new, updates = self._apply(old, new, grads, table)
@@ -238,15 +113,10 @@ class TrainStep:
     ) -> tuple[list[Any], jax.Array, jax.Array]:
         """Take the gradient of one batch, and no step.
 
-        Args:
-            written: The indices in the state of what the user's step writes, and of the counters.
-            replica: What this body sees.
-            leaves: The flat state.
-            batch: The batch.
-
         Returns:
-            What is at those indices after the batch, the batch's table, and for each parameter how many numbers of its
-            gradient are not finite. They are those of all replicas.
+            What is after the batch at the `written` indices in the state, those of what the user's step writes and of
+            the counters; the table; and for each parameter how many numbers of its gradient over all replicas are not
+            finite.
         """
         state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
         if replica.splits:
@@ -256,11 +126,12 @@ class TrainStep:
         return [leaves[i] for i in written], table, bad
 
     def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
-        """Return for each leaf of the optimizer's state the gradients that it needs, see `jaxlit.core.step`."""
+        """Return for each leaf of the optimizer's state the indices of the gradients that it needs, see `guarded`."""
         params = state.params
         number = jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
-        weights = holds_weights(self.options.tx, params)
-        return needed_grads(self._optimize, params, state.opt_state, params, number, number, wait_for_all=weights)
+        closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, number, number)
+        num_grads = len(jax.tree.leaves(params))
+        return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))
 
     @property
     def table(self) -> Table:
@@ -277,13 +148,13 @@ class TrainStep:
         (_, (loss, aux)), grads = jax.value_and_grad(objective, has_aux=True)(params)
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
-        state, entry, outputs = self.made(replica, state, loss, aux, share)
-        return state, grads, entry, loss, outputs
+        state, table, outputs = self.after_batch(replica, state, loss, aux, share)
+        return state, grads, table, loss, outputs
 
     def objective(
         self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any
     ) -> Callable[[Any], tuple[jax.Array, Any]]:
-        """Return a function of the parameters to what is differentiated, and to (the loss, what else was made)."""
+        """Return a function of the parameters to what is differentiated, and (the loss, the step's other results)."""
         body = self.wrap(self.pure.body("training", replica))
         rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
         factor = replica.loss_factor
@@ -297,7 +168,7 @@ class TrainStep:
 
         return objective
 
-    def made(
+    def after_batch(
         self, replica: Replica, state: TrainState, loss: jax.Array, aux: Any, share: float
     ) -> tuple[TrainState, jax.Array, Any]:
         """Return the state after a batch, its table, and its outputs."""
@@ -318,9 +189,9 @@ class TrainStep:
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
         window = Window(self.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        return replace(self.kept_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
+        return replace(self.only_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
 
-    def kept_finite(self, old: TrainState, new: TrainState) -> TrainState:
+    def only_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
         if self.options.nan_policy == "ignore":
             return new
@@ -379,14 +250,12 @@ class TrainStep:
             fields["sums"] = keep_unless(settled, old.sums, sums)
             if scale is not None:
                 scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
-        start = new.window_start
-        if start is not None:
+        if (start := new.window_start) is not None:
             start = replace(start, batches=jnp.zeros_like(start.batches))
         new = replace(new, **fields, loss_scale=scale, window_start=start)
         # The first bad step under "raise", the newest under "skip".
-        keeps = settled | (bad_step >= 0) if stops else settled
-        bad_step = jnp.where(keeps, bad_step, old.step)
-        return new.advance(steps=1, bad_step=bad_step), updates
+        is_noted = settled | (bad_step >= 0) if stops else settled
+        return new.advance(steps=1, bad_step=jnp.where(is_noted, bad_step, old.step)), updates
 
     def _select(
         self, ok: jax.Array, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
@@ -395,9 +264,10 @@ class TrainStep:
         fields, updates = self._updated(optimize, old, new, grads, loss)
         fields["sums"] = new.sums
         # `guarded` has selected opt_state leaf by leaf: keep_unless leaves an object that is both alone.
-        kept = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
-        fields = keep_unless(ok, kept, fields)
-        return fields, jax.tree.map(lambda u: jnp.where(ok, u, 0), updates) if self.traced else None
+        old_fields = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
+        return keep_unless(ok, old_fields, fields), jax.tree.map(
+            lambda u: jnp.where(ok, u, 0), updates
+        ) if self.traced else None
 
     def _branch(
         self, ok: jax.Array, stopped: jax.Array, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
@@ -406,11 +276,11 @@ class TrainStep:
         update = partial(self._updated, self._optimize, old, new, grads, loss)
 
         def keep() -> tuple[dict[str, Any], Any]:
-            held, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
+            old_arrays, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
             # Counts and random keys continue after a step that is left out, but not after one that stops the training.
-            triples = zip(self.pure.leaves(*old.variables), held, jax.tree.leaves(new.variables), strict=True)
-            kept = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
-            params, frozen, model_state = treedef.unflatten(kept)
+            triples = zip(self.pure.leaves(*old.variables), old_arrays, jax.tree.leaves(new.variables), strict=True)
+            arrays = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
+            params, frozen, model_state = treedef.unflatten(arrays)
             fields = {"params": params, "opt_state": old.opt_state, "extras": old.extras}
             nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(update)[-1])
             return fields | {"frozen": frozen, "model_state": model_state}, nothing
@@ -425,10 +295,10 @@ class TrainStep:
         opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
         extras = {}
         for key, keeper in self.options.extras.items():  # each callback sees the step in their order
-            # Each has containers of its own, which it may write to: those of the step are read again later.
-            given = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
+            # Each gets copies of the containers, which it may write to: those of the step are read again later.
+            copies = jax.tree.map(lambda x: x, (old.extras[key], params, grads))
             with noting_place(f"{type(keeper).__name__}.update_arrays"):
-                arrays, changed = keeper.update_arrays(*given, old.step)
+                arrays, changed = keeper.update_arrays(*copies, old.step)
             # Of the old types: a weak one, as a Python number makes it, would compile the next step again.
             extras[key] = jax.tree.map(_like, old.extras[key], arrays)
             params = jax.tree.map(_like, params, changed)
@@ -445,12 +315,12 @@ class TrainStep:
         clipped = grads = hold.without(grads)
         if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
             clipped, _ = self.options.clip.update(grads, self.options.clip.init(params))
-        where = f"{self.pure.name}.configure_optimizers"
-        updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, where)
+        owner = f"{self.pure.name}.configure_optimizers"
+        updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, owner)
         updates = hold.without(updates)
         opt_state = hold.keep_state(old, opt_state)
-        made = hold.keep(params, optax.apply_updates(params, updates))
-        return jax.tree.map(_like, old, opt_state), (made, updates)
+        params = hold.keep(params, optax.apply_updates(params, updates))
+        return jax.tree.map(_like, old, opt_state), (params, updates)
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
         """Return a table as it leaves a step, with the rates of an optimizer step."""
@@ -471,3 +341,111 @@ def count_bad(grads: Any) -> jax.Array:
 def _like(old: jax.Array, new: jax.Array) -> jax.Array:
     # An optimizer that widens its state would compile the step a second time.
     return new if is_key(old) else jnp.asarray(new, old.dtype)
+
+
+def all_finite(tree: Any) -> list[jax.Array]:
+    """Return for each array of a tree whether all of it is finite, () bool."""
+    # Leaf by leaf, as the norm of finite gradients may overflow. XLA adds up float32 in fewer kernels than it joins
+    # booleans, and a sum of ones is not zero however it rounds.
+    return [jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) == 0 for x in jax.tree.leaves(tree)]
+
+
+def computed_once(ok: jax.Array) -> jax.Array:
+    """Return a bool, unchanged, in a form that XLA computes in one place."""
+    # XLA copies comparisons into each kernel that reads them, with all that they compare: the flags of all gradients
+    # in the kernel of each parameter. A root is too expensive for it to copy.
+    return jnp.sqrt(jnp.where(ok, jnp.float32(0), 1)) == 0
+
+
+def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
+    """Return the tree `new` if `ok`, else `old`."""
+    return jax.tree.map(lambda a, b: b if a is b else jax.lax.select(ok, b, a), old, new)
+
+
+def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
+    """Return whether an optimizer's state begins with numbers of the parameters, such as slow weights or averages."""
+    return any(sources(jax.make_jaxpr(tx.init)(params).jaxpr))
+
+
+def guarded(
+    update: Callable,
+    grads: Any,
+    state: Any,
+    *inputs: Any,
+    early: jax.Array,
+    finite: Sequence[jax.Array],
+    ok: jax.Array,
+    wait_for_all: bool,
+) -> tuple[Any, Any]:
+    """Return what an optimizer's update returns, but old leaves of its state where a gradient is not finite.
+
+    Each leaf selects new or old as soon as the gradients that it depends on are known, so that XLA can overwrite the
+    old buffer in place. Waiting for the last gradient would keep all gradients, and a copy of the old moments, in
+    memory at once. The price: after a step whose loss is finite but one gradient is not, leaves that depend on other
+    gradients only have been updated.
+
+    Args:
+        update: A function of (grads, state, *inputs) to (the new state, anything).
+        grads: The gradients.
+        state: The optimizer's state.
+        *inputs: Its other arguments.
+        early: () bool, whether the step is good as far as is known without the gradients.
+        finite: Of each gradient, () bool, whether it is finite.
+        ok: () bool, all of these.
+        wait_for_all: Whether each leaf of the state depends on all gradients, as where the state contains weights.
+    """
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        # Each equation would run by itself: nothing is overwritten in place, so nothing is gained by choosing early.
+        new, rest = update(grads, state, *inputs)
+        return keep_unless(ok, state, new), rest
+    closed, shape = jax.make_jaxpr(update, return_shape=True)(grads, state, *inputs)
+    is_good = {frozenset(range(len(finite))): ok}  # by the gradients that a leaf needs
+    choices = []
+    for old, needs in zip(jax.tree.leaves(state), _needs(closed, state, len(finite), wait_for_all), strict=True):
+        if needs not in is_good:
+            is_good[needs] = reduce(and_, [finite[i] for i in sorted(needs)], early)
+        choices.append(Choice(is_good[needs], old))
+    results = _run(closed, jax.tree.leaves((grads, state, inputs)), choices)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _needs(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) -> list[frozenset[int]]:
+    # A moment depends on its own gradient, after a clip by the global norm on all. Leaves that no gradient reaches,
+    # and single numbers such as counts, wait for all: they must agree with each other.
+    every = frozenset(range(num_grads))
+    if wait_for_all:
+        return [every] * len(jax.tree.leaves(state))
+    needs = []
+    for leaf, inputs in zip(jax.tree.leaves(state), sources(closed.jaxpr), strict=False):
+        grads = indices(inputs & ((1 << num_grads) - 1)) if leaf.ndim else every  # the gradients are the first inputs
+        needs.append(grads or every)
+    return needs
+
+
+class Choice(NamedTuple):
+    """What an output of the update is selected by."""
+
+    is_good: jax.Array  # () bool, whether to take the new array
+    old: Any
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list[Any]:
+    """Run a program whose first outputs are selected by `choices`, each as soon as it is computed."""
+    places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
+    for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
+        if not isinstance(var, Literal):
+            places.setdefault(var, []).append(i)
+    chosen = {}
+
+    def rule(eqn: Any, args: list[Any]) -> list[Any]:
+        results = bind(eqn, args)
+        for k, (var, new) in enumerate(zip(eqn.outvars, results, strict=True)):
+            for i in places.get(var, ()):
+                # Later equations read what was selected: if they read the new array, both would be kept in memory.
+                results[k] = chosen[i] = keep_unless(*choices[i], new)
+        return results
+
+    results = run(closed.jaxpr, closed.consts, args, rule)
+    for i, choice in enumerate(choices):  # inputs and literals, which no equation computes, are selected here
+        results[i] = chosen[i] if i in chosen else keep_unless(*choice, results[i])
+    return results

@@ -1,10 +1,7 @@
-"""Everything a training step changes, as one pytree, and its flat form.
+"""Everything a training step changes, as one pytree, and how a training takes its steps.
 
-What a step computes in: the dtypes of a precision, and the scale of its loss.
-
-Arrays of callbacks that live in the training state: what a callback must provide, and what is refused.
-
-How a training takes its optimizer steps.
+`TrainState` with its flat form, `Layout`; `Precision`, the dtypes of a step and the scale of its loss; `StepOptions`;
+and at the end the arrays that callbacks keep in the state.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +29,7 @@ class Window:
     dim of size `num_replicas`, and reduce it once, in the update step.
     """
 
-    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, float32
+    grads: nnx.State  # sum of row-weighted gradients, the shape of the parameters, float32
     rows: jax.Array  # () float32, rows so far
     metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
 
@@ -54,18 +51,18 @@ class WindowStart:
 class TrainState:
     """Everything a training step changes."""
 
+    # One array: each array more in the state costs a step one or two microseconds.
     counters: jax.Array  # (4,) int32: step, epoch, batch_idx, bad_step
-    params: nnx.State[Any, Any]  # variables that the optimizer trains
-    frozen: nnx.State[Any, Any]  # nnx.Param variables that it does not
-    model_state: nnx.State[Any, Any]  # batch statistics, rng keys and counts, caches, custom variables
+    params: nnx.State  # variables that the optimizer trains
+    frozen: nnx.State  # nnx.Param variables that it does not
+    model_state: nnx.State  # batch statistics, rng keys and counts, caches, custom variables
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
-    loss_scale: jax.Array | None  # (2,) float32, see jaxlit.core.train_state; None without loss scaling
+    loss_scale: jax.Array | None  # (2,) float32, see Precision; None without loss scaling
     sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
     extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
     window_start: WindowStart | None = None  # None where no window is put back
 
-    # The counters share an array: each array more in the state costs a step one or two microseconds.
     @property
     def step(self) -> jax.Array:
         """() int32, optimizer steps taken."""
@@ -92,11 +89,11 @@ class TrainState:
         return replace(self, counters=jnp.stack([self.step + steps, self.epoch, self.batch_idx + 1, bad_step]))
 
     @property
-    def variables(self) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
+    def variables(self) -> tuple[nnx.State, nnx.State, nnx.State]:
         """The module's arrays: (params, frozen, model_state)."""
         return self.params, self.frozen, self.model_state
 
-    def with_variables(self, variables: Sequence[nnx.State[Any, Any]]) -> "TrainState":
+    def with_variables(self, variables: Sequence[nnx.State]) -> "TrainState":
         """Return the state with other (params, frozen, model_state)."""
         params, frozen, model_state = variables
         return replace(self, params=params, frozen=frozen, model_state=model_state)
@@ -137,7 +134,8 @@ class Layout:
 
     def __init__(self, tree: Any) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
-        keys, impls = [i for i, x in enumerate(leaves) if is_key(x)], list[Any]()
+        keys = [i for i, x in enumerate(leaves) if is_key(x)]
+        impls = []
         # In a trace, as jax knows no implementation of a mere shape.
         jax.eval_shape(lambda *xs: impls.extend(map(jax.random.key_impl, xs)), *(leaves[i] for i in keys))
         self.key_impls = dict(zip(keys, impls, strict=True))
@@ -248,25 +246,25 @@ class StepOptions:
 def check_extras(
     keepers: Mapping[str, Any], params: Any, tolerates: Callable[[Exception, Any, str], bool]
 ) -> dict[str, Any]:
-    """Refuse before anything is compiled what could not be kept in the state; return the callbacks that can be.
+    """Check before anything is compiled that the arrays of callbacks fit into the state; return the callbacks.
 
     Args:
         keepers: The callbacks with `init_arrays`, `update_arrays` and `eval_params`, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
-        tolerates: See `StepOptions`.
+        tolerates: See `StepOptions`; a callback whose error is tolerated is left out.
 
     Raises:
-        ModuleError: A callback gives something that is no array, or arrays of another structure, shape or dtype.
+        ModuleError: A callback returns something that is no array, or arrays of another structure, shape or dtype.
     """
-    kept = dict(keepers)
+    working = dict(keepers)
     for key, keeper in keepers.items():
         hook = "init_arrays"
         try:
             arrays = jax.eval_shape(partial(_init, keeper), params)
             hook = "update_arrays"
-            made = jax.eval_shape(keeper.update_arrays, arrays, params, params, jax.ShapeDtypeStruct((), jnp.int32))
-            trees = ({"arrays": some, "params": others} for some, others in ((arrays, params), made))
-            old, new = ([f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves(tree)] for tree in trees)
+            step = jax.ShapeDtypeStruct((), jnp.int32)
+            old = _described(arrays, params)
+            new = _described(*jax.eval_shape(keeper.update_arrays, arrays, params, params, step))
             if old != new:
                 changed = next((x for x in [*old, *new] if x not in old or x not in new), "a container")
                 raise ModuleError(
@@ -277,8 +275,8 @@ def check_extras(
             if not tolerates(error, keeper, hook):
                 note_place(error, f"{type(keeper).__name__}.{hook}")
                 raise
-            del kept[key]
-    return kept
+            del working[key]
+    return working
 
 
 def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[Any]) -> Any:
@@ -290,9 +288,9 @@ def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[A
         leaves: The arrays.
 
     Raises:
-        ModuleError: Two callbacks ask for it, or one gives something else than its arrays, each like its parameter.
+        ModuleError: Two callbacks ask for it, or one returns something else than its arrays, each like its parameter.
     """
-    chosen = {key: made for key, x in keepers.items() if (made := x.eval_params(index.extras[key])) is not None}
+    chosen = {key: tree for key, x in keepers.items() if (tree := x.eval_params(index.extras[key])) is not None}
     if len(chosen) > 1:
         raise ModuleError(
             f"{' and '.join(chosen)} both choose by eval_params what evaluations see in place of the parameters. Leave "
@@ -312,12 +310,16 @@ def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[A
 
 
 def _init(keeper: Any, params: Any) -> Any:
-    made = keeper.init_arrays(params)
-    # Here, where they are what the callback returned: traced, a Python number is an array too.
-    others = [x for x in jax.tree.leaves(made) if not (hasattr(x, "shape") and hasattr(x, "dtype"))]
-    if others or not jax.tree.leaves(made):
+    arrays = keeper.init_arrays(params)
+    leaves = jax.tree.leaves(arrays)
+    # Checked here, before jax traces a Python number, which makes it an array too.
+    if not leaves or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
         raise ModuleError(
-            f"{type(keeper).__name__}.init_arrays must return a pytree of arrays, got {shown(made)}. Make numbers "
+            f"{type(keeper).__name__}.init_arrays must return a pytree of arrays, got {shown(arrays)}. Make numbers "
             "arrays, for example jnp.zeros(()), and keep what is no array in state_dict."
         )
-    return made
+    return arrays
+
+
+def _described(arrays: Any, params: Any) -> list[str]:
+    return [f"{name} {x.dtype}{list(x.shape)}" for name, x in named_leaves({"arrays": arrays, "params": params})]

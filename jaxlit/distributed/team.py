@@ -27,7 +27,7 @@ from jax.experimental.multihost_utils import reached_preemption_sync_point
 from jaxlit import errors
 from jaxlit.compat import coordination
 from jaxlit.distributed.fate import Fate, arrive, arrived, fate, gather
-from jaxlit.errors import JaxlitError, PeerError, ProcessError, in_all
+from jaxlit.errors import JaxlitError, PeerError, ProcessError, raised_everywhere
 
 
 class Decisions:
@@ -283,7 +283,7 @@ class Several(Alone):
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """See `Alone`."""
-        if not (isinstance(error, PeerError) or getattr(error, "in_all", False)):
+        if not (isinstance(error, PeerError) or getattr(error, "raised_everywhere", False)):
             self._fate.fail(error, place, code)
         return self._fate.failure.text if self._fate.failure is not None else ""
 
@@ -318,7 +318,7 @@ class Several(Alone):
         given = self.agree(topic, None if error is None else [type(error).__name__, str(error)])
         for name, text in filter(None, given):  # the first one, in every process
             first = error if str(error) == text and error is not None else getattr(errors, name)(text)
-            raise errors.in_all(first)
+            raise errors.raised_everywhere(first)
 
     def begin(self) -> None:
         """See `Alone`."""
@@ -395,10 +395,10 @@ def once_per_node(work: Callable[[], None], topic: str) -> None:
     # A download may take hours; one that fails or dies ends the others.
     failures = processes.agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
     if failure is not None:
-        raise in_all(failure)
+        raise raised_everywhere(failure)
     for process, error in enumerate(failures):
         if error is not None:
-            raise in_all(ProcessError(f"{topic} failed in process {process}: {error}"))
+            raise raised_everywhere(ProcessError(f"{topic} failed in process {process}: {error}"))
 
 
 def send(topic: str, text: str) -> None:

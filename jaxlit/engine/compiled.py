@@ -29,12 +29,7 @@ from jaxlit.texts import shown
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class StepState:
-    """The state of a `compile_step`, a pytree of arrays; `params`, `opt_state` and the like are those of `TrainState`.
-
-    Args:
-        leaves: The flat state.
-        engine: The engine whose state it is.
-    """
+    """The state of a `compile_step`, a pytree of arrays; `params`, `opt_state` and others are those of `TrainState`."""
 
     leaves: list[jax.Array]
     engine: Engine = field(metadata={"static": True})
@@ -103,7 +98,7 @@ class CompiledStep:
                 "step(state, batch) got a state that an earlier step has overwritten. Continue with the one that it "
                 "returned, or keep a copy: jax.tree.map(jnp.copy, state)."
             )
-        _, batch = self._validator(batch)  # what stays on the host is nobody's here: there are no hooks
+        _, batch = self._validator(batch)  # no hook could read what stays on the host
         engine, strategy, count = self._engine, self.strategy, self._processes
         if count > 1 and not strategy.splits_by_process(with_rows(batch, count * (rows := num_rows(batch)))):
             batch = joined(batch, [rows] * count)  # devices of several processes hold each row
@@ -191,8 +186,8 @@ def compile_step(
 
 def _checked(module: Any, devices: int | str, seed: int, precision: str) -> int | None:
     """Refuse arguments of `compile_step` that are out of their sets; returns the number of devices, None for all."""
-    given = {"devices": str(devices), "seed": str(seed), "precision": precision}
-    same_job("compile_step", lambda: environment() | {f"compile_step({key}=)": text for key, text in given.items()})
+    arguments = {"devices": str(devices), "seed": str(seed), "precision": precision}
+    same_job("compile_step", lambda: environment() | {f"compile_step({key}=)": x for key, x in arguments.items()})
     check.integer("devices", devices, low=1, also=("auto",), owner="compile_step")
     check.integer("seed", seed, low=0, owner="compile_step")
     check.require(precision in PRECISIONS, "precision", precision, f"takes one of {PRECISIONS}", owner="compile_step")

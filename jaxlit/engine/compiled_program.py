@@ -1,10 +1,7 @@
-"""A compiled program that can be asked what it costs.
+"""A compiled program that can be asked what it costs, and what limits such programs.
 
-Compiled programs in a folder, where a later process finds them instead of compiling again.
-
-A bound on the steps that are dispatched and not finished.
-
-What uses a device's memory, for errors where there was not enough of it.
+After `CompiledProgram`: the folder in which a later process finds programs instead of compiling them again; the bound
+on steps that are dispatched and not finished; and the error of devices without enough memory.
 """
 
 import contextlib
@@ -48,21 +45,21 @@ class CompiledProgram:
         steps: How many optimizer steps a call takes.
     """
 
-    def __init__(self, name: str, program: Callable[..., Any], step: Any = None) -> None:
+    def __init__(self, name: str, program: Callable, step: Any = None) -> None:
         self.name, self.program, self._step = name, program, step
-        self.run: Callable[..., Any] = self._first
+        self.run: Callable = self._first
         self.ran, self.steps = False, 1
         self._arguments: tuple[Any, ...] | None = None
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 
     def _first(self, *args: Any) -> Any:
-        self.given(*args)  # before the call, which may overwrite arrays
+        self.note_arguments(*args)  # before the call, which may overwrite arrays
         same_program(self.name, lambda: trace(self.program, *args), self._step)  # a trace that the call uses again
         result = self.program(*args)
         self.ran, self.run = True, self.program
         return result
 
-    def given(self, *args: Any) -> Self:
+    def note_arguments(self, *args: Any) -> Self:
         """Note the arguments of a call, or their shapes, dtypes and shardings, without a call; returns itself."""
         self._arguments, self._out = jax.tree.map(_abstract, args), is_out.get()
         return self
@@ -108,7 +105,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
 
 
-def run_eagerly(run: Callable[..., Any], program: Program) -> Callable[..., Any]:
+def run_eagerly(run: Callable, program: Program) -> Callable:
     """Do by hand what jit does besides compiling: take numpy arrays, and give results their shardings."""
 
     def call(*args: Any) -> tuple[Any, ...]:
@@ -123,22 +120,22 @@ MAX_BYTES = 2 * 2**30
 _JAX_LEAST_SECONDS = 1.0  # of compiling, from which on jax stores a program by default: on a fast machine, almost none
 
 _logger = logging.getLogger("jaxlit")
-_ours: list[str | None] = [None]  # the folder that was set here; another one is the user's
+_folder_set_here: list[str | None] = [None]  # another one is the user's
 
 
-def use_compile_cache(where: bool | str | Path) -> None:
+def use_compile_cache(location: bool | str | Path) -> None:
     """Have jax store its programs from now on, unless the user has chosen a folder or switched jax's cache off.
 
     Args:
-        where: A folder, True for `default_folder()`, False for none. Old entries are deleted down to `MAX_BYTES`.
+        location: A folder, True for `default_folder()`, False for none. Old entries are deleted down to `MAX_BYTES`.
     """
     config: Any = jax.config
     current, folder = config.jax_compilation_cache_dir, None
-    if current not in (None, _ours[0]) or not config.jax_enable_compilation_cache:
+    if current not in (None, _folder_set_here[0]) or not config.jax_enable_compilation_cache:
         return
-    if where is not False:
+    if location is not False:
         try:
-            folder = str(default_folder() if where is True else Path(where).expanduser().absolute())
+            folder = str(default_folder() if location is True else Path(location).expanduser().absolute())
             if folder != current:
                 Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)  # only its owner may write code there
                 _trim(Path(folder))
@@ -148,7 +145,7 @@ def use_compile_cache(where: bool | str | Path) -> None:
     if folder != current:
         config.update("jax_compilation_cache_dir", folder)
         reset_cache()  # jax opens a folder once
-        _ours[0] = folder
+        _folder_set_here[0] = folder
     if folder is not None and config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
@@ -254,20 +251,20 @@ def out_of_memory(
         batch: The bytes of a batch on a device.
         programs: Those whose temporaries may be the cause.
     """
-    trees: dict[str, Any] = {}
+    trees = {}
     if state is not None:
         trees = {"parameters": (state.params, state.frozen), "optimizer": state.opt_state}
         trees |= {"accumulation window": state.window, "callbacks": state.extras, "other state": state.model_state}
     parts = [(name, bytes_per_device(leaves)) for name, tree in trees.items() if (leaves := jax.tree.leaves(tree))]
     parts += [] if batch is None else [("batch", batch)]
-    temporaries = list[tuple[int, str]]()
+    temporaries = []
     for program in programs:
         with contextlib.suppress(Exception):  # it cannot even be compiled, or its platform reports none
             temporaries.append((program.cost.memory.temporaries, program.name))  # type: ignore[union-attr]
     parts += [(f"temporaries of {name}", most) for most, name in sorted(temporaries)[-1:]]
     used = ", ".join(f"{name} {size(count)}" for name, count in parts)
     used = f" On the device that holds the most: {used}." if used else ""
-    what = str(error).strip().splitlines()[0].rstrip(".")[:300]
-    exhausted = OutOfMemoryError(f"The devices ran out of memory {place}: {what}.{used} {_REMEDIES}")
+    reason = str(error).strip().splitlines()[0].rstrip(".")[:300]
+    exhausted = OutOfMemoryError(f"The devices ran out of memory {place}: {reason}.{used} {_REMEDIES}")
     exhausted.__cause__ = error
     return exhausted

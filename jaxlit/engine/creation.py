@@ -1,6 +1,6 @@
 """How a training begins: from a module to the state of step 0.
 
-A module that is built inside the strategy, straight into its shards.
+At the end `lazy`: a module that is built inside the strategy, straight into its shards.
 """
 
 import inspect
@@ -67,7 +67,7 @@ def init_state(
         window=window,
         loss_scale=precision.first_scale(),
         sums=jnp.asarray(no_metrics.empty_sums()),
-        # Each is given a tree of its own, which it may write to.
+        # Each gets a copy of the tree, which it may write to.
         extras={key: keeper.init_arrays(jax.tree.map(lambda x: x, params)) for key, keeper in extras.items()},
     )
     if undone:
@@ -81,12 +81,7 @@ def init_state(
 
 
 def check_trainable(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:
-    """Refuse what the optimizer cannot train.
-
-    Args:
-        tx: The optimizer.
-        params: The variables that it is to train.
-        module: The module that they are of.
+    """Refuse variables of a module that the optimizer cannot train.
 
     Raises:
         ModuleError: Naming the variable, or the optimizer's error.
@@ -108,9 +103,9 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
     try:
         jax.eval_shape(tx.init, params)
     except Exception as error:
-        what = str(error).split("\n")[0].rstrip(".")
+        reason = str(error).split("\n")[0].rstrip(".")
         raise ModuleError(
-            f"{name}.configure_optimizers: the optimizer cannot be set up for the parameters: {what}. Give masks of "
+            f"{name}.configure_optimizers: the optimizer cannot be set up for the parameters: {reason}. Give masks of "
             "optax.masked and the labels of optax.multi_transform as functions of params: lambda params: "
             "jax.tree.map_with_path(lambda path, _: path[0].key, params)."
         ) from error
@@ -126,16 +121,16 @@ def check_variables(module: TrainModule) -> None:
     nodes = dict(nnx.iter_graph(module))
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        where, owner = f"{type(module).__name__}: {leaf_name(path)}", nodes[path[:-1]]
+        name, owner = f"{type(module).__name__}: {leaf_name(path)}", nodes[path[:-1]]
         if not (hasattr(value, "shape") and hasattr(value, "dtype")):
             raise ModuleError(
-                f"{where} holds {type(value).__name__}, not an array. Make one nnx.Variable for each array."
+                f"{name} holds {type(value).__name__}, not an array. Make one nnx.Variable for each array."
             )
         # Layers of flax may have arrays in a dict: its WeightNorm before 0.12.12.
         of_flax = type(owner) is dict and type(nodes[path[:-2]]).__module__.startswith("flax.nnx.nn.")
         if not (isinstance(leaf, nnx.Variable) or isinstance(owner, nnx.Pytree) or of_flax):
             raise ModuleError(
-                f"{where} is an array in a plain {type(owner).__name__}. Hold it in an nnx.List, an nnx.Dict or an "
+                f"{name} is an array in a plain {type(owner).__name__}. Hold it in an nnx.List, an nnx.Dict or an "
                 "nnx.Variable."
             )
 
@@ -143,17 +138,13 @@ def check_variables(module: TrainModule) -> None:
 def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:
     """Return the paths of what a training step writes to the module, but for counts and random keys.
 
-    Args:
-        pure: The module taken apart.
-        strategy: The strategy, set up.
-        state: The state of step 0, abstract.
-        example: The first batch; without one all arrays are taken as written.
+    The state is abstract. Without a first batch all arrays count as written.
     """
     written = [True] * len(state.module)
     if example is not None:
         written = written_to(pure, strategy.step_program(state, pure, example), *state.variables)
     triples = zip(pure.leaves(*state.variables), state.module.items(), written, strict=True)
-    return [name for leaf, (name, x), was in triples if was and not leaf.continues(x.dtype)]
+    return [name for leaf, (name, x), is_written in triples if is_written and not leaf.continues(x.dtype)]
 
 
 @lru_cache(maxsize=64)
@@ -207,7 +198,7 @@ class lazy:
 def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule, Callable[[], Any]]:
     """Return a lazy module of shapes and dtypes, and a function that makes its parameters and other variables."""
     build = model.builder(seed)
-    graphs, traced = list[Any](), list[TrainModule]()
+    graphs, traced = [], []
 
     def init() -> Any:
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.

@@ -1,4 +1,4 @@
-"""One module under one strategy: the programs that are compiled of its steps."""
+"""One module under one strategy: the programs that are compiled of its steps, for training and for evaluation."""
 
 import copy
 import logging
@@ -39,16 +39,10 @@ _Key = tuple[str, int | None]  # a stage, and the loader for a step that asks fo
 
 @dataclass(frozen=True, eq=False)
 class _EvalProgram:
-    """A stage's step, compiled for batches like the first one that it was given.
+    """A stage's step, compiled for batches like the first one: for others the step may log other things."""
 
-    Args:
-        pure: The module taken apart, with what the traces of this program have noted.
-        like: The structure, shapes and dtypes of the first batch: for another one the step may log other things.
-        program: The compiled step.
-    """
-
-    pure: PureModule
-    like: Any
+    pure: PureModule  # with what the traces of this program have noted
+    like: Any  # the structure, shapes and dtypes of the first batch
     program: CompiledProgram
 
 
@@ -66,7 +60,7 @@ class Engine:
     Attributes:
         state: The arrays.
         outputs_with_rows: Whether each output of `fused_steps` has one row for each row of a batch, a pytree like them.
-        pure: The module taken apart.
+        pure: The module, split.
     """
 
     def __init__(
@@ -81,7 +75,7 @@ class Engine:
     ) -> None:
         self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, options is None
         self.nan_policy = "raise" if options is None else options.nan_policy
-        self.precision, self._made_of = precision, _contents(module, precision)
+        self.precision, self._contents = precision, _contents(module, precision)
         graphdef = nnx.graphdef(module)
         self.pure = PureModule(graphdef, options.optimizer.wrt if options else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
@@ -101,9 +95,9 @@ class Engine:
         self._restored: Table | None = None  # the training metrics of a checkpoint
         # Of an evaluation: by index, an array of the module and the one in the state that was placed from it.
         self._placed: dict[int, tuple[Any, jax.Array]] = {}
-        self._applied: dict[Callable[..., Any], tuple[Callable[..., Any], Reads]] = {}
-        # All that are kept, the one that was used last at the end; and those of this run.
-        self._kept_evaluations: dict[_Key, deque[_EvalProgram]] = {}
+        self._applied: dict[Callable, tuple[Callable, Reads]] = {}
+        # The newest of all runs, the one that was used last at the end; and those of this run.
+        self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}
         self._evaluations: dict[_Key, _EvalProgram] = {}
         # A program of its own: the step counter is on the devices, and is not waited for.
         self._next_epoch = epoch_starter(strategy.replicated)
@@ -114,15 +108,19 @@ class Engine:
 
         What a step reads from elsewhere, such as a global, is compiled into it, as by `jax.jit`.
         """
-        options = (self.module, self.precision, self.debug) == (module, precision, debug)
         # A step or a restore that failed leaves no arrays.
-        return options and self.state.is_complete and _is_same(self._made_of, _contents(module, precision))
+        if (self.module, self.precision, self.debug) != (module, precision, debug) or not self.state.is_complete:
+            return False
+        (old_graph, old_attributes), (graph, attributes) = self._contents, _contents(module, precision)
+        try:
+            return old_graph == graph and same(old_attributes, attributes)
+        except Exception:  # an attribute's own comparison, for example of arrays
+            return False
 
     def evaluator(self, module: TrainModule | None = None) -> "Engine":
         """Return an engine for one run of evaluations, of the same programs, with the arrays of the module now.
 
-        Args:
-            module: The module; None to evaluate the arrays of this engine.
+        Without a module it has the arrays of this engine.
         """
         engine = copy.copy(self)  # shallow: programs are shared
         engine.state, engine.evaluates_only, engine._evaluations = self.state.branch(), True, {}
@@ -139,8 +137,6 @@ class Engine:
             state.put(i, data.astype(state.spec.arrays[i].dtype))
             engine._placed[i] = (array, state.leaves[i])
         return engine
-
-    # Training ---------------------------------------------------------------------------------------
 
     def prepare_training(self, batch: Any) -> None:
         """Trace the training step on the first batch and build its programs; later calls do nothing."""
@@ -168,7 +164,7 @@ class Engine:
         self.state.leaves, *results = program.run(self.state.leaves, batch)
         return results
 
-    def traced_step(self, traced: tuple[Callable[..., Any], ...], batch: Any) -> list[Any]:
+    def traced_step(self, traced: tuple[Callable, ...], batch: Any) -> list[Any]:
         """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
@@ -192,13 +188,13 @@ class Engine:
             self._programs[key] = self._compile(program)
             self._programs[key].steps = getattr(batches, "batch", batches).count // window
             self.outputs_with_rows = program.fn.is_row  # type: ignore[attr-defined]
-        kept = []
+        arrays = []
         if backup is not None:
             backup.keep()
-            kept = backup.kept
-        self.state.leaves, kept, *results = self._programs[key].run(self.state.leaves, kept, batches)
+            arrays = backup.arrays
+        self.state.leaves, arrays, *results = self._programs[key].run(self.state.leaves, arrays, batches)
         if backup is not None:
-            backup.kept = kept
+            backup.arrays = arrays
         return results
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
@@ -275,15 +271,13 @@ class Engine:
         for key in keys:
             # Copies: arrays that are the parameters themselves would be overwritten with them.
             def init(params: Any, key: str = key) -> list[jax.Array]:
-                made = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
-                return Layout(made).flatten(made)
+                tree = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
+                return Layout(tree).flatten(tree)
 
-            places = jax.tree.leaves(state.spec.index.extras[key])
-            made = self.strategy.create_state(init, list(map(state.spec.sharding, places)), state.unflatten().params)
-            for place, array in zip(places, made, strict=True):
-                state.leaves[place] = array
-
-    # Evaluation -------------------------------------------------------------------------------------
+            indices = jax.tree.leaves(state.spec.index.extras[key])
+            arrays = self.strategy.create_state(init, list(map(state.spec.sharding, indices)), state.unflatten().params)
+            for i, array in zip(indices, arrays, strict=True):
+                state.leaves[i] = array
 
     def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
@@ -296,13 +290,13 @@ class Engine:
             return
         like = jax.tree.flatten(abstract_batch(batch))
         # Bounded over all kinds of batches: calls with ever new sizes must not fill the memory with programs.
-        kept = self._kept_evaluations.setdefault(key, deque(maxlen=8))
-        program = next((x for x in kept if x.like == like and self._holds(key, x)), None)
+        recent = self._recent_evaluations.setdefault(key, deque(maxlen=8))
+        program = next((x for x in recent if x.like == like and self._holds(key, x)), None)
         if program is None:
             program = self._build_eval(stage, batch, loader, like)
         else:
-            kept.remove(program)
-        kept.append(program)
+            recent.remove(program)
+        recent.append(program)
         self._evaluations[key] = program
 
     @staticmethod
@@ -313,7 +307,6 @@ class Engine:
     def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, spec = replace(self.pure, traced={}, _bodies={}), self.state.spec
-
         inspect = partial(inspect_evaluation, pure, stage, loader)
         trace_step(pure, self.strategy, spec.tree, (stage, loader), inspect, batch)
         sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
@@ -334,18 +327,16 @@ class Engine:
 
     def eval_sums(self, stage: str, loader: int | None = None) -> list[jax.Array]:
         """Return the metrics of no batch."""
-        table = self.state.spec.stacked(self.eval_trace(stage, loader).table.empty_sums())
+        spec = self.state.spec
+        table = spec.stacked(self.eval_trace(stage, loader).table.empty_sums())
         # The count of batches is a token as well: waiting for it is waiting for the step.
-        return [
-            jax.device_put(table, self.state.spec.replica_sharding),
-            jax.device_put(np.int32(0), self.strategy.replicated),
-        ]
+        return jax.device_put([table, np.int32(0)], [spec.replica_sharding, self.strategy.replicated])
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
         return self._evaluations[stage, loader].program.run(self.state.evaluated(), sums, batch)
 
-    def apply(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+    def apply(self, fn: Callable, *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
         if fn not in self._applied or not self._applied[fn][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
@@ -376,8 +367,6 @@ class Engine:
         programs = (*self._programs.values(), *(x.program for x in self._evaluations.values()))
         return next((x for x in programs if x.failed), None)
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _described(self, spec: StateSpec, variables: Any) -> dict[str, str]:
         """Return what processes of one training have in common before its state is made."""
         nodes = [(path, x) for path, x in nnx.iter_graph(self.module) if not isinstance(x, nnx.Variable)]
@@ -402,7 +391,7 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
 
     Attributes are copied, because the graph does not notice what is written into a list or a dict.
     """
-    arrays = list[Any]()
+    arrays = []
     for x in jax.tree.leaves(nnx.as_pure(nnx.state(module))):
         dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
         is_held = precision.held is not None and jnp.issubdtype(dtype, jnp.floating)
@@ -417,10 +406,3 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
                     wrapped = getattr(method, "fget", getattr(method, "__wrapped__", method))
                     attributes[cls, name] = (method, getattr(wrapped, "__code__", None))
     return (nnx.graphdef(module), arrays, jax.config.jax_disable_jit), attributes  # type: ignore[attr-defined]
-
-
-def _is_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    try:
-        return a[0] == b[0] and same(a[1], b[1])
-    except Exception:  # an attribute's own comparison, for example of arrays
-        return False

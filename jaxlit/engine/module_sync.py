@@ -1,4 +1,4 @@
-"""The user's module while the engine holds the newest arrays."""
+"""The user's module while the engine has the newest arrays."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ _CALLED = (
 
 
 class ModuleSync:
-    """Hands the engine's arrays to the user's module when it is touched, and takes back what hooks wrote.
+    """Gives the engine's arrays to the user's module when it is touched, and takes back what hooks wrote.
 
     Args:
         module: The caller's module.
         engine: The engine that trains it.
         hook: Returns the name of the hook that runs.
-        put_back: Leave the module the arrays that it came with, except those that a hook has written to.
+        put_back: At the end give the module its original arrays, except those that a hook has written to.
     """
 
     def __init__(
@@ -42,15 +42,12 @@ class ModuleSync:
         self.stale, self.touched = True, False
         self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
         self._graphdef = nnx.graphdef(module)
-        self._given: list[Any] = []
-        self._came_with = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
+        self._arrays: list[Any] = []  # those that the module was given last
+        self._originals = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
 
     def touch(self, name: str = "__dict__") -> None:
-        """Bring the module's arrays up to date.
-
-        Args:
-            name: The attribute that is read.
+        """Bring the module's arrays up to date, since its attribute of a name is read.
 
         Raises:
             StateError: jax traces the function that reads the attribute, which contains arrays, and the engine has
@@ -62,7 +59,7 @@ class ModuleSync:
         self.stale = False  # first, so that setting an array does not come back here
         arrays = self.engine.state.module_arrays()
         try:
-            self._leave(arrays)
+            self._set_arrays(arrays)
         except BaseException as error:
             self.stale, self.touched = True, before
             if not isinstance(error, TraceContextError):
@@ -70,15 +67,15 @@ class ModuleSync:
             # nnx refuses to write inside a trace, which is that of a schedule that reads the module, for example.
             value = object.__getattribute__(self.module, "__dict__").get(name)
             if name == "__dict__" or nnx.has_data(value):
-                what = "" if name == "__dict__" else f".{name}"
+                attribute = "" if name == "__dict__" else f".{name}"
                 raise StateError(
-                    f"{type(self.module).__name__}{what} was read while jax traced a function, where its newest arrays "
-                    "are not known. Read it before, and pass what the function needs as an argument."
+                    f"{type(self.module).__name__}{attribute} was read while jax traced a function, where its "
+                    "newest arrays are not known. Read it before, and pass what the function needs as an argument."
                 ) from error
         else:
-            self._given = arrays
+            self._arrays = arrays
 
-    def _leave(self, arrays: list[Any]) -> None:
+    def _set_arrays(self, arrays: list[Any]) -> None:
         for (_, variable), array in zip(self._variables, arrays, strict=True):
             variable.set_raw_value(array)  # at each touch of a batch hook: set_value takes twice as long
 
@@ -97,30 +94,25 @@ class ModuleSync:
         )
 
     def take_writes(self, owner: str, hook: str, adopt: bool) -> None:
-        """Take over what a hook wrote to the module's Variables, or refuse it.
-
-        Args:
-            owner: Name of the callback or module whose hook ran.
-            hook: Name of the hook.
-            adopt: Whether this hook may write.
+        """Take over what a hook of a callback or module, the owner, wrote to the module's Variables, if it may write.
 
         Raises:
             StateError: It wrote where it may not, or changed the module's structure, a shape or a dtype.
         """
         self.touched = False
-        where = f"{owner}.{hook}"
+        writer = f"{owner}.{hook}"
         # Only there: walking the graph after every batch hook that reads would cost milliseconds.
         if adopt and self._structure_has_changed():
             before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
             changes = list_changes(before, self.module)
             raise StateError(
-                f"{where} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
+                f"{writer} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
                 "compiled steps cannot follow: change it before fit, or in setup."
             )
         if adopt:  # the hook may have replaced a Variable or a part by another of the same structure
             self._variables = self.engine.state.variables(self.module)
         self.touched = False  # looking at the graph touches the module as well
-        self._take(where, adopt)
+        self._take(writer, adopt)
 
     def take_later_writes(self) -> None:
         """Take over what the caller has written to the module's Variables since the run has ended.
@@ -135,25 +127,25 @@ class ModuleSync:
             leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Variable))
             now = {leaf_name(path): leaf for path, leaf in leaves}  # a part may have been replaced
             self._variables = [(name, now.get(name, leaf)) for name, leaf in self._variables]
-            self._take("The program, after fit,", True, but=nnx.RngState)
+            self._take("The program, after fit,", True, skip=nnx.RngState)
 
-    def _take(self, where: str, adopt: bool, but: Any = ()) -> None:
+    def _take(self, writer: str, adopt: bool, skip: Any = ()) -> None:
         written = {}
-        for i, ((name, variable), given) in enumerate(zip(self._variables, self._given, strict=True)):
+        for i, ((name, variable), old) in enumerate(zip(self._variables, self._arrays, strict=True)):
             array = variable.get_raw_value()
-            if array is given or isinstance(variable, but):
+            if array is old or isinstance(variable, skip):
                 continue
             if not adopt:
                 calls = isinstance(variable, (nnx.BatchStat, nnx.RngState))
                 raise StateError(
-                    f"{where} wrote to {name}. A batch hook may read the module, not write to it: write in "
+                    f"{writer} wrote to {name}. A batch hook may read the module, not write to it: write in "
                     "on_train_epoch_start, on_train_epoch_end or on_validation_end." + _CALLED * calls
                 )
             # A numpy array of float64 becomes one of float32, as in __init__; `object` is the dtype of no array.
             dtype = jax.dtypes.canonicalize_dtype(getattr(array, "dtype", object), allow_extended_dtype=True)
-            if (getattr(array, "shape", None), dtype) != (given.shape, given.dtype):
+            if (getattr(array, "shape", None), dtype) != (old.shape, old.dtype):
                 raise StateError(
-                    f"{where} wrote {shown(array)} to {name}, which is {shown(given)}. Write an array of the same "
+                    f"{writer} wrote {shown(array)} to {name}, which is {shown(old)}. Write an array of the same "
                     "shape and dtype."
                 )
             written[i] = array
@@ -193,12 +185,11 @@ class ModuleSync:
                 self.touch()
                 if not self._structure_has_changed():
                     self._follow_replaced()
-                if not self._came_with:
-                    self._given = self.engine.strategy.gather(self._given)
-                    self._leave(self._given)
+                if not self._originals:
+                    self._arrays = self.engine.strategy.gather(self._arrays)
+                    self._set_arrays(self._arrays)
                 self.touched = False  # what is written from now on belongs to the module alone
-            for (_, variable), mine, first, last in zip(
-                self._variables, self._came_with, self._first, self._given, strict=False
-            ):
+            both = zip(self._first, self._arrays, strict=False)
+            for (_, variable), original, (first, last) in zip(self._variables, self._originals, both, strict=False):
                 if first is last:
-                    variable.set_raw_value(mine)
+                    variable.set_raw_value(original)

@@ -1,8 +1,7 @@
 """The training state as a flat list of arrays on the devices, and what each of them is.
 
-The hyperparameters that an optimizer keeps in its state, to be read and set while it trains.
-
-What steps have written to a module, as it was where an accumulation window began.
+`StateSpec`, known before an array exists; `State`; the hyperparameters that an optimizer keeps in it; and a backup of
+what steps write to a module, as it was where an accumulation window began.
 """
 
 import copy
@@ -82,7 +81,7 @@ class StateSpec:
         return Layout((self.tree.counters, *self.tree.variables))
 
     @property
-    def wrap(self) -> Callable[..., Any]:
+    def wrap(self) -> Callable:
         """What the strategy makes of a user's step."""
         return partial(self.strategy.wrap_body, shardings=self.shardings)
 
@@ -135,20 +134,18 @@ class StateSpec:
         return _kind_of(self.index.opt_state)
 
     def make(self, init: Callable[..., TrainState], variables: Any, *, donate: bool) -> "State":
-        """Return the state of step 0.
-
-        Args:
-            init: The function that `state_spec` had.
-            variables: The module's trained, frozen and other variables.
-            donate: Whether their arrays may be overwritten.
+        """Return the state of step 0, given arguments of `state_spec`; `donate` lets it overwrite the variables.
 
         Raises:
             OutOfMemoryError: The devices have too little memory.
         """
         shardings = [self.sharding(i) for i in range(len(self.arrays))]
-        flat = lambda *inputs: self.layout.flatten(init(*inputs))  # noqa: E731
+
+        def flat_init(*inputs: Any) -> list[jax.Array]:
+            return self.layout.flatten(init(*inputs))
+
         try:
-            return State(self, self.strategy.create_state(flat, shardings, *variables, donate=donate))
+            return State(self, self.strategy.create_state(flat_init, shardings, *variables, donate=donate))
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
@@ -161,7 +158,7 @@ def state_spec(
     """Return what the arrays of a module's training state are; none is made.
 
     Args:
-        pure: The module taken apart.
+        pure: The module, split.
         strategy: The strategy, set up.
         init: A function of the module's trained, frozen and other variables to the state of step 0.
         variables: These variables, or their shapes and dtypes.
@@ -169,13 +166,13 @@ def state_spec(
     """
     abstract = jax.eval_shape(init, *variables)
     # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.
-    given, layout = replace(abstract, extras={}, window_start=None), Layout(abstract)
-    shardings = _bookkeeping(strategy, abstract, strategy.state_sharding(given, pure, example))
+    without_copies, layout = replace(abstract, extras={}, window_start=None), Layout(abstract)
+    shardings = _bookkeeping(strategy, abstract, strategy.state_sharding(without_copies, pure, example))
     # With shardings: only equal types share one trace of the user's step.
     tree, flat = jax.tree.map(_spec, abstract, shardings), jax.tree.leaves(shardings)
     arrays = list(map(_spec, jax.eval_shape(layout.flatten, abstract), flat))
     params = jax.tree.unflatten(layout.treedef, range(len(arrays))).params
-    grads = strategy.grad_sharding(given, pure, example)
+    grads = strategy.grad_sharding(without_copies, pure, example)
     return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params)
 
 
@@ -200,13 +197,9 @@ def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> Tr
 class State:
     """The arrays of a training.
 
-    Args:
-        spec: What they are.
-        leaves: The arrays; random keys as their raw data.
-
     Attributes:
-        spec: See above.
-        leaves: The newest arrays.
+        spec: What they are.
+        leaves: The newest arrays; random keys as their raw data.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
@@ -250,11 +243,12 @@ class State:
     def is_finite(self) -> bool:
         """Return whether every floating number of the state is finite; waits for the device."""
         if self._all_finite is None:
-            all_finite = lambda xs: jnp.stack([jnp.isfinite(x).all() for x in xs]).all()  # noqa: E731
+
+            def all_finite(xs: list[jax.Array]) -> jax.Array:
+                return jnp.stack([jnp.isfinite(x).all() for x in xs]).all()
+
             self._all_finite = self.spec.strategy.on_state(all_finite)
         return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
-
-    # One array --------------------------------------------------------------------------------------
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
@@ -279,8 +273,6 @@ class State:
         """Replace arrays, given by index."""
         for i, array in arrays.items():
             self.put(i, array)
-
-    # The user's module ------------------------------------------------------------------------------
 
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
         """Return the (name, Variable or `ArrayAttribute`, index) of each array of the module."""
@@ -339,11 +331,7 @@ def _kind_of(state: Any) -> str:
 
 
 class Hyperparams(MutableMapping[str, float]):
-    """The hyperparameters that `optax.inject_hyperparams` keeps in the optimizer state.
-
-    Args:
-        state: The state that holds them.
-    """
+    """The hyperparameters that `optax.inject_hyperparams` keeps in the optimizer state."""
 
     def __init__(self, state: "State") -> None:
         self._state = state
@@ -383,19 +371,18 @@ def find_hyperparams(opt_state: Any) -> dict[str, int]:
     """Return each leaf that `optax.inject_hyperparams` keeps as a hyperparameter, except for schedules, by its name.
 
     One that several transforms have is named with their labels, for example `learning_rate/head`. One that a part of
-    the parameters has is named with the part's name after it; that of the others is named as without parts.
+    the parameters has is named with the part's name after it; that of the other parameters is named as without parts.
 
     Args:
         opt_state: The optimizer's state, with the indices of its leaves as leaves.
     """
     states = {"": opt_state.rest} | opt_state.parts if isinstance(opt_state, PartStates) else {"": opt_state}
-    is_injected = lambda x: hasattr(x, "hyperparams")  # noqa: E731
-    leaves = list[tuple[str, str, str, int]]()
+    leaves = []
     for part, state in states.items():
-        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_injected):
+        for path, node in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: hasattr(x, "hyperparams")):
             label = "/".join(str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey))
             scheduled = getattr(node, "hyperparams_states", {})
-            injected = node.hyperparams if is_injected(node) else {}
+            injected = getattr(node, "hyperparams", {})
             leaves += [(name, label, part, i) for name, i in injected.items() if name not in scheduled]
     names = []
     for name, label, part, _ in leaves:
@@ -412,30 +399,27 @@ class WindowBackup:
 
     A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.
 
-    Args:
-        state: The training state.
-        places: The places in it of what steps write.
-
     Attributes:
-        kept: What was kept.
+        places: The indices in the state of what steps write.
+        arrays: The copies.
     """
 
     def __init__(self, state: State, places: Sequence[int]) -> None:
-        self._state, self.places, self.kept = state, list(places), list[jax.Array]()
+        self._state, self.places, self.arrays = state, list(places), list[jax.Array]()
         self._choose = state.spec.strategy.on_state(_choose)
 
     def keep(self) -> None:
-        """Keep what there is; after a bad step, which only the device knows of, what was kept before it stays."""
+        """Copy the arrays as they are; after a bad step, which only the device knows of, the older copies stay."""
         leaves = self._state.leaves
         now = [leaves[i] for i in self.places]
-        self.kept = self._choose([leaves[self._state.spec.index.counters], *(self.kept or now), *now])  # type: ignore[call-overload]
+        self.arrays = self._choose([leaves[self._state.spec.index.counters], *(self.arrays or now), *now])  # type: ignore[call-overload]
 
     def restore(self) -> None:
-        """Put back what was kept."""
-        self._state.restore(dict(zip(self.places, self.kept, strict=True)))
+        """Put the copies back."""
+        self._state.restore(dict(zip(self.places, self.arrays, strict=True)))
 
 
 def _choose(arrays: list[jax.Array]) -> list[jax.Array]:
     counters, *pairs = arrays
     good, middle = counters[3] < 0, len(pairs) // 2
-    return [jnp.where(good, now, kept) for kept, now in zip(pairs[:middle], pairs[middle:], strict=True)]
+    return [jnp.where(good, new, old) for old, new in zip(pairs[:middle], pairs[middle:], strict=True)]

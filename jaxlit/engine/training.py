@@ -1,8 +1,7 @@
 """How a module is trained: the state that it needs and the programs of its steps, before an array of it exists.
 
-Traces a user's step before it is compiled: what it logs, returns and writes, and how replicas share it.
-
-Runs batches again to diagnose a bad step: their losses and gradients.
+After `Training` and `training_of`: `Diagnosis`, which runs batches again after a bad step, and how a user's step is
+traced before it is compiled.
 """
 
 import contextlib
@@ -30,75 +29,12 @@ from jaxlit.engine.state import State, StateSpec, state_spec
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
 
 
-def trace_step(
-    pure: PureModule,
-    strategy: Strategy,
-    state: TrainState,
-    key: tuple[str, int | None],
-    inspect: Callable[..., None],
-    batch: Any,
-) -> None:
-    """Trace a stage's step as it will run, and note what it does.
-
-    Args:
-        pure: The module taken apart, which keeps the notes.
-        strategy: The strategy.
-        state: The state, abstract.
-        key: The stage, and the loader for a step that asks for it.
-        inspect: Looks at the step, given the replica and the arguments of its body.
-        batch: The first batch.
-    """
-    states = (*state.variables, state.counters)
-    (stage, loader), replica = key, strategy.replica
-    batch = replica.part_of(batch) if stage == "training" else batch
-    several = replica.splits and replica.count > 1
-    traces = _of_replica(pure, strategy, states, key, batch) if several else None
-    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
-    if traces is None:
-        return
-    traced = pure.trace_of(stage, loader)
-    leaves = pure.leaves(*traces.arguments[:3]) if stage == "training" else []
-    traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
-
-
-def _of_replica(
-    pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
-) -> StepTraces:
-    """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
-    (stage, loader), replicas = key, strategy.replica.count
-    programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
-
-    def keep(replica: Replica, *args: Any) -> None:
-        arguments = _arguments(replica, *args)
-        program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-        programs.append((program, shapes, results))
-        traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
-        triples = zip(traced.rows_of, *(jax.tree.leaves(x[1][3]) for x in (results, programs[0][2])), strict=True)
-        traced.rows_of = tuple(was and is_row(x, rows) and x.shape[1:] == y.shape[1:] for was, x, y in triples)
-
-    strategy.trace(keep, states, batch)
-    rows = num_rows(programs[0][1][3])
-    # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
-    # one: then twice as many of both.
-    with contextlib.suppress(Exception):  # the step may take this very number only
-        for seen in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
-            strategy.trace(keep, states, with_rows(batch, seen * replicas))
-    (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
-    name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
-    return StepTraces(program, longer[0], shapes, results, name, metrics)
-
-
-def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
-    return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])
-
-
 @dataclass(frozen=True, eq=False)
 class Training:
     """How a module is trained under a strategy; nothing here needs the devices' memory.
 
     Attributes:
-        pure: The module taken apart.
+        pure: The module, split.
         options: How optimizer steps are taken.
         rates: The learning rates of a step.
         init: A function of the module's trained, frozen and other variables to the state of step 0.
@@ -112,11 +48,9 @@ class Training:
     spec: StateSpec
 
     def trace(self, batch: Any, *, debug: bool = False) -> "Training":
-        """Trace the step on a batch, and return the training with the metrics that it logs.
+        """Trace the step on a batch or its shapes, and return the training with the metrics that it logs.
 
-        Args:
-            batch: The first batch, or its shapes and dtypes.
-            debug: Trace it twice, which shows a step that draws at random from what jax does not know.
+        `debug` traces it twice more, which shows a step that draws at random from what jax does not know.
         """
         spec, inspect = self.spec, partial(inspect_step, self.pure, twice=debug)
         trace_step(self.pure, spec.strategy, spec.tree, ("training", None), inspect, batch)
@@ -159,36 +93,36 @@ class Training:
         """The program of a batch that completes no accumulation window."""
         outputs = (self.spec.array_specs, EACH, self._loss, outputs_of(self.pure, "training"))
         passes = MicrobatchStep(self.step, self.written, "micro")
-        given = {"name": "micro_step", "kind": "micro", "fn": self.step.micro}
-        return replace(self.train, **given, passes=passes, outputs=outputs)
+        return replace(self.train, name="micro_step", kind="micro", fn=self.step.micro, passes=passes, outputs=outputs)
 
-    def traced(self, functions: tuple[Callable[..., Any], ...]) -> Program:
-        """Return the program of an optimizer step that also returns what these functions compute in it.
-
-        Args:
-            functions: Of (grads, updates, params, opt_state).
-        """
+    def traced(self, functions: tuple[Callable, ...]) -> Program:
+        """Return the program of an optimizer step that also returns results of (grads, updates, params, opt_state)."""
         step, train = replace(self.step, traced=functions), self.train
         assert train.passes is not None
-        passes = replace(train.passes, step=step)
-        train = replace(train, name="train_step_traced", fn=step.update, passes=passes)
-        return replace(train, outputs=(*train.outputs, SHARED))
+        return replace(
+            train,
+            name="train_step_traced",
+            fn=step.update,
+            passes=replace(train.passes, step=step),
+            outputs=(*train.outputs, SHARED),
+        )
 
-    def fused(self, window: int, kept: Sequence[int]) -> Program:
+    def fused(self, window: int, saved: Sequence[int]) -> Program:
         """Return the program of the optimizer steps of a `Stack` of batches.
 
         Args:
             window: How many batches an optimizer step takes.
-            kept: The indices of what is kept where a window begins.
+            saved: The indices of what is backed up where a window begins.
         """
         spec, (_, *rest) = self.spec, self.train.outputs
         is_row = jax.tree.map(lambda kind: kind is ROWS, rest[-1])
-        backup = [spec.array_specs[i] for i in kept]
+        backup = [spec.array_specs[i] for i in saved]
         counters: Any = spec.index.counters
-        fn = FusedSteps(self.step, window, counters, tuple(kept), is_row)
         return replace(
             self.train,
-            **{"name": "train_steps", "fn": fn, "passes": None},
+            name="train_steps",
+            fn=FusedSteps(self.step, window, counters, tuple(saved), is_row),
+            passes=None,
             inputs=(spec.array_specs, backup),
             outputs=(spec.array_specs, backup, *rest),
         )
@@ -199,13 +133,7 @@ class Training:
 
 
 def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, options: StepOptions) -> Training:
-    """Return how a module is trained.
-
-    Args:
-        module: The module; its arrays may be shapes and dtypes.
-        pure: The same taken apart.
-        strategy: The strategy, set up.
-        options: How optimizer steps are taken.
+    """Return how a module, whose arrays may be shapes and dtypes, is trained; the strategy is set up.
 
     Raises:
         ModuleError: The optimizer, or a callback's arrays, do not fit the module.
@@ -237,10 +165,7 @@ def outputs_of(pure: PureModule, stage: str, loader: int | None = None) -> Any:
 class Diagnosis:
     """Takes the gradients of batches, one after the other, from the state as it is, and changes nothing.
 
-    Args:
-        training: How the module is trained.
-        state: The training state.
-        compile: Compiles a program, when it is first needed.
+    Its program is compiled when it is first needed.
     """
 
     def __init__(self, training: Training, state: State, compile: Callable[[Program], CompiledProgram]) -> None:
@@ -256,18 +181,18 @@ class Diagnosis:
         """Return for each placed batch its loss, and the parameters whose gradient is not finite, by their paths."""
         program, names, leaves, results = self._compile(), self._names, list(self._state.leaves), []
         for batch in batches:
-            made, table, bad = program.run(leaves, batch)
-            for i, x in zip(self._written, made, strict=True):
+            written, table, bad = program.run(leaves, batch)
+            for i, x in zip(self._written, written, strict=True):
                 leaves[i] = x
             loss = self._step.table.read(np.asarray(table))[0]
             results.append((loss, list(itertools.compress(names, np.asarray(bad)))))
         return results
 
-    def took(self, bad: Collection[str] | None) -> list[str]:
+    def changed_arrays(self, bad: Collection[str] | None) -> list[str]:
         """Return the arrays of the optimizer's state that a bad step whose loss was finite has changed.
 
         Args:
-            bad: The parameters whose gradients were not finite; None if they are not known, for all that it may have.
+            bad: The parameters whose gradients were not finite; None if unknown, for all that it may have changed.
         """
         spec, names = self._state.spec, self._names
         if spec.index.loss_scale is not None:  # such a step changes nothing
@@ -280,3 +205,67 @@ class Diagnosis:
     def _names(self) -> list[str]:
         spec = self._state.spec
         return [spec.entries[i][0].removeprefix("module.") for i in jax.tree.leaves(spec.index.params)]
+
+
+def trace_step(
+    pure: PureModule,
+    strategy: Strategy,
+    state: TrainState,
+    key: tuple[str, int | None],
+    inspect: Callable[..., None],
+    batch: Any,
+) -> None:
+    """Trace a stage's step as it will run, and note in `pure` what it does.
+
+    Args:
+        pure: The module, split.
+        strategy: The strategy.
+        state: The state, abstract.
+        key: The stage, and the loader for a step that asks for it.
+        inspect: Looks at the step, given the replica and the arguments of its body.
+        batch: The first batch.
+    """
+    states = (*state.variables, state.counters)
+    (stage, loader), replica = key, strategy.replica
+    batch = replica.part_of(batch) if stage == "training" else batch
+    traces = None
+    if replica.splits and replica.count > 1:
+        traces = _trace_twice(pure, strategy, states, key, batch)
+    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
+    if traces is None:
+        return
+    traced = pure.trace_of(stage, loader)
+    leaves = pure.leaves(*traces.arguments[:3]) if stage == "training" else []
+    traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
+
+
+def _trace_twice(
+    pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
+) -> StepTraces:
+    """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
+    (stage, loader), replicas = key, strategy.replica.count
+    programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
+
+    def keep(replica: Replica, *args: Any) -> None:
+        arguments = _arguments(replica, *args)
+        program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+        programs.append((program, shapes, results))
+        traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
+        triples = zip(traced.rows_of, *(jax.tree.leaves(x[1][3]) for x in (results, programs[0][2])), strict=True)
+        traced.rows_of = tuple(y and is_row(x, rows) and x.shape[1:] == first.shape[1:] for y, x, first in triples)
+
+    strategy.trace(keep, states, batch)
+    rows = num_rows(programs[0][1][3])
+    # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
+    # one: then twice as many of both.
+    with contextlib.suppress(Exception):  # the step may take this very number only
+        for more_rows in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
+            strategy.trace(keep, states, with_rows(batch, more_rows * replicas))
+    (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
+    name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    return StepTraces(program, longer[0], shapes, results, name, metrics)
+
+
+def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
+    return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])

@@ -154,7 +154,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     if resume is not None and not resume.reset_optimizer:  # the optimizer's state is the checkpoint's again
         changed_arrays = []
     elif changed_arrays is None:  # not known: name all that the step may have changed
-        changed_arrays = engine.diagnose.took(None)
+        changed_arrays = engine.diagnose.changed_arrays(None)
     run.unchecked.bad = {
         "step": bad,
         "epoch": position.epoch,
@@ -197,7 +197,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
     return (
         f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that "
         f"are not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}."
-    ), engine.diagnose.took({name for _, names in results for name in names}) if is_finite else []
+    ), engine.diagnose.changed_arrays({name for _, names in results for name in names}) if is_finite else []
 
 
 def _not_finite(batch: Any) -> list[str]:

@@ -16,7 +16,7 @@ from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.team import fetch
-from jaxlit.errors import CheckpointError, DataError, in_all
+from jaxlit.errors import CheckpointError, DataError, raised_everywhere
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
@@ -144,7 +144,7 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
         source.load_state_dict(theirs[0])
         return
     if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
-        raise in_all(
+        raise raised_everywhere(
             DataError(
                 f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader "
                 f"continues only with as many processes as before: {before}, not {processes}. Resume with as "

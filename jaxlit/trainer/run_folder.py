@@ -17,7 +17,7 @@ from jaxlit.checkpoints.remote import local, names_in, staging
 from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.module import TrainModule, tell_taken
 from jaxlit.distributed.team import computers, team
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, in_all
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, raised_everywhere
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.texts import shown
 from jaxlit.weights.loading import load_weights
@@ -99,7 +99,7 @@ class RunFolder:
                 "processes are on several. Pass a folder on a disk that they share, and "
                 f"callbacks=jl.callbacks.Mirror({self.url!r})."
             )
-            raise in_all(error)
+            raise raised_everywhere(error)
 
     def hold(self) -> FolderLock | None:
         """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together.

@@ -158,7 +158,7 @@ class AbstractStep:
         placed = self.strategy.shard_batch(batch)
         program = CompiledProgram("train_step", self.strategy.compile(training.train))
         try:
-            cost = program.given(training.spec.arrays, placed).cost
+            cost = program.note_arguments(training.spec.arrays, placed).cost
         except Exception as error:
             if is_exhausted(error):
                 raise out_of_memory(error, "while the step was compiled", state=training.spec.tree) from error

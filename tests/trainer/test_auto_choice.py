@@ -176,7 +176,7 @@ def test_no_free_memory_is_shown_as_none(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_candidate_that_cannot_be_compiled_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, failed = CompiledProgram.given, list[bool]()
+    given, failed = CompiledProgram.note_arguments, list[bool]()
 
     def fails_once(self: CompiledProgram, *args: Any) -> CompiledProgram:
         if not failed:
@@ -184,7 +184,7 @@ def test_a_candidate_that_cannot_be_compiled_does_not_fit(monkeypatch: pytest.Mo
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13.43GiB.")
         return given(self, *args)
 
-    monkeypatch.setattr(CompiledProgram, "given", fails_once)
+    monkeypatch.setattr(CompiledProgram, "note_arguments", fails_once)
     trainer = fitted(10**9)
     assert repr(trainer.strategy) == "FSDP(stage=1)"
     assert trainer.strategy.reason == "auto: zero1, ddp needs more than 954 MiB per device to be compiled"

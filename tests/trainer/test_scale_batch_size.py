@@ -116,14 +116,14 @@ def test_other_arrays_that_leave_no_memory_are_named(monkeypatch: pytest.MonkeyP
 
 def compiles_up_to(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the compiler run out of memory for larger batches, as that of GPUs does, which tries kernels there."""
-    given = CompiledProgram.given
+    given = CompiledProgram.note_arguments
 
     def fails(self: CompiledProgram, *args: Any) -> CompiledProgram:
         if args[1]["x"].shape[0] > rows:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 13.43GiB.")
         return given(self, *args)
 
-    monkeypatch.setattr(CompiledProgram, "given", fails)
+    monkeypatch.setattr(CompiledProgram, "note_arguments", fails)
 
 
 @pytest.mark.parametrize("most", thinned([1, 2, 77, 300], 1, 77, full=()))
