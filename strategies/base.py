@@ -1,10 +1,7 @@
-"""What a strategy is.
+"""What a strategy is: the `Strategy` base class, and before it the `Program`, a step that a strategy compiles.
 
-Creates arrays in their shardings.
-
-A step that a strategy compiles, with the specs of its inputs and outputs.
-
-Shardings of arrays that belong to parameters.
+The functions after it compile programs, find shardings of arrays that belong to parameters, and create arrays in their
+shardings.
 """
 
 import contextlib
@@ -50,7 +47,7 @@ class Program:
         inputs: The spec of each array of each state.
         outputs: A list of `ArraySpec` for a state, else a pytree of `EACH`, `ROWS` and `SHARED`.
         donate: Indices of the states that the step may overwrite.
-        passes: For a training program under a strategy that takes gradients itself, in passes over parts of a batch.
+        passes: The passes over parts of a batch, for a strategy that takes gradients itself; else None.
     """
 
     name: str
@@ -67,8 +64,8 @@ class ArraySpec:
     """How an array of the state is stored on the devices.
 
     Attributes:
-        sharding: The global array's.
-        per_replica: Each replica has its own part along a leading dim, which its step body does not see.
+        sharding: The sharding of the global array.
+        per_replica: Each replica has its own part along a leading dim, which the step body does not see.
     """
 
     sharding: NamedSharding
@@ -78,13 +75,13 @@ class ArraySpec:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ReplicatedBatch:
-    """A batch whose rows do not divide: every replica, or in several processes every process, has all of them."""
+    """A batch whose rows do not divide: every replica, or each of several processes, has all rows."""
 
     batch: Any
 
 
 class Out:
-    """The kind of an output that is no state."""
+    """The kind of an output that is not a state."""
 
 
 SHARED = Out()  # the same on every replica
@@ -92,32 +89,384 @@ EACH = Out()  # one value a replica, stacked along a new leading dim
 ROWS = Out()  # one row for each row of the batch
 
 
+# The members of jax.checkpoint_policies that are policies; the others return one for arguments.
+_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+
+# By strategy the shardings of each kind of batch; not in its attributes, by which compiled programs are identified.
+_placements: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_MOST_PLACEMENTS = 256
+
+
+class Strategy(Configured, ABC):
+    """How training is distributed over devices: the mesh, the shardings and the compiled step.
+
+    A subclass that shards the state in another way overrides `state_sharding` only: the step is then compiled by
+    `jax.jit`, sees the global batch, and XLA adds the collectives.
+
+    Example:
+        >>> import jax, jaxlit as jl
+        >>> from jax.sharding import NamedSharding, PartitionSpec as P
+        >>> @jl.register_strategy("copies")
+        ... class Copies(jl.Strategy):
+        ...     def state_sharding(self, state, model, example):
+        ...         return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), state)
+        >>> trainer = jl.Trainer(strategy="copies", max_epochs=1, logger=False)
+    """
+
+    batch_axes: tuple[str, ...] = ("data",)
+    """The mesh axes that the batch's rows are split over, together."""
+
+    reason = ""
+    """Why "auto" chose this strategy; empty if it was named."""
+
+    mesh: Mesh
+
+    per_replica = False
+    """Whether a step body sees one replica's rows, not the global batch."""
+
+    notes: Mapping[str, str] = MappingProxyType({})
+    """What the model's summary prints for a parameter before its sharding, by its path."""
+
+    several_processes = True
+    """Whether the strategy can train over the devices of several processes."""
+
+    fuses_steps = True
+    """Whether one program may take several steps, `Trainer(steps_per_execution=k)`."""
+
+    takes_mesh = True
+    """Whether the strategy can train on a mesh of the user's."""
+
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data",)
+    """The axes of a user's mesh that split the batch, if it has them; a single axis does, whatever its name."""
+
+    _user_mesh: Mesh | dict[str, int] | None = None  # the mesh, or the sizes of its axes; None: by `mesh_shape`
+
+    def use_mesh(self, mesh: Mesh | Mapping[str, int] | None) -> None:
+        """Train on a mesh of the user's; call this before `setup`.
+
+        Args:
+            mesh: The mesh, whose axes become automatic (XLA places what no rule places); or the size of each axis by
+                name, one of them -1 at most; or None to build a mesh.
+
+        Raises:
+            ArgumentError: The strategy takes no mesh, or it is ambiguous which axis splits the batch.
+            ArgumentTypeError: `mesh` is not a mesh or a mapping.
+        """
+        name = type(self).__name__
+        if mesh is None:
+            return
+        if not isinstance(mesh, (Mesh, Mapping)):
+            raise ArgumentTypeError(
+                f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, such as {{'data': 2, 'fsdp': "
+                f"-1}}, got {mesh!r}."
+            )
+        if not self.takes_mesh or self._user_mesh is not None:
+            why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
+            raise ArgumentError(
+                f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
+            )
+        names = mesh.axis_names if isinstance(mesh, Mesh) else tuple(mesh)
+        axes = tuple(axis for axis in self.mesh_axes if axis in names)
+        if not axes and len(names) > 1:
+            raise ArgumentError(
+                f"{name}(mesh=...) splits the batch over an axis named {' or '.join(map(repr, self.mesh_axes))}, got "
+                f"axes {names}. Rename one of them."
+            )
+        self.batch_axes = axes or tuple(map(str, names))
+        if isinstance(mesh, Mesh):
+            self._user_mesh = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+        else:
+            self._user_mesh = dict(mesh)
+
+    def setup(self, devices: int | None = None) -> None:
+        """Choose the devices and build the mesh; called once, before anything else.
+
+        Args:
+            devices: How many devices over all processes, None for all.
+
+        Raises:
+            ArgumentError: There are fewer devices, or a process would have no share of them; or a replica strategy
+                splits rows by a `batch_spec`.
+        """
+        mesh, name = self._user_mesh, type(self).__name__
+        _placements[self] = {}
+        if self.per_replica and type(self).batch_spec is not Strategy.batch_spec:
+            raise ArgumentError(
+                f"{name}.batch_spec splits a batch, and each replica sees entire rows. Take a strategy whose step sees "
+                "the entire batch: subclass DDP or FSDP."
+            )
+        if not isinstance(mesh, Mesh):
+            self.mesh = self._build_mesh(sharding.first_devices(devices))
+        elif devices in (None, mesh.size):
+            self.mesh = mesh
+        else:
+            raise ArgumentError(
+                f"Trainer(devices={devices}) with a mesh of {mesh.size} devices. Leave devices out: the mesh has "
+                "the devices to use."
+            )
+        if (count := jax.process_count()) == 1:
+            return
+        per_process = Counter(d.process_index for d in self.mesh.devices.flat)
+        if not self.several_processes:
+            raise ArgumentError(
+                f"{name} trains in one process, and there are {count}. Use strategy='ddp', 'fsdp' or 'shard_map', "
+                "whose meshes span the processes."
+            )
+        if len(per_process) < count or len(set(per_process.values())) > 1:
+            raise ArgumentError(
+                f"{name} would use {self.mesh.size} devices, by process {dict(per_process)}, of {jax.device_count()} "
+                f"in {count} processes. Each process must have as many: leave devices out, or give a mesh of them all."
+            )
+
+    def mesh_shape(self, device_count: int) -> dict[str, int]:
+        """Return the size of each mesh axis, by name; the sizes multiply to `device_count`. Here all are on `data`."""
+        return {"data": device_count}
+
+    def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
+        shape: Any = self.mesh_shape(len(devices)) if self._user_mesh is None else self._user_mesh
+        return sharding.build_mesh(shape, devices, f"The mesh of {type(self).__name__}")
+
+    @abstractmethod
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
+        """Return the sharding of each leaf of the state.
+
+        Args:
+            state: The state, with `jax.ShapeDtypeStruct` leaves, without arrays of callbacks: these are split like the
+                parameters.
+            model: The module taken apart; `model.origin` is the module, whose arrays may be shapes and dtypes only.
+            example: The first batch of the training, for `step_program`; None if it is not known: in an evaluation, or
+                for a module that is built before its loaders.
+
+        Returns:
+            The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
+        """
+
+    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return the shardings of gradients in a step, a tree like `state.params`; None lets XLA choose.
+
+        The arguments are those of `state_sharding`.
+        """
+        return None
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of an array that every device has entirely: counters, sums of metrics, the loss scale."""
+        return NamedSharding(self.mesh, P())
+
+    def create_state(self, init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
+        """Run `init(*inputs)` so that each result is created in its sharding, which may be on any mesh.
+
+        If the results are on several sets of devices, each set computes its own: no device ever holds another's.
+
+        Args:
+            init: A function of arrays to a pytree of arrays.
+            shardings: The same pytree, of shardings.
+            *inputs: Pytrees of arrays.
+            donate: Whether the inputs may be overwritten.
+        """
+        targets, treedef = jax.tree.flatten(shardings)
+        groups: dict[Any, list[int]] = {}
+        for i, target in enumerate(targets):
+            groups.setdefault(tuple(target.mesh.devices.flat), []).append(i)
+        arrays: list[Any] = [None] * len(targets)
+        for indices in groups.values():
+            part, part_inputs = partial(_leaves_at, tuple(indices), self.in_mesh(init)), inputs
+            if len(groups) > 1:
+                part, part_inputs = _of_used_inputs(part, inputs)
+            part_shardings = [targets[i] for i in indices]
+            part_arrays = _create_on_mesh(part, part_shardings, part_inputs, donate=donate and len(groups) == 1)
+            for i, array in zip(indices, part_arrays, strict=True):
+                arrays[i] = array
+        return treedef.unflatten(arrays)
+
+    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile a function that runs on the state outside of a step.
+
+        Args:
+            fn: A function of (a list of arrays of the state, *pytrees of inputs) to a pytree. An input is split over
+                the devices if its rows divide.
+        """
+        compiled = jit(self.mesh, self.in_mesh(fn))
+        return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))
+
+    def _place_input(self, x: Any) -> Any:
+        if self.mesh.size == 1:
+            return x
+        x = x if isinstance(x, jax.Array) else np.asarray(x)
+        divides = x.ndim and x.shape[0] % self.num_replicas == 0
+        return jax.device_put(x, self._batch_sharding(x) if divides else self.replicated)
+
+    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
+        """Return the arrays of a module as they are after a fit; here in their shardings."""
+        return arrays
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ways the rows of a batch are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    def batch_spec(self, x: Any) -> P:
+        """Return how a leaf of a batch is split: its rows over `batch_axes`; a number is on each device.
+
+        This decides for a batch that is placed and for a batch inside a step. A strategy that splits another dim as
+        well, for example the positions of a text, overrides it.
+
+        Args:
+            x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
+        """
+        return sharding.split_dim(0, self.batch_axes) if x.ndim else P()
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Place a host batch: rows are split over the devices if they divide, otherwise all rows are on each device.
+
+        On one device the host arrays go directly into the step, which is cheaper.
+
+        Args:
+            batch: The batch, or in several processes this process's rows of it; `ReplicatedBatch` if it has all rows.
+                The shapes and dtypes of a global batch, as in a plan, are returned with shardings.
+        """
+        if self.mesh.size == 1:
+            return batch
+        replicated = isinstance(batch, ReplicatedBatch)
+        arrays = batch.batch if replicated else batch
+        leaves, treedef = jax.tree.flatten(arrays)
+        key = treedef, replicated, *[x.shape for x in leaves]
+        placements = _placements[self]
+        if (shardings := placements.get(key)) is None:  # they are built once for each kind of batch
+            processes = 1 if replicated else jax.process_count()
+            divides = num_rows(arrays) * processes % self.num_replicas == 0
+            sharding_of = self._stack_sharding if isinstance(arrays, Stack) else self._batch_sharding
+            shardings = jax.tree.map(sharding_of if divides else lambda _: self.replicated, arrays)
+            if len(placements) == _MOST_PLACEMENTS:
+                placements.clear()
+            placements[key] = shardings
+        if leaves and leaves[0].__class__ is jax.ShapeDtypeStruct:
+            return sharding.place_shapes(arrays, shardings)
+        return (sharding.place_replicated if replicated else sharding.place)(arrays, shardings)
+
+    def splits_by_process(self, batch: Any) -> bool:
+        """Return whether each process places rows that no other does, by a global batch or its shapes.
+
+        Otherwise each process has all rows, and places those that its devices need.
+        """
+        return num_rows(batch) % self.num_replicas == 0 and all(
+            sharding.rows_by_process(self._batch_sharding(x), tuple(x.shape)) for x in jax.tree.leaves(batch) if x.ndim
+        )
+
+    def _constrain_batch(self, batch: Any) -> Any:
+        if self.mesh.size == 1:
+            return batch
+        if num_rows(batch) % self.num_replicas and self.num_replicas < self.mesh.size:
+            # XLA adds the padding of an uneven part to the gradient of a lookup if several devices hold that part.
+            return jax.lax.with_sharding_constraint(batch, self.replicated)
+        # Otherwise a sharding may be uneven inside a step: a batch that does not divide is computed sharded too.
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x, batch
+        )
+
+    def _batch_sharding(self, x: Any) -> NamedSharding:
+        return NamedSharding(self.mesh, self.batch_spec(x))
+
+    def _stack_sharding(self, x: Any) -> NamedSharding:
+        spec = tuple(self.batch_spec(x[:, 0]))
+        return NamedSharding(self.mesh, P(*(spec[:1] or (None,)), None, *spec[1:]))
+
+    @property
+    def replica(self) -> Replica:
+        """What a step body sees."""
+        return Replica(constrain_batch=self._constrain_batch)
+
+    def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `fn` with the mesh in context while it is traced, so that its code may name the mesh's axes."""
+
+        def call(*args: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                return fn(*args)
+
+        return call
+
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
+        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
+
+        Args:
+            fn: A function that returns nothing.
+            states: Pytrees of arrays or `jax.ShapeDtypeStruct`s.
+            batch: The host batch.
+        """
+        jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
+
+    def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Trace the user's training step; jax reuses the trace later.
+
+        The arguments are those of `state_sharding`, with an `example`.
+
+        Returns:
+            A `jax.extend.core.ClosedJaxpr`, whose first inputs are the leaves of params, frozen and model_state.
+        """
+        programs: list[Any] = []
+
+        def append(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
+            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
+            programs.append(jax.make_jaxpr(model.body("training", replica))(*args))
+
+        # With the types that the placed state will have: jax caches a trace by them.
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
+        states = *placed.variables, placed.counters
+        self.trace(append, states, self.replica.part_of(example))
+        return programs[0]
+
+    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
+        """Return the function to trace for the user's step; here `body` itself.
+
+        Args:
+            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
+            shardings: The sharding of each leaf of the state.
+        """
+        return body
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """Return a function of `(*states, batch)` that runs the program, compiled at its first call.
+
+        If it has `trace`, as a function of `jax.jit` has, `Trainer.explain` reports what the program costs.
+        """
+        body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
+        # XLA chooses the shardings of results other than the state and the metrics.
+        out = tuple(
+            sharding if sharding is not None else self.replicated if x is SHARED or x is EACH else None
+            for sharding, x in zip(state_shardings(program), program.outputs, strict=True)
+        )
+        return jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate)
+
+    def describe(self) -> str:
+        """Return the name, the mesh, and why the strategy was chosen; a subclass may add lines."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
+
+
 def state_shardings(program: Program) -> tuple[Any, ...]:
     """Return the shardings of the states that a program returns, and None, XLA's choice, for its other results.
 
-    A state's sharding that XLA chose could differ from the one it had before, for example for an array without
-    elements, and the next call would compile again.
+    A sharding that XLA chose for a state could differ from the former one, for example for an array without elements,
+    and the next call would compile again.
     """
-    is_state = lambda x: isinstance(x, list) and all(isinstance(y, ArraySpec) for y in x)  # noqa: E731
-    # Not every list: what a user's step returns may be one.
-    return tuple([spec.sharding for spec in x] if is_state(x) else None for x in program.outputs)
+    return tuple(
+        # A user's step may return another list.
+        [spec.sharding for spec in x] if isinstance(x, list) and all(isinstance(y, ArraySpec) for y in x) else None
+        for x in program.outputs
+    )
 
 
 def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
     """Compile a program with collectives over a mesh by `jax.jit`, which takes the options."""
     if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
-        # Collectives of one loop run at once otherwise, for which simulated devices have too few threads: they wait
+        # Otherwise the collectives of a loop run at once, for which simulated devices have too few threads: they wait
         # for each other, and the process is ended.
         options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
     return jax.jit(fn, **options)
 
 
-# Those of jax.checkpoint_policies that are policies; the others make one of arguments.
-_POLICIES = ("everything_saveable", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
-
-
 def remat_policy(remat: bool | str, owner: str) -> Any:
-    """Return what a backward pass keeps, one of `jax.checkpoint_policies`; None for False, to keep everything."""
+    """Return a member of `jax.checkpoint_policies`, what a backward pass saves; None for False, to save everything."""
     valid = isinstance(remat, bool) or remat in _POLICIES
     check.require(valid, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
     name = "nothing_saveable" if remat is True else remat
@@ -137,17 +486,17 @@ def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
     """Give each leaf of a state the sharding of the parameter that it belongs to.
 
-    A leaf belongs to the parameter whose path is the end of its own and whose shape it has. This holds
-    for optimizers that mask, partition or factor as well, where optax's own map over parameters fails.
+    A leaf belongs to the parameter that has its shape, and a path that its own path ends with. This holds for
+    optimizers that mask, partition or factor as well, where optax's map over parameters fails.
 
     Args:
         state: A state of an optimizer or a callback, or the training state, of `jax.ShapeDtypeStruct`s.
         params: The parameters, of `jax.ShapeDtypeStruct`s.
-        shardings: The parameters' shardings.
+        shardings: The shardings of the parameters.
         default: The sharding of the other leaves.
 
     Returns:
-        The tree of `state`, of shardings.
+        A tree of shardings like `state`.
 
     Example:
         >>> import jax, jaxlit as jl, optax
@@ -182,78 +531,53 @@ def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
     return tuple(map(str, keys_of(path)))
 
 
-def create(init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
-    """Run `init(*inputs)` so that each result is created in its sharding.
-
-    Where the results are on several sets of devices, each set computes its own: no device ever holds another's.
-
-    Args:
-        init: A function of arrays to a pytree of arrays.
-        shardings: The same pytree, of shardings.
-        *inputs: Pytrees of arrays.
-        donate: Whether the inputs may be overwritten.
-    """
-    wanted, treedef = jax.tree.flatten(shardings)
-    groups: dict[Any, list[int]] = {}
-    for i, target in enumerate(wanted):
-        groups.setdefault(tuple(target.mesh.devices.flat), []).append(i)
-    made: list[Any] = [None] * len(wanted)
-    for places in groups.values():
-        some, alone = partial(_leaves_at, tuple(places), init), len(groups) == 1
-        some, given = (some, inputs) if alone else _of_what_is_used(some, inputs)
-        arrays = _on_one_set(some, [wanted[i] for i in places], given, donate=donate and alone)
-        for i, array in zip(places, arrays, strict=True):
-            made[i] = array
-    return treedef.unflatten(made)
+def _leaves_at(indices: tuple[int, ...], init: Callable[..., Any], *inputs: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(init(*inputs))  # XLA drops what only the other leaves need
+    return [leaves[i] for i in indices]
 
 
-def _leaves_at(places: tuple[int, ...], init: Callable[..., Any], *inputs: Any) -> list[jax.Array]:
-    leaves = jax.tree.leaves(init(*inputs))  # XLA drops what only the others need
-    return [leaves[i] for i in places]
-
-
-def _of_what_is_used(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
-    """Return a function of only the inputs that its results depend on: the others are not sent anywhere."""
+def _of_used_inputs(init: Callable[..., Any], inputs: Any) -> tuple[Callable[..., Any], Any]:
+    """Return a function of only the inputs that the results depend on, and these inputs: no others are sent."""
     leaves, treedef = jax.tree.flatten(inputs)
     closed = jax.make_jaxpr(lambda *x: init(*treedef.unflatten(x)))(*leaves)
-    used = reaches(closed.jaxpr, range(len(closed.jaxpr.outvars)))
-    kept = [i for i, is_used in enumerate(used) if is_used]
+    is_used = reaches(closed.jaxpr, range(len(closed.jaxpr.outvars)))
+    indices = [i for i in range(len(leaves)) if is_used[i]]
 
-    def some(*given: Any) -> Any:
-        run = jaxpr_as_fun(closed)
-        values = dict(zip(kept, given, strict=True))
-        return run(*(values[i] if i in values else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves)))
+    def call(*used: Any) -> Any:
+        values = dict(zip(indices, used, strict=True))
+        zeros_or_values = (values[i] if i in values else jnp.zeros(x.shape, x.dtype) for i, x in enumerate(leaves))
+        return jaxpr_as_fun(closed)(*zeros_or_values)
 
-    return some, tuple(leaves[i] for i in kept)
+    return call, tuple(leaves[i] for i in indices)
 
 
-def _on_one_set(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:
+def _create_on_mesh(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:
     if inputs and not donate:
         # Arrays that the caller holds may be committed to other devices.
         inputs = jax.tree.map(lambda x: _onto(x, shardings[0].mesh), inputs)
     leaves, treedef = jax.tree.flatten(inputs)
-    # A typed key becomes raw data, for which its buffer cannot be reused.
-    kept = [x if is_key(x) else None for x in leaves]
+    # Typed keys are not donated: they become raw data, for which a buffer cannot be reused.
+    keys = [x if is_key(x) else None for x in leaves]
+    arrays = [None if is_key(x) else x for x in leaves]
 
-    def build(given: list[Any], kept: list[Any]) -> Any:
-        return init(*treedef.unflatten(y if x is None else x for x, y in zip(kept, given, strict=True)))
+    def build(arrays: list[Any], keys: list[Any]) -> Any:
+        return init(*treedef.unflatten(y if x is None else x for x, y in zip(keys, arrays, strict=True)))
 
-    given = [None if is_key(x) else x for x in leaves]
     build = named("create_state", build)
     program = jax.jit(build, out_shardings=shardings, donate_argnums=0 if donate else ())
     with _kernel_of_random_bits(shardings[0].mesh):
-        same_program("create_state", lambda: program.trace(given, kept))
-        made = program(given, kept)
-    # Without jit nothing follows out_shardings.
-    return jax.device_put(made, shardings) if jax.config.jax_disable_jit else made  # type: ignore[attr-defined]
+        same_program("create_state", lambda: program.trace(arrays, keys))
+        results = program(arrays, keys)
+    # Without jit, out_shardings have no effect.
+    return jax.device_put(results, shardings) if jax.config.jax_disable_jit else results  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
-    """Draw random bits on a single GPU by jax's own kernel, which gives the same ones.
+    """Draw random bits on a single GPU by jax's own kernel, which draws the same bits.
 
-    XLA unrolls them otherwise, and takes minutes to compile the weights of a few dozen layers. On several devices it
-    could not split the kernel.
+    Otherwise XLA unrolls the drawing, and takes minutes to compile the weights of a few dozen layers. On several
+    devices it could not split the kernel.
     """
     name, config = "jax_threefry_gpu_kernel_lowering", jax.config
     is_set = getattr(config, name, True)  # True: a jax that has no such flag chooses by itself
@@ -268,7 +592,7 @@ def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
 
 
 def _untyped(x: jax.Array) -> jax.Array:
-    """Return an array in its place, on a mesh of Auto axes: one of Explicit axes would be a part of its type."""
+    """Return an array where it is, on a mesh of Auto axes: a mesh of Explicit axes would be part of its type."""
     sharding = x.sharding
     if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) == {AxisType.Auto}:
         return x
@@ -286,362 +610,8 @@ def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
         return jax.device_put(x, replicated)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return carry(x, replicated)
-    key = is_key(x)  # which jax does not put onto the devices of other processes
-    # The processes have compared their arrays: jax, which would send all of them around for it, need not.
-    data = place_replicated(jax.random.key_data(x) if key else x, replicated)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x)) if key else data
-
-
-# By strategy the shardings of each kind of batch; not in its attributes, by which compiled programs are known.
-_placements: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-_MOST_PLACEMENTS = 256
-
-
-class Strategy(Configured, ABC):
-    """How training is distributed over devices: the mesh, the shardings and the compiled step.
-
-    A subclass that shards the state in its own way overrides `state_sharding` only: the step is then
-    compiled by `jax.jit`, sees the global batch, and XLA adds the collectives.
-
-    Example:
-        >>> import jax, jaxlit as jl
-        >>> from jax.sharding import NamedSharding, PartitionSpec as P
-        >>> @jl.register_strategy("copies")
-        ... class Copies(jl.Strategy):
-        ...     def state_sharding(self, state, model, example):
-        ...         return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), state)
-        >>> trainer = jl.Trainer(strategy="copies", max_epochs=1, logger=False)
-    """
-
-    batch_axes: tuple[str, ...] = ("data",)
-    """The mesh axes that the batch's rows are split over, together."""
-
-    reason = ""
-    """Why "auto" chose this strategy; empty if it was named."""
-
-    mesh: Mesh
-
-    per_replica = False
-    """Whether a step body sees one replica's rows, not the global batch."""
-
-    notes: Mapping[str, str] = MappingProxyType({})
-    """What the model's summary prints for a parameter before its sharding, by its path."""
-
-    several_processes = True
-    """Whether it can train over the devices of several processes."""
-
-    fuses_steps = True
-    """Whether one program may take several steps, `Trainer(steps_per_execution=k)`."""
-
-    takes_mesh = True
-    """Whether it can train on a mesh of the user's."""
-
-    mesh_axes: ClassVar[tuple[str, ...]] = ("data",)
-    """The axes of such a mesh that split the batch, as far as it has them; an only axis does, whatever its name."""
-
-    _given_mesh: Mesh | dict[str, int] | None = None  # the user's, or the sizes of its axes; None: by `mesh_shape`
-
-    # The mesh
-
-    def use_mesh(self, mesh: Mesh | Mapping[str, int] | None) -> None:
-        """Train on a mesh of the user's; to be called before `setup`.
-
-        Args:
-            mesh: The mesh, whose axes become automatic (XLA places what no rule places); or the size of each axis by
-                its name, one of them -1 at most; or None to build one.
-
-        Raises:
-            ArgumentError: The strategy takes no mesh, or it is ambiguous which axis splits the batch.
-            ArgumentTypeError: `mesh` is not a mesh or a mapping.
-        """
-        name = type(self).__name__
-        if mesh is None:
-            return
-        if not isinstance(mesh, (Mesh, Mapping)):
-            raise ArgumentTypeError(
-                f"{name}(mesh=...) takes a jax.sharding.Mesh or the sizes of its axes, such as {{'data': 2, 'fsdp': "
-                f"-1}}, got {mesh!r}."
-            )
-        if not self.takes_mesh or self._given_mesh is not None:
-            why = "has a mesh of its own already" if self.takes_mesh else "builds its own mesh"
-            raise ArgumentError(
-                f"{name} {why}, got mesh={mesh!r}. Leave mesh out, or use 'ddp', 'fsdp' or 'shard_map'."
-            )
-        names = mesh.axis_names if isinstance(mesh, Mesh) else tuple(mesh)
-        axes = tuple(axis for axis in self.mesh_axes if axis in names)
-        if not axes and len(names) > 1:
-            raise ArgumentError(
-                f"{name}(mesh=...) splits the batch over an axis named {' or '.join(map(repr, self.mesh_axes))}, got "
-                f"axes {names}. Rename one of them."
-            )
-        self.batch_axes = axes or tuple(map(str, names))
-        if isinstance(mesh, Mesh):
-            self._given_mesh = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
-        else:
-            self._given_mesh = dict(mesh)
-
-    def setup(self, devices: int | None = None) -> None:
-        """Choose the devices and build the mesh; called once, before anything else.
-
-        Args:
-            devices: How many over all processes, None for all.
-
-        Raises:
-            ArgumentError: There are fewer, or a process would be left without its share; or a replica strategy splits
-                rows by a `batch_spec`.
-        """
-        given, name = self._given_mesh, type(self).__name__
-        _placements[self] = {}
-        if self.per_replica and type(self).batch_spec is not Strategy.batch_spec:
-            raise ArgumentError(
-                f"{name}.batch_spec splits a batch, and each replica sees entire rows. Take a strategy whose step sees "
-                "the entire batch: subclass DDP or FSDP."
-            )
-        if not isinstance(given, Mesh):
-            self.mesh = self._build_mesh(sharding.first_devices(devices))
-        elif devices in (None, given.size):
-            self.mesh = given
-        else:
-            raise ArgumentError(
-                f"Trainer(devices={devices}) with a mesh of {given.size} devices. Leave devices out: the mesh has "
-                "the devices to use."
-            )
-        if (count := jax.process_count()) == 1:
-            return
-        per_process = Counter(d.process_index for d in self.mesh.devices.flat)
-        if not self.several_processes:
-            raise ArgumentError(
-                f"{name} trains in one process, and there are {count}. Use strategy='ddp', 'fsdp' or 'shard_map', "
-                "whose meshes span the processes."
-            )
-        if len(per_process) < count or len(set(per_process.values())) > 1:
-            raise ArgumentError(
-                f"{name} would use {self.mesh.size} devices, by process {dict(per_process)}, of {jax.device_count()} "
-                f"in {count} processes. Each process must have as many: leave devices out, or give a mesh of them all."
-            )
-
-    def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return the size of each mesh axis, by name; here all devices are on `data`.
-
-        Args:
-            device_count: How many devices there are; the sizes multiply to it.
-        """
-        return {"data": device_count}
-
-    def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
-        shape: Any = self.mesh_shape(len(devices)) if self._given_mesh is None else self._given_mesh
-        return sharding.build_mesh(shape, devices, f"The mesh of {type(self).__name__}")
-
-    # The state
-
-    @abstractmethod
-    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
-        """Return the sharding of each leaf of the state.
-
-        Args:
-            state: The state, with `jax.ShapeDtypeStruct` leaves. Arrays of callbacks are not in it: they are split as
-                the parameters are.
-            model: The module taken apart; `model.origin` is the module, whose arrays may be shapes and dtypes only.
-            example: The first batch of the training, for `step_program`; None where none is known yet: in an
-                evaluation, or where a module is built before its loaders.
-
-        Returns:
-            The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
-        """
-
-    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the shardings of gradients in a step, a tree like `state.params`; None lets XLA choose.
-
-        Args:
-            state: See `state_sharding`.
-            model: See `state_sharding`.
-            example: See `state_sharding`.
-        """
-        return None
-
-    @property
-    def replicated(self) -> NamedSharding:
-        """The sharding of an array of which every device has all: counters, the metrics' sums, the loss scale."""
-        return NamedSharding(self.mesh, P())
-
-    def create_state(self, init: Callable[..., Any], shardings: Any, *inputs: Any, donate: bool = False) -> Any:
-        """Run `init(*inputs)` so that each result is created in its sharding, which may be on any mesh.
-
-        Args:
-            init: A function of arrays to a pytree of arrays.
-            shardings: The same pytree, of shardings.
-            *inputs: Pytrees of arrays.
-            donate: Whether the inputs may be overwritten.
-        """
-        return create(self.in_mesh(init), shardings, *inputs, donate=donate)
-
-    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile what runs on the state outside of a step.
-
-        Args:
-            fn: A function of (a list of arrays of the state, *pytrees of inputs) to a pytree. An input is split over
-                the devices where its rows divide.
-        """
-        compiled = jit(self.mesh, self.in_mesh(fn))
-        return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))
-
-    def _place_input(self, x: Any) -> Any:
-        if self.mesh.size == 1:
-            return x
-        x = x if isinstance(x, jax.Array) else np.asarray(x)
-        split = x.ndim and x.shape[0] % self.num_replicas == 0
-        return jax.device_put(x, self._batch_sharding(x) if split else self.replicated)
-
-    def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return the arrays of a module as a fit leaves them; here in their shardings."""
-        return arrays
-
-    # The batch
-
-    @property
-    def num_replicas(self) -> int:
-        """How many ways the rows of a batch are split."""
-        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
-
-    def batch_spec(self, x: Any) -> P:
-        """Return how a leaf of a batch is split: its rows over `batch_axes`; a number is on each device.
-
-        The one place that decides it, for a batch that is placed and for one inside a step. A strategy that splits
-        another dim as well, for example the positions of a text, overrides it.
-
-        Args:
-            x: An array, or its shape and dtype; (rows, ...), where the rows divide by `num_replicas`.
-        """
-        return sharding.split_dim(0, self.batch_axes) if x.ndim else P()
-
-    def shard_batch(self, batch: Any) -> Any:
-        """Place a host batch: rows split over the devices where they divide, otherwise all of them on each.
-
-        On one device the host arrays go straight into the step, which is cheaper.
-
-        Args:
-            batch: The batch, or in several processes this process's rows of it; `ReplicatedBatch` if it has them all.
-                Of the shapes and dtypes of a global batch, as in a plan, the same with shardings is returned.
-        """
-        if self.mesh.size == 1:
-            return batch
-        replicated = isinstance(batch, ReplicatedBatch)
-        arrays = batch.batch if replicated else batch
-        leaves, treedef = jax.tree.flatten(arrays)
-        key = treedef, replicated, *[x.shape for x in leaves]
-        placements = _placements[self]
-        if (shardings := placements.get(key)) is None:  # they are made once for each kind of batch
-            processes = 1 if replicated else jax.process_count()
-            split = num_rows(arrays) * processes % self.num_replicas == 0
-            sharding_of = self._stack_sharding if isinstance(arrays, Stack) else self._batch_sharding
-            shardings = jax.tree.map(sharding_of if split else lambda _: self.replicated, arrays)
-            if len(placements) == _MOST_PLACEMENTS:
-                placements.clear()
-            placements[key] = shardings
-        if leaves and leaves[0].__class__ is jax.ShapeDtypeStruct:
-            return sharding.place_shapes(arrays, shardings)
-        return (sharding.place_replicated if replicated else sharding.place)(arrays, shardings)
-
-    def splits_by_process(self, batch: Any) -> bool:
-        """Return whether each process places rows that no other does; otherwise it places what it needs of all rows.
-
-        Args:
-            batch: The global batch, or its shapes.
-        """
-        return num_rows(batch) % self.num_replicas == 0 and all(
-            sharding.rows_by_process(self._batch_sharding(x), tuple(x.shape)) for x in jax.tree.leaves(batch) if x.ndim
-        )
-
-    def _constrain_batch(self, batch: Any) -> Any:
-        if self.mesh.size == 1:
-            return batch
-        if num_rows(batch) % self.num_replicas and self.num_replicas < self.mesh.size:
-            # XLA adds what pads an uneven part into the gradient of a lookup, where several devices hold that part.
-            return jax.lax.with_sharding_constraint(batch, self.replicated)
-        # Else a sharding may be uneven inside a step: a batch that does not divide is computed sharded too.
-        split = lambda x: jax.lax.with_sharding_constraint(x, self._batch_sharding(x)) if x.ndim else x  # noqa: E731
-        return jax.tree.map(split, batch)
-
-    def _batch_sharding(self, x: Any) -> NamedSharding:
-        return NamedSharding(self.mesh, self.batch_spec(x))
-
-    def _stack_sharding(self, x: Any) -> NamedSharding:
-        spec = tuple(self.batch_spec(x[:, 0]))
-        return NamedSharding(self.mesh, P(*(spec[:1] or (None,)), None, *spec[1:]))
-
-    # The step
-
-    @property
-    def replica(self) -> Replica:
-        """What a step body sees."""
-        return Replica(constrain_batch=self._constrain_batch)
-
-    def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn` with the mesh in context while it is traced, so that what it runs may name the mesh's axes."""
-
-        def call(*args: Any) -> Any:
-            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                return fn(*args)
-
-        return call
-
-    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
-
-        Args:
-            fn: A function that returns nothing.
-            states: Pytrees of arrays or `jax.ShapeDtypeStruct`s.
-            batch: The host batch.
-        """
-        jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
-
-    def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Trace the user's training step; what is traced again later is not traced twice.
-
-        Args:
-            state: See `state_sharding`.
-            model: See `state_sharding`.
-            example: See `state_sharding`; not None.
-
-        Returns:
-            Its program, a `jax.extend.core.ClosedJaxpr`, whose first inputs are the leaves of params, frozen and
-            model_state.
-        """
-        programs: list[Any] = []
-
-        def keep(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
-            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
-            programs.append(jax.make_jaxpr(model.body("training", replica))(*args))
-
-        # With the types that the placed state will have: jax keeps a trace by them.
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
-        states = *placed.variables, placed.counters
-        self.trace(keep, states, self.replica.part_of(example))
-        return programs[0]
-
-    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the user's step as it is to be traced into a program; here as it is.
-
-        Args:
-            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
-            shardings: The sharding of each leaf of the state.
-        """
-        return body
-
-    def compile(self, program: Program) -> Callable[..., Any]:
-        """Return a function of `(*states, batch)` that runs the program, compiled at its first call.
-
-        If it has `trace`, as a function of `jax.jit` has, `Trainer.explain` reports what the program costs.
-        """
-        body = named(program.name, self.in_mesh(partial(program.fn, self.replica)))
-        # XLA chooses the shardings of what a step returns next to the state and the metrics.
-        out = tuple(
-            sharding if sharding is not None else self.replicated if x is SHARED or x is EACH else None
-            for sharding, x in zip(state_shardings(program), program.outputs, strict=True)
-        )
-        return jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate)
-
-    def describe(self) -> str:
-        """Return the name, the mesh, and why it was chosen; a strategy may add lines."""
-        mesh = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        return f"{type(self).__name__} on mesh {mesh}" + (f" ({self.reason})" if self.reason else "")
+    # The processes have compared their arrays: jax would send all of them around to compare them.
+    if is_key(x):  # which jax does not put onto the devices of other processes
+        data = place_replicated(jax.random.key_data(x), replicated)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return place_replicated(x, replicated)

@@ -140,12 +140,12 @@ class Pipeline(Strategy):
                 f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
                 "Give a divisor, or Trainer(devices=...)."
             )
-        given: Any = self._inner._given_mesh
+        given: Any = self._inner._user_mesh
         shape: Any = getattr(given, "shape", given) or self._inner.mesh_shape(device_count // stages)
         return {"stage": stages} | dict(shape)
 
     def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
-        shape: Any = self.mesh_shape(len(devices)) if self._given_mesh is None else self._given_mesh
+        shape: Any = self.mesh_shape(len(devices)) if self._user_mesh is None else self._user_mesh
         return mesh_within_processes(devices, shape) or super()._build_mesh(devices)
 
     def setup(self, devices: int | None = None) -> None:
@@ -181,10 +181,10 @@ class Pipeline(Strategy):
     def _inner_on(self, mesh: Mesh) -> Any:
         """Return the strategy within a rank, on a rank's mesh."""
         inner = copy.copy(self._inner)
-        if self._given_mesh is None:  # its axes are the strategy's own
-            inner._given_mesh = mesh
+        if self._user_mesh is None:  # its axes are the strategy's own
+            inner._user_mesh = mesh
         else:
-            inner._given_mesh = None
+            inner._user_mesh = None
             inner.use_mesh(mesh)
         inner.setup()
         inner.step_program = self.step_program  # type: ignore[method-assign]  # with marks, and of one microbatch

@@ -20,18 +20,18 @@ class ArrayLoader:
     """Batches of arrays in memory or mapped from disk, taken by one vectorised index each.
 
     Batch k of epoch e is a function of (seed, e, k) alone; the Trainer sets the epoch. In several processes, which
-    all hold the same arrays, each gives its own rows of a batch.
+    all hold the same arrays, each gives its share of a batch's rows.
 
     Args:
         arrays: A pytree of arrays with the same leading size, `np.memmap` for data larger than memory.
         batch_size: Global rows of a batch.
-        shuffle: Take the rows in another order each epoch.
+        shuffle: Take the rows in a new order each epoch.
         seed: The seed of that order.
         drop_remainder: Leave out a last batch that is not full.
 
     Raises:
         ArgumentError: An argument is out of its range, or leading sizes differ.
-        ArgumentTypeError: There is no argument of a name.
+        ArgumentTypeError: An argument of this name does not exist.
 
     Example:
         >>> import jaxlit as jl, numpy as np
@@ -63,8 +63,9 @@ class ArrayLoader:
         self.num_rows = sizes.pop()
         # A plain view of a memory map is indexed faster than the map, and reads from the disk as late.
         # A pandas column is indexed by its labels, so it is made an array as well.
-        ours = lambda x: isinstance(x, (np.ndarray, jax.Array)) or hasattr(x, "to_numpy")  # noqa: E731
-        self._leaves = [np.asarray(x) if ours(x) else x for x in leaves]
+        self._leaves = [
+            np.asarray(x) if isinstance(x, (np.ndarray, jax.Array)) or hasattr(x, "to_numpy") else x for x in leaves
+        ]
         self._treedef = jax.tree.structure(arrays)
         self._epoch, self._next, self._start = 0, 0, 0
 
@@ -81,33 +82,31 @@ class ArrayLoader:
             self._epoch, self._next, self._start = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        order, start, self._start = self.order(self._epoch), self._start, 0
-        alone, size, count, unflatten = (
-            jax.process_count() == 1,
-            self.batch_size,
-            self.num_rows,
-            self._treedef.unflatten,
-        )
+        order = self.order(self._epoch)
+        start, self._start = self._start, 0
+        size, num_rows = self.batch_size, self.num_rows
+        is_shared = jax.process_count() > 1
+        unflatten = self._treedef.unflatten
         for k in range(start, len(self)):
             first = k * size
-            stop = first + size if first + size < count else count
-            if not alone:
-                own = own_rows(stop - first)
-                first, stop = first + own.start, first + own.stop
+            stop = first + size if first + size < num_rows else num_rows
+            if is_shared:
+                rows = own_rows(stop - first)
+                first, stop = first + rows.start, first + rows.stop
             self._next = k + 1
-            # Always memory of its own: a device may alias the batch, and the arrays are the caller's.
+            # Always new memory: a device may alias the batch, and the arrays are the caller's.
             if order is None:
                 yield unflatten([np.array(x[first:stop]) for x in self._leaves])
             else:
                 yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
 
     def gather(self, order: np.ndarray | None, first: int, count: int) -> Any:
-        """Return a batch, or a `Stack` of several full ones; a single one if the last of them is short.
+        """Return `count` full batches as a `Stack`, or a single batch if the last of them is short.
 
         Args:
             order: The rows of the epoch, as `order` returns them.
-            first: The first batch.
-            count: How many.
+            first: The number of the first batch.
+            count: How many batches are wanted.
         """
         size = self.batch_size
         if (first + count) * size > self.num_rows:
@@ -116,16 +115,15 @@ class ArrayLoader:
         if count == 1:
             return self._treedef.unflatten([np.array(x[rows if order is None else order[rows]]) for x in self._leaves])
         if order is None:
-            split = [np.asarray(x[rows]).reshape(count, size, *x.shape[1:]).swapaxes(0, 1) for x in self._leaves]
+            blocks = [np.asarray(x[rows]).reshape(count, size, *x.shape[1:]) for x in self._leaves]
+            arrays = [np.array(x.swapaxes(0, 1)) for x in blocks]  # new memory, as in `__iter__`
         else:
             columns = order[rows].reshape(count, size).T.ravel()
-            split = [np.asarray(x[columns]).reshape(size, count, *x.shape[1:]) for x in self._leaves]
-        # In memory of its own, see `__iter__`.
-        arrays = list(map(np.array, split)) if order is None else split
+            arrays = [np.asarray(x[columns]).reshape(size, count, *x.shape[1:]) for x in self._leaves]
         return Stack(self._treedef.unflatten(arrays), count, (False,) * len(arrays))
 
     def unshuffled(self) -> "ArrayLoader":
-        """Return a loader of the same rows in their own order."""
+        """Return a loader of the same rows that does not shuffle them."""
         return ArrayLoader(self.arrays, self.batch_size, drop_remainder=self.drop_remainder)
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,17 +136,17 @@ class ArrayLoader:
         Raises:
             DataError: It was taken from other data, or with another batch size, seed or order.
         """
-        if what := differences(state["fingerprint"], self.fingerprint):
+        if changes := differences(state["fingerprint"], self.fingerprint):
             raise DataError(
-                f"ArrayLoader.load_state_dict: the state belongs to other data: {what}. Build the loader as it was "
+                f"ArrayLoader.load_state_dict: the state belongs to other data: {changes}. Build the loader as it was "
                 "built when the state was taken."
             )
-        self._epoch, self._start = int(state["epoch"]), int(state["batch"])
-        self._next = self._start
+        self._epoch = int(state["epoch"])
+        self._start = self._next = int(state["batch"])
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What the order and the content of the batches depend on; of the content a few rows are looked at."""
+        """What the order and the content of the batches depend on; the content is sampled at 16 rows."""
         named = zip(jax.tree_util.tree_leaves_with_path(self.arrays), self._leaves, strict=True)
         digest = hashlib.sha256()
         for (path, _), x in named:
@@ -166,12 +164,12 @@ class ArrayLoader:
         }
 
     def order(self, epoch: int) -> np.ndarray | None:
-        """Return the rows of an epoch in their order; None for their own."""
+        """Return the order of an epoch's rows; None if they are not shuffled."""
         return np.random.default_rng((self.seed, epoch)).permutation(self.num_rows) if self.shuffle else None
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return what differs between two fingerprints, nothing if they are equal."""
+    """Return what differs between two fingerprints; an empty text if they are equal."""
     changes = {}
     for name in {**now, **was}:
         if (old := was.get(name, "nothing")) != (new := now.get(name, "nothing")):

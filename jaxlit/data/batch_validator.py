@@ -1,6 +1,7 @@
-"""Host batches: what a step could not take is refused, the rest is converted to what it takes.
+"""What a batch must be: `BatchValidator` refuses what no step could take, and converts the rest.
 
-Agreement of several processes on the batches of one loader.
+In several processes, `Agreement` checks that their batches make one global batch, and `InStep` that none of them runs
+out of batches before the others.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,8 @@ from jaxlit.texts import leaf_name, shown
 
 _logger = logging.getLogger("jaxlit")
 
+_MOST_AHEAD = 8  # batches that are drawn before the processes compare how many they have
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -40,22 +43,21 @@ class _Kind:
 class BatchValidator:
     """Checks the batches of one loader, and splits them into what the step gets and what stays on the host.
 
-    A hook of the user's comes first. Then each batch is compared with those before, and checked if it is of a new
-    kind.
+    A hook of the user's runs first. A batch is checked if it is of another kind than those before.
 
     Args:
-        argument: Where the loader was given, for messages.
+        argument: Where the loader was passed, for messages.
         prepare: The user's `on_before_batch_transfer`.
         prepared_by: Its owner and name, for messages.
         host_keys: Keys of the batch, or indices of a tuple, that stay on the host.
-        max_recompiles: How many times batches of another shape or dtype may make a step compile again; None for no
-            limit.
+        max_recompiles: How many times a new shape or dtype may recompile a step; None for no limit.
         debug: Refuse NaN, in every batch.
 
     Attributes:
-        kind: Of the newest batch; batches of one structure, dtypes and shapes have the same.
-        example: The shapes and dtypes of the first batch, as the step takes them; None before there was one.
-        blamed: Where an error comes from: the loader, or the user's hook if that has raised.
+        kind: The structure, dtypes and shapes of the newest batch.
+        example: The shapes and dtypes of the first batch, as the step takes them; None before it.
+        change: How the newest kind of batch differs from the kind before.
+        blamed: Where an error comes from: the loader, or the user's hook if the hook raised.
     """
 
     def __init__(
@@ -68,13 +70,14 @@ class BatchValidator:
         max_recompiles: int | None = None,
         debug: bool = False,
     ) -> None:
-        self.argument, self.blamed, self._prepare, self._prepared_by = argument, argument, prepare, prepared_by
-        self._debug = debug
-        self._host_keys, self._max_recompiles = tuple(host_keys), max_recompiles
+        self.argument = self.blamed = argument
+        self._prepare, self._prepared_by = prepare, prepared_by
+        self._host_keys, self._max_recompiles, self._debug = tuple(host_keys), max_recompiles, debug
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
-        self._last, self.kind = None, _Kind({}, (), None, as_is=False)
-        self._warned = False  # of float64
+        self._last_key: Any = None
+        self.kind = _Kind({}, (), None, as_is=False)
+        self._has_warned = False  # of float64
         self.example: Any = None
         self.change = ""
 
@@ -85,11 +88,11 @@ class BatchValidator:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a step takes the loader's arrays, all but for 64-bit numbers."""
-        return not (self._prepare is not None or self._host_keys or self._debug)
+        """Whether a step takes the loader's arrays, apart from narrowed 64-bit numbers."""
+        return self._prepare is None and not (self._host_keys or self._debug)
 
     def narrow(self, arrays: Any) -> Any:
-        """Return arrays of the newest kind of batch, or of several, as a step takes them.
+        """Return arrays of the newest kind of batch, or a stack of such batches, as a step takes them.
 
         Raises:
             DataError: A number does not fit.
@@ -105,7 +108,7 @@ class BatchValidator:
         """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step.
 
         Raises:
-            DataError: No step could take it, or it is of another structure than those before.
+            DataError: No step could take the batch, or its structure differs from those before.
         """
         if self._prepare is not None:
             try:
@@ -118,25 +121,27 @@ class BatchValidator:
         to_step = self._without_host_keys(batch) if self._host_keys else batch
         outer = type(to_step)
         key: list[Any] = [outer, *to_step] if outer is dict else [outer]
-        try:  # an array, or a dict, tuple or list of them, most often: it need not be flattened, and costs no call
+        try:  # most often an array, or a dict, tuple or list of arrays: no call is needed to flatten it
             for x in (to_step,) if outer not in (dict, tuple, list) else to_step:
                 x = to_step[x] if outer is dict else x
                 key += type(x), x.dtype, x.shape
         except AttributeError:  # another pytree
             key = _key(to_step)
-        if key == self._last:  # cheaper than a hash, and nearly always so
+        if key == self._last_key:  # cheaper than a hash, and nearly always true
             kind = self.kind
         else:
             kind = self._kinds.get(tuple(key)) or self._new_kind(tuple(key), to_step)
-            self._last, self.kind = key, kind
+            self._last_key, self.kind = key, kind
         if kind.as_is:
             return batch, to_step
         arrays, treedef = jax.tree.flatten(jax.tree.map(np.asarray, to_step))
         if self._debug:
             self._refuse_nan(kind, arrays)
         host = to_step = treedef.unflatten(arrays)
-        if self._host_keys:
-            host = _put_back(to_step, batch)
+        if self._host_keys and isinstance(batch, dict):
+            host = {**batch, **to_step}
+        elif self._host_keys:
+            host = type(batch)(old if new is None else new for old, new in zip(batch, to_step, strict=True))
         for i, name in kind.narrowed:
             arrays[i] = self._narrow(arrays[i], name)
         return host, treedef.unflatten(arrays)
@@ -144,47 +149,49 @@ class BatchValidator:
     def _new_kind(self, key: Any, batch: Any) -> _Kind:
         """Check a batch of a new kind."""
         check_batch(batch, self.argument)
-        named, taken = named_leaves(batch), abstract_batch(jax.tree.map(np.asarray, batch))
-        dtypes = [x.dtype for x in jax.tree.leaves(taken)]  # as the step takes it: int64 and int32 compile it once
+        named = named_leaves(batch)
+        example = abstract_batch(jax.tree.map(np.asarray, batch))
+        dtypes = [x.dtype for x in jax.tree.leaves(example)]  # as the step takes it: int64 and int32 compile it once
         shown = {name: f"{dtype}{list(np.shape(x))}" for (name, x), dtype in zip(named, dtypes, strict=True)}
         narrowed = tuple((i, name) for i, (name, x) in enumerate(named) if np.asarray(x).dtype != dtypes[i])
-        plain = all(type(x) is np.ndarray for _, x in named)
-        kind = _Kind(shown, narrowed, taken, as_is=plain and not narrowed and not self._debug)
+        is_plain = all(type(x) is np.ndarray for _, x in named)
+        kind = _Kind(shown, narrowed, example, as_is=is_plain and not narrowed and not self._debug)
         treedef = jax.tree.structure(batch)
         if self._kinds:
             self._compare(kind, treedef)
         else:
-            self.example = taken
-        self._treedef, self._kinds[key] = treedef, kind
+            self.example = example
+        self._treedef = treedef
+        self._kinds[key] = kind
         return kind
 
     def _compare(self, kind: _Kind, treedef: Any) -> None:
-        """Refuse another structure, and count what makes the step compile again."""
-        first, last = next(iter(self._kinds.values())), next(reversed(self._kinds.values()))
+        """Refuse another structure, and count the shapes and dtypes that recompile the step."""
+        kinds = list(self._kinds.values())
         if treedef != self._treedef:
-            what = differences(first.shown, kind.shown)
+            change = differences(kinds[0].shown, kind.shown)
             raise DataError(
-                f"{self.argument}: the structure of the batch changed: {what or treedef}. Give every batch the same "
+                f"{self.argument}: the structure of the batch changed: {change or treedef}. Give every batch the same "
                 "keys and nesting."
             )
-        again = len({tuple(k.shown.items()) for k in (*self._kinds.values(), kind)}) - 1
-        self.change = what = differences(last.shown, kind.shown)
-        if self._max_recompiles is not None and again > self._max_recompiles:
+        recompiles = len({tuple(k.shown.items()) for k in (*kinds, kind)}) - 1
+        self.change = change = differences(kinds[-1].shown, kind.shown)
+        if self._max_recompiles is not None and recompiles > self._max_recompiles:
             raise DataError(
-                f"{self.argument}: a batch of another shape or dtype, {what}, would compile the step again, and "
+                f"{self.argument}: a batch of another shape or dtype, {change}, would compile the step again, and "
                 f"Trainer(max_recompiles={self._max_recompiles}) allows that {self._max_recompiles} times. Pad the "
                 "batches to a few sizes, or raise max_recompiles."
             )
-        if again >= 3 and (again + 1).bit_count() == 1:  # 3, 7, 15, ...
+        if recompiles >= 3 and (recompiles + 1).bit_count() == 1:  # 3, 7, 15, ...
             _logger.warning(
                 "%s: batches of %d shapes or dtypes so far, each compiles the step again. The newest: %s. Pad them to "
                 "a few sizes; Trainer(max_recompiles=...) refuses more.",
                 self.argument,
-                again + 1,
-                what,
+                recompiles + 1,
+                change,
             )
-        elif what:
-            _logger.info("%s: the step is compiled again: %s.", self.argument, what)
+        elif change:
+            _logger.info("%s: the step is compiled again: %s.", self.argument, change)
 
     def _without_host_keys(self, batch: Any) -> Any:
         known = batch if isinstance(batch, dict) else range(len(batch) if type(batch) in (tuple, list) else 0)
@@ -197,16 +204,13 @@ class BatchValidator:
             )
         if isinstance(batch, dict):
             return {k: v for k, v in batch.items() if k not in self._host_keys}
-        # None is no leaf: each part keeps its place, and the step unpacks the batch as hooks do.
+        # None is not a leaf: each part keeps its index, and the step unpacks the batch as hooks do.
         return type(batch)(None if i in self._host_keys else x for i, x in enumerate(batch))
 
     def _narrow(self, x: np.ndarray, name: str) -> np.ndarray:
-        """Return 64-bit numbers as 32-bit ones.
-
-        Raises:
-            DataError: One does not fit: jax itself would wrap it around, or make it infinite, without a warning.
-        """
-        dtype, lost = jax.dtypes.canonicalize_dtype(x.dtype), list[Any]()
+        """Return 64-bit numbers as 32-bit ones; refuse what jax would wrap around or make infinite silently."""
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        lost = list[Any]()
         with np.errstate(over="ignore"):
             narrow = x.astype(dtype)
         if x.dtype.kind in "iu":
@@ -220,8 +224,8 @@ class BatchValidator:
                 f"{self.argument}: {name} is {x.dtype} and holds {lost[0]}, which would wrap around or become infinite "
                 f"as {dtype}. Map ids to smaller ones, scale numbers, or set jax_enable_x64."
             )
-        if x.dtype.kind not in "iu" and x.ndim and not self._warned:
-            self._warned = True
+        if x.dtype.kind not in "iu" and x.ndim and not self._has_warned:
+            self._has_warned = True
             _logger.warning("%s: %s is %s and is cast to %s in every batch.", self.argument, name, x.dtype, dtype)
         return narrow
 
@@ -235,64 +239,55 @@ class BatchValidator:
 
 
 def _key(batch: Any) -> list[Any]:
-    """Return a key that is equal for batches of one kind; those of `__call__` are of another form."""
+    """Return a key that is equal for batches of one kind; `__call__` builds the keys of plain batches."""
     leaves, treedef = jax.tree.flatten(batch)
     arrays = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
     return [treedef, *[(type(x), array.dtype, array.shape) for x, array in zip(leaves, arrays, strict=True)]]
 
 
-def check_batch(batch: Any, where: str) -> None:
-    """Refuse a first batch that no step could take.
-
-    Raises:
-        DataError: Naming the leaf, what it holds, and what to do.
-    """
+def check_batch(batch: Any, argument: str) -> None:
+    """Raise a DataError if no step could take a batch of the loader that was passed as `argument`."""
     leaves = jax.tree_util.tree_leaves_with_path(
         batch, is_leaf=lambda x: type(x) is list and len(x) > 1 and all(isinstance(y, (bool, int, float)) for y in x)
     )
     if not leaves:
-        raise DataError(f"{where} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
+        raise DataError(f"{argument} gave {shown(batch)}, a batch with no array. Give a pytree of numpy arrays.")
     sizes: dict[str, int] = {}
     for path, leaf in leaves:
         name = _name(path)
         if type(leaf) is list:
             raise DataError(
-                f"{where}: {name} is a list of Python numbers, which jax treats as that many scalars. Make it an "
+                f"{argument}: {name} is a list of Python numbers, which jax treats as that many scalars. Make it an "
                 "array with np.asarray; if it belongs to a single row, batch the rows."
             )
         x = np.asarray(leaf)
         is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_
         if not (is_number and x.dtype.isnative and x.dtype.itemsize <= (16 if x.dtype.kind == "c" else 8)):
             key = getattr(path[0], "key", getattr(path[0], "idx", None)) if path else None
-            keep = f"Pass Trainer(host_keys=({key!r},)) to keep {_name(path[:1])}"
-            way = keep if key is not None else "Make the batch a dict with host_keys to keep it"
             if is_dataclass(leaf):
-                way = f"Decorate {type(leaf).__name__} with jax.tree_util.register_dataclass, or else keep it"
+                advice = f"Decorate {type(leaf).__name__} with jax.tree_util.register_dataclass, or else keep it"
+            elif key is not None:
+                advice = f"Pass Trainer(host_keys=({key!r},)) to keep {_name(path[:1])}"
+            else:
+                advice = "Make the batch a dict with host_keys to keep it"
             raise DataError(
-                f"{where}: {name} holds {shown(leaf, 60)}, which no device takes. {way} on the host, leave it out "
-                "of the batch, or make it numbers of at most 64 bits."
+                f"{argument}: {name} holds {shown(leaf, 60)}, which no device takes. {advice} on the host, leave it "
+                "out of the batch, or make it numbers of at most 64 bits."
             )
         if x.ndim:
             sizes[name] = x.shape[0]
     if not sizes:
         raise DataError(
-            f"{where} gave {shown(batch)}, which has no array with rows. A batch is a pytree of arrays of rows: if "
+            f"{argument} gave {shown(batch)}, which has no array with rows. A batch is a pytree of arrays of rows: if "
             "this is a single row, batch the rows."
         )
     if len(set(sizes.values())) > 1:
         raise DataError(
-            f"{where}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this is "
-            "a single row, batch the rows. For graphs, make each one a padded row, and join the rows in the step."
+            f"{argument}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this "
+            "is a single row, batch the rows. For graphs, make each one a padded row, and join the rows in the step."
         )
     if 0 in sizes.values() and jax.process_count() == 1:  # a process's share of a last batch may have no rows
-        raise DataError(f"{where}: the batch has 0 rows ({sizes}). Leave empty batches out.")
-
-
-def _put_back(to_step: Any, batch: Any) -> Any:
-    """Return a step's batch joined with what stays on the host, in the order of the batch."""
-    if isinstance(batch, dict):
-        return {**batch, **to_step}
-    return type(batch)(old if new is None else new for old, new in zip(batch, to_step, strict=True))
+        raise DataError(f"{argument}: the batch has 0 rows ({sizes}). Leave empty batches out.")
 
 
 def named_leaves(batch: Any) -> list[tuple[str, Any]]:
@@ -309,49 +304,47 @@ def _subscript(entry: Any) -> str:
     return f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"
 
 
-_MOST_AHEAD = 8  # batches that are drawn before the processes compare how many they have
-
-
 class Agreement:
     """Checks that the batches of all processes make one global batch.
 
     The processes compare the first batch of a loader, and the last one of each epoch, whose rows may differ. Other
-    batches need no exchange, except for rows that do not divide among the devices, or that devices of several processes
-    hold together: these are joined.
+    batches need no exchange. Rows that do not divide among the devices, or that devices of several processes hold
+    together, are joined.
 
     Args:
         loader: The loader.
-        argument: Where it was given, for messages.
-        prepared: Whether a hook of the user's changes its batches.
-        splits: Whether each process places rows of its own, given a global batch's shapes; else all rows are joined.
+        argument: Where it was passed, for messages.
+        prepares: Whether a hook of the user's changes its batches.
+        splits: Returns whether each process places its own rows, by a global batch's shapes; else all rows are joined.
     """
 
-    def __init__(self, loader: Any, argument: str, prepared: bool, splits: Callable[[Any], bool]) -> None:
-        self._loader, self._argument, self._prepared, self._splits = loader, argument, prepared, splits
+    def __init__(self, loader: Any, argument: str, prepares: bool, splits: Callable[[Any], bool]) -> None:
+        self._loader, self._argument, self._prepares, self._splits = loader, argument, prepares, splits
         self._rows: list[int] | None = None  # rows of each process in every batch but the last
-        self._count = 0
+        self._num_batches = 0
 
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
         """Return the global batch's shapes, and what to place: this process's rows, or a `ReplicatedBatch` of all.
 
         Args:
-            batch: This process's part.
-            at: The iteration's position after it.
-            last: Whether it is the last of the epoch.
+            batch: This process's part of the global batch.
+            at: The iteration's position after the batch.
+            last: Whether the batch is the last of the epoch.
 
         Raises:
             DataError: The processes' batches do not belong together.
         """
-        argument, rows, loader = self._argument, num_rows(batch), self._loader
-        process, self._count = jax.process_index(), self._count + 1
+        argument, loader = self._argument, self._loader
+        rows, process = num_rows(batch), jax.process_index()
+        self._num_batches += 1
         if self._rows is None:
-            rows_of = self._rows = self._first(batch, last)
-        elif type(loader) is ArrayLoader and not self._prepared:  # known without asking
+            rows_of = self._rows = self._compare_first(batch, last)
+        elif type(loader) is ArrayLoader and not self._prepares:  # known without an exchange
             count = min(loader.batch_size, loader.num_rows - (at - 1) * loader.batch_size)
             parts = [own_rows(count, process) for process in range(jax.process_count())]
             rows_of = [part.stop - part.start for part in parts]
         elif last:
-            rows_of = team().agree(f"batch {self._count} of {argument}, the last of an epoch", rows)
+            rows_of = team().agree(f"batch {self._num_batches} of {argument}, the last of an epoch", rows)
         elif rows == self._rows[process]:
             rows_of = self._rows
         else:
@@ -365,57 +358,78 @@ class Agreement:
         return shapes, batch if splits else joined(batch, rows_of)
 
     def in_step(self, stream: Iterator[Any]) -> Iterator[Any]:
-        """Return as many of the loader's batches as every process has; a length that is exact has been compared."""
+        """Return as many of the loader's batches as every process has; an exact length has been compared."""
         return stream if type(self._loader) in (ArrayLoader, list, tuple) else InStep(stream, self._argument)
 
-    def _first(self, batch: Any, last: bool) -> list[int]:
-        """Compare the first batches; returns every process's rows."""
-        argument, loader, rows = self._argument, self._loader, num_rows(batch)
-        shared = type(loader) is ArrayLoader
+    def _compare_first(self, batch: Any, last: bool) -> list[int]:
+        """Compare the first batches of all processes, and return the rows of each."""
+        argument, loader = self._argument, self._loader
+        is_shared = type(loader) is ArrayLoader
         kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
-        kinds |= loader.fingerprint if shared else {}
-        mine = {"kinds": kinds, "rows": rows, "length": length_of(loader), "last": last, "digest": _digest(batch)}
-        rows_of = team().agree(f"the first batch of {argument}", mine)
-        for process, theirs in enumerate(rows_of):
-            if what := differences(theirs["kinds"], kinds):
+        kinds |= loader.fingerprint if is_shared else {}
+        digest = hashlib.sha256()
+        for x in jax.tree.leaves(batch):
+            digest.update(np.ascontiguousarray(x).tobytes())
+        summary = _Summary(kinds, num_rows(batch), length_of(loader), last, digest.hexdigest()[:16])
+        summaries = [_Summary(*fields) for fields in team().agree(f"the first batch of {argument}", summary)]
+        for process, other in enumerate(summaries):
+            if changes := differences(other.kinds, kinds):
                 raise DataError(
                     f"{argument}: the loader differs between process {process} (was) and process {jax.process_index()} "
-                    f"(is): {what}. Build the same one everywhere; a jl.ArrayLoader with all the arrays and the same "
-                    "seed takes its own share of each batch."
+                    f"(is): {changes}. Build the same one everywhere; a jl.ArrayLoader with all the arrays and the "
+                    "same seed takes its own share of each batch."
                 )
-        sizes, lengths, lasts = ([theirs[key] for theirs in rows_of] for key in ("rows", "length", "last"))
-        same_rows = len(set(sizes)) == 1 or shared or all(lasts)
-        if len({*zip(lengths, lasts, strict=True)}) > 1 or not same_rows:
+        rows = [x.rows for x in summaries]
+        has_same_rows = len(set(rows)) == 1 or is_shared or all(x.is_last for x in summaries)
+        if len({(x.length, x.is_last) for x in summaries}) > 1 or not has_same_rows:
             raise DataError(
                 f"{argument}: the processes differ in the number of batches or in the rows of the first one: batches "
-                f"{lengths}, rows {sizes}, by process. Give each the same: leave the remainder of the data out when "
-                "you share it, for example with drop_remainder=True."
+                f"{[x.length for x in summaries]}, rows {rows}, by process. Give each the same: leave the remainder of "
+                "the data out when you share it, for example with drop_remainder=True."
             )
-        distinct = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
-        if not shared and distinct and all(theirs["digest"] == mine["digest"] for theirs in rows_of):
+        has_distinct_rows = any(len(np.unique(x, axis=0)) > 1 for x in jax.tree.leaves(batch) if x.ndim)
+        if not is_shared and has_distinct_rows and len({x.digest for x in summaries}) == 1:
             raise DataError(
                 f"{argument}: every process reads the same rows. Give each its share: "
                 "dataset[jax.process_index()::jax.process_count()] of a grain dataset, before it is batched, "
                 "jl.distributed.shard_options() for a grain.DataLoader, or a jl.ArrayLoader, which shares by itself."
             )
-        return sizes
+        return rows
+
+
+def joined(batch: Any, rows: Sequence[int]) -> ReplicatedBatch:
+    """Return a batch of all processes' rows, from this process's part and the rows of each process."""
+    return ReplicatedBatch(jax.tree.map(lambda x: join_rows(x, rows) if x.ndim else x, batch))
+
+
+class _Summary(NamedTuple):
+    """What the processes compare of their first batches."""
+
+    kinds: dict[str, str]
+    rows: int
+    length: int | None
+    is_last: bool
+    digest: str
 
 
 class InStep:
     """The batches of a loader that may end earlier in one process than in another: as many as every process has.
 
-    The processes compare how many batches they have drawn, a few at a time, so that none begins a step that another one
-    has no batch for. The next few are drawn one by one while those that were compared are used.
+    The processes compare how many batches they have drawn, a few at a time, so that none begins a step for which
+    another has no batch. The next few are drawn one by one while those that were compared are used.
 
     Args:
         stream: Yields the loader's batches; a thread may take its place between two draws.
-        argument: Where the loader was given, for messages.
+        argument: Where the loader was passed, for messages.
     """
 
     def __init__(self, stream: Iterator[Any], argument: str) -> None:
         self.stream, self._argument = stream, argument
-        self._ready, self._drawn = deque[Any](), deque[Any]()  # compared, and not yet
-        self._size, self._count, self._over = 1, 0, False
+        self._ready = deque[Any]()  # batches that were compared
+        self._drawn = deque[Any]()  # batches that were not compared yet
+        self._size = 1  # batches that are compared next
+        self._count = 0
+        self._over = False
         self._error: Exception | None = None
         self._failed = list[int]()  # processes whose loaders have raised
 
@@ -424,7 +438,7 @@ class InStep:
 
     def __next__(self) -> Any:
         if self._ready:
-            self._draw(min(2, self._size - len(self._drawn)))  # the next time more are needed than are used now
+            self._draw(min(2, self._size - len(self._drawn)))  # two for one, as the next comparison needs more
         elif not self._over:
             self._draw(self._size - len(self._drawn))
             self._compare()
@@ -438,39 +452,28 @@ class InStep:
         if self._error is None and not self._over:
             try:
                 self._drawn.extend(itertools.islice(self.stream, count))
-            except Exception as error:  # of the loader: the batches before it come first
+            except Exception as error:  # raised after the batches before it
                 self._error = error
 
     def _compare(self) -> None:
-        mine, processes = min(len(self._drawn), self._size), team()
+        processes = team()
         topic = f"batches of {self._argument} after batch {self._count}"
-        given, failed = zip(*processes.agree(topic, [mine, self._error is not None]), strict=True)
-        self._failed = [process for process, has_failed in enumerate(failed) if has_failed]
-        least, self._over = min(given), min(given) < self._size
+        draw = [min(len(self._drawn), self._size), self._error is not None]
+        counts, failures = zip(*processes.agree(topic, draw), strict=True)
+        self._failed = [process for process, has_failed in enumerate(failures) if has_failed]
+        least = min(counts)
+        self._over = least < self._size
         self._ready.extend(self._drawn.popleft() for _ in range(least))
-        self._count, self._size = self._count + least, min(2 * self._size, _MOST_AHEAD)
-        if least < max(given) and processes.index == 0 and not self._failed:
-            ended = ", ".join(str(process) for process, count in enumerate(given) if count == least)
-            left = ", ".join(f"{count - least} in process {i}" for i, count in enumerate(given) if count > least)
+        self._count += least
+        self._size = min(2 * self._size, _MOST_AHEAD)
+        if least < max(counts) and processes.index == 0 and not self._failed:
+            ended = ", ".join(str(process) for process, count in enumerate(counts) if count == least)
+            unused = ", ".join(f"{count - least} in process {i}" for i, count in enumerate(counts) if count > least)
             _logger.warning(
                 "%s: process %s has no batch left after %d batches, so the epoch ends there in all processes. At least "
                 "so many batches are left out: %s.",
-                *(self._argument, ended, self._count, left),
+                self._argument,
+                ended,
+                self._count,
+                unused,
             )
-
-
-def joined(batch: Any, rows: Sequence[int]) -> ReplicatedBatch:
-    """Return a batch of all processes' rows.
-
-    Args:
-        batch: This process's part.
-        rows: How many each has.
-    """
-    return ReplicatedBatch(jax.tree.map(lambda x: join_rows(x, rows) if x.ndim else x, batch))
-
-
-def _digest(batch: Any) -> str:
-    digest = hashlib.sha256()
-    for x in jax.tree.leaves(batch):
-        digest.update(np.ascontiguousarray(x).tobytes())
-    return digest.hexdigest()[:16]

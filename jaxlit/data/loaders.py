@@ -1,8 +1,6 @@
-"""The loaders of a run: given to the Trainer, or made by hooks.
+"""The loaders of a run: `DataModule`, the `Loaders` that a run takes from arguments or hooks, and their checks.
 
-What can be a loader, which source draws from it, and whether its elements are batches or rows.
-
-Data and its loaders in one object.
+The functions at the end say what can be a loader, which source draws from it, and whether its elements are rows.
 """
 
 import logging
@@ -27,155 +25,14 @@ _HUGGING_FACE = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.It
 _NUMBERS = (bool, int, float, str)
 _BATCHED = "batched(rows, 32) of docs/data.md, in Existing loaders"
 _BY_STACKING = "jl.ArrayLoader(jax.tree.map(lambda *x: np.stack(x), *rows), batch_size=32)"
-
-
-def source_of(
-    loader: Any, argument: str, *, may_continue: bool = False, overfit: bool = False, keep: int | None = None
-) -> Source:
-    """Return the source that draws from a loader.
-
-    Args:
-        loader: A grain dataset or DataLoader, an `ArrayLoader`, or any re-iterable of batches.
-        argument: Where it was given, for messages.
-        may_continue: See `Source`.
-        overfit: Whether every epoch takes the same batches; an `ArrayLoader` then gives them in the rows' own order.
-        keep: See `Source`.
-
-    Raises:
-        ArgumentTypeError: `loader` is not a loader.
-    """
-    check_loader(loader, argument)
-    if overfit and type(loader) is ArrayLoader:
-        loader = loader.unshuffled()
-    kind = GrainSource if kind_of(loader) else ArraySource if isinstance(loader, ArrayLoader) else PlainSource
-    return kind(loader, argument, may_continue=may_continue, overfit=overfit, keep=keep)
-
-
-def check_loader(loader: Any, argument: str) -> None:
-    """Refuse what is no loader.
-
-    Raises:
-        ArgumentTypeError: Naming what was given.
-    """
-    are_columns = isinstance(loader, (list, tuple)) and _are_columns(loader)
-    if are_columns or isinstance(loader, (str, bytes, dict, type)) or _is_array(loader) or not _is_iterable(loader):
-        raise ArgumentTypeError(
-            f"{argument} is no loader: got {shown(loader, 60)}. Pass a grain dataset of batches or another iterable of "
-            "batches of one kind; wrap arrays as jl.ArrayLoader(arrays, batch_size), several as (x, y)."
-        )
-
-
-def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
-    """Return a loader, or each of a list of loaders, with where it was given.
-
-    Raises:
-        ArgumentTypeError: One is no loader.
-    """
-    if loaders is None:
-        return []
-    each = [(loaders, argument)]
-    if isinstance(loaders, (list, tuple)) and loaders:
-        certain = [_is_loader(x) and not isinstance(x, list) for x in loaders]
-        if any(certain) or all(map(_is_loader, loaders)):
-            each = [(x, f"{argument}[{i}]") for i, x in enumerate(loaders)]
-    for one in each:
-        check_loader(*one)
-    return each
-
-
-def check_rows(loader: Any, element: Any, argument: str) -> None:
-    """Refuse a loader whose first element is a single row.
-
-    Args:
-        loader: The loader.
-        element: Its first element.
-        argument: Where the loader was given, for messages.
-
-    Raises:
-        DataError: Saying how its rows become batches.
-    """
-    classes, leaves = _classes(loader), _leaves(element)
-    has_number = any(isinstance(x, _NUMBERS) or getattr(x, "shape", None) == () for x in leaves)
-    if _TORCH[0] in classes and _TORCH[1] not in classes:
-        how = (
-            "torch.utils.data.DataLoader(dataset, batch_size=32). One whose elements are batches already goes into "
-            "DataLoader(dataset, batch_size=None)"
-        )
-    elif classes & _HUGGING_FACE and has_number:
-        how = 'dataset.with_format("numpy").batch(32)'
-    elif _is_sequence(loader) and has_number and not any(getattr(x, "shape", ()) for x in leaves):
-        how = ".batch(32)" if kind_of(loader) else _BY_STACKING
-    else:
-        return
-    raise DataError(
-        f"{argument} is a {type(loader).__name__} whose first element is {shown(element, 60)}. These are rows: batch "
-        f"them, by {how}."
-    )
-
-
-def doubt_of(source: Source, element: Any) -> str | None:
-    """Return why a loader's elements seem to be rows: one has a number, such as a label, next to an array.
-
-    A Python float under a name, such as a temperature, is one that all rows share. A fraction is taken for a label
-    only where the loader is a sequence. Returns None where there is no doubt.
-    """
-    leaves = _leaves(element)
-    kinds = "iuf" if source.is_grain or _is_sequence(source.loader) else "iu"
-    numbers = [x for x in leaves if np.ndim(x) == 0]
-    labels = [x for x in numbers if np.asarray(x).dtype.kind in kinds]
-    labels = [x for x in labels if not (isinstance(element, Mapping) and type(x) is float)]
-    if isinstance(source, ArraySource) or source.makes_batches or not labels or len(numbers) == len(leaves):
-        return None
-    how = ".batch(32)" if source.is_grain else _BY_STACKING if _is_sequence(source.loader) else _BATCHED
-    return (
-        f"{source.argument} gives a number next to an array, {shown(element, 60)} first, which all rows of the batch "
-        f"share. If these are rows, batch them, by {how}."
-    )
-
-
-def _is_iterable(x: Any) -> bool:
-    return isinstance(x, Iterable) or _is_sequence(x)
-
-
-def _is_sequence(x: Any) -> bool:
-    return hasattr(x, "__getitem__") and hasattr(x, "__len__")
-
-
-def _is_array(x: Any) -> bool:
-    # Hugging Face's tables have a shape as well, and so have its dicts of them.
-    return hasattr(x, "shape") and not isinstance(x, dict) and not _classes(x) & _HUGGING_FACE
-
-
-def _are_columns(arrays: Any) -> bool:
-    # Batches differ in their rows alone; a tuple of arrays is (x, y).
-    if not arrays or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in arrays):
-        return False
-    return isinstance(arrays, tuple) or len({(x.shape[1:], x.dtype) for x in arrays}) > 1
-
-
-def _is_loader(x: Any) -> bool:
-    # A list of batches is a loader itself; a list of loaders is several. Batches are pytrees of arrays.
-    if isinstance(x, (Mapping, tuple, str, bytes)) or _is_array(x) or not _is_iterable(x):
-        return False
-    return not isinstance(x, list) or not x or not hasattr(x[0], "shape")
-
-
-def _classes(loader: Any) -> set[str]:
-    return {f"{kind.__module__}.{kind.__name__}" for kind in type(loader).__mro__}
-
-
-def _leaves(element: Any) -> list[Any]:
-    try:
-        return jax.tree.leaves(element, is_leaf=lambda x: type(x) is list and all(isinstance(y, _NUMBERS) for y in x))
-    except ValueError:  # keys that cannot be sorted, which `check_batch` refuses
-        return []
+_logger = logging.getLogger("jaxlit")
 
 
 class DataModule(KeepsHparams):
     """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
 
-    Override what is needed. `prepare_data` comes first and is for downloads, `setup` builds datasets, the
-    loader hooks return a loader, or for validation, test and prediction a list of them.
+    Override what is needed. `prepare_data` runs first and is for downloads, `setup` builds datasets, the
+    loader hooks return a loader, or for validation, test and prediction a list of loaders.
 
     Example:
         >>> import jaxlit as jl, numpy as np
@@ -225,17 +82,14 @@ class DataModule(KeepsHparams):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of the data, as JSON values; where loaders stand is kept anyway."""
+        """Return what a checkpoint must keep of the data, as JSON values, apart from the positions of loaders."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, after `setup`."""
+        """Restore what `state_dict` returned, after `setup`."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Run when the run raised, before `teardown`."""
-
-
-_logger = logging.getLogger("jaxlit")
 
 
 class Loaders:
@@ -243,17 +97,17 @@ class Loaders:
 
     Args:
         method: The Trainer's method, for messages.
-        given: What was passed to it, by stage: the loaders and the argument's name.
+        arguments: What was passed to it, by stage: the loaders and the argument's name.
         datamodule: The DataModule, if one was passed.
         limits: By stage, a number of batches or a fraction.
         validator: Arguments of each loader's `BatchValidator`.
-        overfit: Whether every epoch takes the same batches, in the loader's own order.
+        overfit: Whether every epoch takes the same batches, unshuffled.
     """
 
     def __init__(
         self,
         method: str,
-        given: Mapping[str, tuple[Any, str]],
+        arguments: Mapping[str, tuple[Any, str]],
         datamodule: DataModule | None,
         limits: Mapping[str, int | float],
         *,
@@ -261,27 +115,28 @@ class Loaders:
         overfit: bool = False,
     ) -> None:
         # As in Lightning, a DataModule may be passed as the loaders.
-        stage, (first, argument) = next(iter(given.items()))
+        stage, (first, argument) = next(iter(arguments.items()))
         if isinstance(first, DataModule) and datamodule is None:
-            datamodule, given = first, {**given, stage: (None, argument)}
+            datamodule = first
+            arguments = {**arguments, stage: (None, argument)}
         if datamodule is not None and not isinstance(datamodule, DataModule):
             raise ArgumentTypeError(f"Trainer.{method}(datamodule=...) takes a jl.DataModule, got {shown(datamodule)}.")
-        for loaders, argument in given.values():  # refused before anything is set up
+        for loaders, argument in arguments.values():  # refused before anything is set up
             if loaders is not None and datamodule is not None:
                 raise ArgumentError(
                     f"Trainer.{method}({argument}=..., datamodule=...) names two sources of data. Leave one out."
                 )
             each_loader(loaders, f"Trainer.{method}({argument}=...)")
         self._opened: dict[str, list[tuple[Source, int | None]]] = {}
-        # By argument: a loader that a hook makes again keeps its validator: its batches are compared with the old.
+        # By argument: the validator of a loader that is reloaded compares its batches with the old ones.
         self._validators: dict[str, BatchValidator] = {}
-        self.method, self.given, self.datamodule = method, given, datamodule
+        self.method, self._arguments, self.datamodule = method, arguments, datamodule
         self.module: Any = None  # which may have the loader hooks as well, once it is built
-        self._limits, self._overfit, self._validator = limits, overfit, validator
+        self._limits, self._overfit, self._validator_options = limits, overfit, validator
 
     def from_hook(self, stage: str) -> bool:
-        """Return whether a hook makes the stage's loaders, and so can make them again."""
-        return self.given[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
+        """Return whether a hook returns the stage's loaders, and so can return new ones."""
+        return self._arguments[stage][0] is None and self._hook(STAGES[stage].loaders) is not None
 
     def check_before_building(self, cls: type, timeouts: tuple[float | None, float | None]) -> None:
         """Check the first batches of the loaders that were passed, before a module of class `cls` is built.
@@ -290,7 +145,7 @@ class Loaders:
         """
         if self.datamodule is not None or hasattr(cls, "on_before_batch_transfer"):
             return
-        for stage, (loaders, _) in self.given.items():
+        for stage, (loaders, _) in self._arguments.items():
             if loaders is not None:
                 self._opened[stage] = self.open(stage, required=True)
                 with Watchdog(*timeouts) as watchdog:
@@ -301,9 +156,9 @@ class Loaders:
         """Draw a loader's first batch and refuse one that no step could take.
 
         Args:
-            source: The loader.
-            limit: How many batches of it are wanted; nothing is drawn for 0.
-            watchdog: Watches the wait. A signal that cuts it leaves the batch to the loops, which then stop.
+            source: Draws from the loader.
+            limit: How many batches are wanted; nothing is drawn for 0.
+            watchdog: Watches the wait. After a signal the check ends, and the loops stop the run.
             required: Whether an empty loader is refused; otherwise it warns.
         """
         if source.peeked or (limit == 0 and source.length != 0):
@@ -317,10 +172,10 @@ class Loaders:
             finally:
                 control.drawing = False
             for batch in first:
-                if not validator.prepares:  # what a hook makes of a batch is checked in its turn
+                if not validator.prepares:  # what a hook returns is checked when it has run
                     check_rows(source.loader, batch, source.argument)
                     validator(batch)
-                if (doubt := doubt_of(source, batch)) is not None:
+                if (doubt := _doubt(source, batch)) is not None:
                     _logger.warning(doubt)
         except Interrupted:
             return
@@ -347,20 +202,21 @@ class Loaders:
         """Return each loader of a stage, with its limit in batches.
 
         Raises:
-            ArgumentError: There is none, though one is required, or a limit does not fit.
+            ArgumentError: A required loader is missing, or a limit does not fit.
         """
         if stage in self._opened:
             return self._opened.pop(stage)
         hook, limit_name = STAGES[stage].loaders, STAGES[stage].limit
         limit_name = "overfit_batches" if self._overfit else limit_name
-        loaders, argument = self.given[stage]
-        where = f"Trainer.{self.method}({argument}=...)"
+        loaders, argument = self._arguments[stage]
+        origin = f"Trainer.{self.method}({argument}=...)"
         if loaders is None and (make := self._hook(hook)) is not None:
-            where = f"{type(make.__self__).__name__}.{hook}()"  # type: ignore[attr-defined]
-            with noting_place(where.removesuffix("()")):
+            place = f"{type(make.__self__).__name__}.{hook}"  # type: ignore[attr-defined]
+            origin = f"{place}()"
+            with noting_place(place):
                 loaders = make()
             if loaders is None:
-                raise DataError(f"{where} returned None. Return a loader.")
+                raise DataError(f"{origin} returned None. Return a loader.")
         if loaders is None:
             if not required:
                 return []
@@ -368,26 +224,27 @@ class Loaders:
                 f"Trainer.{self.method} has no {argument}. Pass a loader such as jl.ArrayLoader(arrays, batch_size) or "
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
-        each = each_loader(loaders, where)
-        if stage == "training" and len(each) > 1:
-            raise ArgumentError(f"{where} takes one loader, got {len(each)}. Join them, for example by grain's mix.")
-        pairs = []
-        for idx, one in enumerate(each):
-            limit = limit_of(self._limits[stage], *one, limit_name)
-            source = self._source(*one, stage, idx, limit)
-            pairs.append((source, limit))
-            asked = self._limits[stage]
-            if isinstance(asked, int) and limit is not None and limit < asked:
+        pairs = each_loader(loaders, origin)
+        if stage == "training" and len(pairs) > 1:
+            raise ArgumentError(f"{origin} takes one loader, got {len(pairs)}. Join them, for example by grain's mix.")
+        sources = []
+        stage_limit = self._limits[stage]
+        for idx, (loader, name) in enumerate(pairs):
+            limit = _batches_of(stage_limit, loader, name, limit_name)
+            source = self._source(loader, name, stage, idx, limit)
+            sources.append((source, limit))
+            if isinstance(stage_limit, int) and limit is not None and limit < stage_limit:
                 text = "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches."
-                _logger.warning(text, limit_name, asked, source.argument, limit)
+                _logger.warning(text, limit_name, stage_limit, name, limit)
             if stage != "training" and limit is None and source.is_endless:
-                raise ArgumentError(f"{source.argument} is a loader without end. Pass Trainer({limit_name}=...).")
-        return [(s, n) for s, n in pairs if n != 0 or s.length == 0 or stage == "training"]
+                raise ArgumentError(f"{name} is a loader without end. Pass Trainer({limit_name}=...).")
+        return [(s, limit) for s, limit in sources if limit != 0 or s.length == 0 or stage == "training"]
 
     def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
-        """Return the source of a loader, and make its validator."""
+        """Return the source of a loader, and build its validator."""
         if argument not in self._validators:
-            self._validators[argument] = BatchValidator(argument, **self._transfer(idx), **self._validator)
+            options = {**self._transfer_hook(idx), **self._validator_options}
+            self._validators[argument] = BatchValidator(argument, **options)
         may_continue = stage == "training" and not self._overfit
         keep = limit if self._overfit else None
         return source_of(loader, argument, may_continue=may_continue, overfit=self._overfit, keep=keep)
@@ -400,7 +257,7 @@ class Loaders:
             return getattr(self.module, name)
         return None
 
-    def _transfer(self, idx: int) -> dict[str, Any]:
+    def _transfer_hook(self, idx: int) -> dict[str, Any]:
         name = "on_before_batch_transfer"
         hook = self._hook(name) or getattr(self.module, name, None)
         if hook is None:
@@ -409,18 +266,8 @@ class Loaders:
         return {"prepare": lambda batch: hook(batch, idx), "prepared_by": f"{owner}.{name}"}
 
 
-def limit_of(limit: int | float, loader: Any, where: str, argument: str) -> int | None:
-    """Return how many batches a limit allows, None for all.
-
-    Args:
-        limit: A number of batches, or a fraction of those that the loader has.
-        loader: The loader.
-        where: Where it was given, for messages.
-        argument: The Trainer's argument that is the limit.
-
-    Raises:
-        ArgumentError: A fraction of an unknown length, or of so few batches that none is left.
-    """
+def _batches_of(limit: int | float, loader: Any, origin: str, limit_name: str) -> int | None:
+    """Return how many batches a limit of the Trainer allows, None for all; `origin` is where the loader is from."""
     length = length_of(loader)
     if isinstance(limit, int):
         return limit if length is None else min(limit, length)
@@ -428,7 +275,135 @@ def limit_of(limit: int | float, loader: Any, where: str, argument: str) -> int 
         return length if limit else 0
     if length is None or 0 < length * limit < 1:
         raise ArgumentError(
-            f"Trainer({argument}={limit}) is a fraction, and {where} has "
+            f"Trainer({limit_name}={limit}) is a fraction, and {origin} has "
             f"{'no length' if length is None else f'{length} batches'}. Give the number of batches as an int."
         )
     return int(length * limit)
+
+
+def source_of(
+    loader: Any, argument: str, *, may_continue: bool = False, overfit: bool = False, keep: int | None = None
+) -> Source:
+    """Return the source that draws from a loader.
+
+    Args:
+        loader: A grain dataset or DataLoader, an `ArrayLoader`, or any re-iterable of batches.
+        argument: Where it was passed, for messages.
+        may_continue: See `Source`.
+        overfit: Whether every epoch takes the same batches; those of an `ArrayLoader` are not shuffled then.
+        keep: See `Source`.
+
+    Raises:
+        ArgumentTypeError: `loader` is not a loader.
+    """
+    _check_loader(loader, argument)
+    if overfit and type(loader) is ArrayLoader:
+        loader = loader.unshuffled()
+    array_source = ArraySource if isinstance(loader, ArrayLoader) else PlainSource
+    kind = GrainSource if kind_of(loader) else array_source
+    return kind(loader, argument, may_continue=may_continue, overfit=overfit, keep=keep)
+
+
+def _check_loader(loader: Any, argument: str) -> None:
+    """Raise an ArgumentTypeError for what is no loader."""
+    are_columns = isinstance(loader, (list, tuple)) and _are_columns(loader)
+    if are_columns or isinstance(loader, (str, bytes, dict, type)) or not _may_iterate(loader):
+        raise ArgumentTypeError(
+            f"{argument} is no loader: got {shown(loader, 60)}. Pass a grain dataset of batches or another iterable of "
+            "batches of one kind; wrap arrays as jl.ArrayLoader(arrays, batch_size), several as (x, y)."
+        )
+
+
+def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
+    """Return a loader, or each of a list of loaders, with the argument that it was passed as.
+
+    Raises:
+        ArgumentTypeError: One is no loader.
+    """
+    if loaders is None:
+        return []
+    pairs = [(loaders, argument)]
+    if isinstance(loaders, (list, tuple)) and loaders:
+        certain = [_is_loader(x) and not isinstance(x, list) for x in loaders]
+        if any(certain) or all(map(_is_loader, loaders)):
+            pairs = [(x, f"{argument}[{i}]") for i, x in enumerate(loaders)]
+    for loader, name in pairs:
+        _check_loader(loader, name)
+    return pairs
+
+
+def check_rows(loader: Any, element: Any, argument: str) -> None:
+    """Raise a DataError for a loader whose first element is a single row, with how rows become batches."""
+    classes, leaves = _classes(loader), _leaves(element)
+    has_number = any(isinstance(x, _NUMBERS) or getattr(x, "shape", None) == () for x in leaves)
+    if _TORCH[0] in classes and _TORCH[1] not in classes:
+        how = (
+            "torch.utils.data.DataLoader(dataset, batch_size=32). One whose elements are batches already goes into "
+            "DataLoader(dataset, batch_size=None)"
+        )
+    elif classes & _HUGGING_FACE and has_number:
+        how = 'dataset.with_format("numpy").batch(32)'
+    elif _is_sequence(loader) and has_number and not any(getattr(x, "shape", ()) for x in leaves):
+        how = ".batch(32)" if kind_of(loader) else _BY_STACKING
+    else:
+        return
+    raise DataError(
+        f"{argument} is a {type(loader).__name__} whose first element is {shown(element, 60)}. These are rows: batch "
+        f"them, by {how}."
+    )
+
+
+def _doubt(source: Source, element: Any) -> str | None:
+    """Return why a loader's elements seem to be rows, None if they do not: a number is next to an array.
+
+    A Python float under a name, such as a temperature, is one that all rows share. A fraction is taken for a label
+    only where the loader is a sequence.
+    """
+    leaves = _leaves(element)
+    kinds = "iuf" if source.is_grain or _is_sequence(source.loader) else "iu"
+    numbers = [x for x in leaves if np.ndim(x) == 0]
+    has_label = any(
+        np.asarray(x).dtype.kind in kinds and not (isinstance(element, Mapping) and type(x) is float) for x in numbers
+    )
+    if isinstance(source, ArraySource) or source.makes_batches or not has_label or len(numbers) == len(leaves):
+        return None
+    how = ".batch(32)" if source.is_grain else _BY_STACKING if _is_sequence(source.loader) else _BATCHED
+    return (
+        f"{source.argument} gives a number next to an array, {shown(element, 60)} first, which all rows of the batch "
+        f"share. If these are rows, batch them, by {how}."
+    )
+
+
+def _is_sequence(x: Any) -> bool:
+    return hasattr(x, "__getitem__") and hasattr(x, "__len__")
+
+
+def _may_iterate(x: Any) -> bool:
+    # Not arrays. Hugging Face's tables have a shape as well, and so have its dicts of them.
+    is_array = hasattr(x, "shape") and not isinstance(x, dict) and not _classes(x) & _HUGGING_FACE
+    return not is_array and (isinstance(x, Iterable) or _is_sequence(x))
+
+
+def _are_columns(arrays: Any) -> bool:
+    # Batches differ in their rows alone; a tuple of arrays is (x, y).
+    if not arrays or not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in arrays):
+        return False
+    return isinstance(arrays, tuple) or len({(x.shape[1:], x.dtype) for x in arrays}) > 1
+
+
+def _is_loader(x: Any) -> bool:
+    # A list of batches is one loader, not a list of loaders. Batches are pytrees of arrays.
+    if isinstance(x, (Mapping, tuple, str, bytes)) or not _may_iterate(x):
+        return False
+    return not isinstance(x, list) or not x or not hasattr(x[0], "shape")
+
+
+def _classes(loader: Any) -> set[str]:
+    return {f"{kind.__module__}.{kind.__name__}" for kind in type(loader).__mro__}
+
+
+def _leaves(element: Any) -> list[Any]:
+    try:
+        return jax.tree.leaves(element, is_leaf=lambda x: type(x) is list and all(isinstance(y, _NUMBERS) for y in x))
+    except ValueError:  # keys that cannot be sorted, which `check_batch` refuses
+        return []

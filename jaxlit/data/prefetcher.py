@@ -1,4 +1,4 @@
-"""From a loader to the step: batches are drawn, checked and placed ahead of the step that takes them."""
+"""From a loader to the step: the `Prefetcher` draws, checks and places batches ahead of the step that takes them."""
 
 import itertools
 import queue
@@ -29,11 +29,11 @@ class Batch(NamedTuple):
     """What a dispatch takes: a batch of an epoch, ready for its step, or several.
 
     Attributes:
-        arrays: What the step takes, on the devices; of several batches a `Stack`.
-        host: What hooks are given: the batch of the loader, with its host keys; of several, a sequence of them.
-        index: The number of the first in the epoch, from 0.
-        is_last: Whether the last one is the last of the epoch.
-        position: The loader's state after it; of several, a sequence of them.
+        arrays: What the step takes, on the devices; a `Stack` if there are several batches.
+        host: What hooks see: the batch of the loader, with its host keys; a sequence if there are several.
+        index: The number of the first batch in the epoch, from 0.
+        is_last: Whether the last batch is the last of the epoch.
+        position: The loader's state after the batch; a sequence if there are several.
         count: How many batches.
     """
 
@@ -49,43 +49,43 @@ class Dispatches(Protocol):
     """How many batches the loop takes at once."""
 
     size: int
-    """The most; a dispatch of so many begins at a multiple of it."""
+    """The most batches; a full dispatch begins at a multiple of `size`."""
 
     def fits(self) -> bool:
         """Return whether the next `size` batches may be one dispatch."""
         ...
 
 
-class Failed(NamedTuple):
-    """What a loader raised in place of a batch; raised when the batches before it are done."""
+class _Failed(NamedTuple):
+    """What a loader raised in place of a batch; raised after the batches before it."""
 
     error: BaseException
 
 
-class End:
+class _End:
     """What comes after the last batch: the loader, or its limit, is at its end."""
 
 
-_OVER = End()
+_OVER = _End()
 
 
 class Prefetcher:
     """Draws, checks and places the batches of a run's steps.
 
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
-    from loaders whose first batches were slow, or where `prefetch` asks for it.
+    from loaders whose first batches were slow, or if `prefetch` asks for it.
 
     Args:
         place: Puts what goes to the step onto the devices; None where a step takes host arrays.
         validator_of: Returns the validator of a source's batches.
         splits: See `Agreement`.
-        prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to see.
-        watchdog: Watches the wait for a batch, which a signal may cut.
+        prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to decide by the first draws.
+        watchdog: Watches the wait for a batch, which a signal may end.
         epoch: Returns the epoch of training, for messages.
 
     Attributes:
-        token: A result of the newest step; what is drawn until it is ready costs no time.
-        example: The shapes and dtypes of the newest batch, in several processes of the global one, as the step sees it.
+        token: A result of the newest step; draws cost no time until it is ready.
+        example: The shapes and dtypes of the newest batch as the step takes it: the global batch in several processes.
         drawn: How many batches were asked for.
         now: The time of the newest draw, by `time.perf_counter()`.
         seconds: How long all draws took.
@@ -101,8 +101,11 @@ class Prefetcher:
         watchdog: Watchdog,
         epoch: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._place, self._splits = place, splits
-        self._validator_of, self._prefetch, self._control, self._epoch = validator_of, prefetch, watchdog.control, epoch
+        self._place, self._validator_of, self._splits = place, validator_of, splits
+        self._is_auto = prefetch == "auto"
+        self._depth = _AHEAD if isinstance(prefetch, str) else prefetch
+        self._epoch = epoch
+        self._control = watchdog.control
         self._watchdog = watchdog if watchdog.has_limit else None
         self.token: Any = None
         self.example: Any = None
@@ -112,96 +115,31 @@ class Prefetcher:
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
 
     def batches(self, source: Source, epoch: int, limit: int | None, start: int = 0) -> Iterator[Batch]:
-        """Return an iterator over one epoch, or over what is left of it after `start` batches.
+        """Return an iterator over the batches of one epoch, from batch `start`.
 
-        One batch is drawn ahead, so that the last is known as such even if the loader has no length.
+        One batch is drawn ahead, so that the last is known even if the loader has no length.
 
         Raises:
             Exception: What the loader raised, with a note that says where; the batches before it come first.
         """
-        batches = self._batches(source, epoch, None if limit is None else max(limit - start, 0), start)
+        batches = self._batches(source, epoch, limit, start)
         self._open.add(batches)
         return batches
 
     def dispatches(
         self, source: Source, epoch: int, limit: int | None, start: int, steps: Dispatches
     ) -> Iterator[Batch]:
-        """Return an iterator as `batches` does, of several batches wherever they may be one dispatch."""
-        left, validator = None if limit is None else max(limit - start, 0), self._validator_of(source)
-        # Which batches come next is known when they are due: where a thread is asked for, it draws them one by one.
-        threaded = isinstance(self._prefetch, int) and self._prefetch > 0
-        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain and not threaded else None
+        """Return an iterator like `batches`, which yields several batches where one dispatch may take them."""
+        validator = self._validator_of(source)
+        # A thread that was asked for draws batches one by one: which are wanted next is known when they are due.
+        has_thread = not self._is_auto and self._depth > 0
+        gather = source.gatherer(epoch) if team().size == 1 and validator.is_plain and not has_thread else None
         if gather is not None and (total := source.length):
             batches = self._gathered(source, gather, start, total if limit is None else min(total, limit), steps)
         else:
-            batches = self._grouped(self._batches(source, epoch, left, start, placing=False), validator, steps)
+            batches = self._grouped(self._batches(source, epoch, limit, start, placing=False), validator, steps)
         self._open.add(batches)
         return batches
-
-    def _placed(self, batch: Any) -> Any:
-        return batch if self._place is None else self._place(batch)
-
-    def _grouped(self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches) -> Iterator[Batch]:
-        """Stack batches of a kind, as many as a dispatch takes."""
-        group, kind, alike, fits = list[Batch](), validator.kind, True, False
-        try:
-            for batch in draws:
-                if not group:
-                    kind, alike, fits = validator.kind, type(batch.arrays) is not ReplicatedBatch, steps.fits()
-                alike = alike and validator.kind is kind
-                group += (batch,)
-                whole = fits and alike and len(group) == steps.size
-                if whole:
-                    arrays, hosts, indices, _, positions, _ = zip(*group, strict=True)
-                    placed = self._placed(stacked(arrays))
-                    yield Batch(placed, hosts, indices[0], batch.is_last, positions, len(group))
-                elif fits and alike and not batch.is_last:
-                    continue
-                else:
-                    yield from self._one_by_one(group)
-                group = []
-        except Exception:  # of the loader: the batches before it come first
-            yield from self._one_by_one(group)
-            raise
-        finally:
-            draws.close()  # type: ignore[attr-defined]
-
-    def _one_by_one(self, group: list[Batch]) -> Iterator[Batch]:
-        return (batch._replace(arrays=self._placed(batch.arrays)) for batch in group)
-
-    def _gathered(
-        self, source: Source, gather: Callable[[int, int], Any], start: int, total: int, steps: Dispatches
-    ) -> Iterator[Batch]:
-        """Take the batches of a dispatch from arrays at once."""
-        validator, index, source.waited = self._validator_of(source), start, 0.0
-        watchdog = self._watchdog
-        if start < total:  # one batch stands for all
-            validator(gather(start, 1))
-            self.example = validator.kind.example
-        while index < total:
-            self.drawn += 1
-            self.now, size = time.perf_counter(), steps.size
-            together = size <= total - index and steps.fits()
-            try:  # an array may be on a disk that hangs
-                if watchdog is not None:
-                    watchdog.watch(source.argument, self._epoch(), index)
-                batch = gather(index, size if together else 1)
-            finally:
-                if watchdog is not None:
-                    watchdog.rest()
-            self.seconds += time.perf_counter() - self.now
-            if type(batch) is Stack:
-                index += size
-                after = range(index - size + 1, index + 1)
-                yield Batch(self._placed(validator.narrow(batch)), batch, index - size, index == total, after, size)
-                continue
-            try:
-                host, batch = validator(batch)
-            except Exception as error:
-                located(error, validator.blamed, self._epoch(), index)
-                raise
-            self.example, index = validator.kind.example, index + 1
-            yield Batch(self._placed(batch), host, index - 1, index == total, index)
 
     def close(self) -> None:
         """Stop the threads and loaders of iterators that did not come to their end."""
@@ -214,17 +152,18 @@ class Prefetcher:
         validator, source.waited = self._validator_of(source), 0.0
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
-        draws, thread, auto = source.epoch(epoch), None, self._prefetch == "auto"
-        stream = (iter if agreement is None else agreement.in_step)(itertools.islice(draws, limit))
-        depth = _AHEAD if isinstance(self._prefetch, str) else self._prefetch
-        timing, slow = len(source.times) < _TIMED, _are_slow(source.times) if auto else depth > 0
-        host = batch = placed = at = None  # of the batch that waits: the draw after it shows if it is the last
+        draws, thread = source.epoch(epoch), None
+        stream: Iterator[Any] = itertools.islice(draws, None if limit is None else max(limit - start, 0))
+        if agreement is not None:
+            stream = agreement.in_step(stream)
+        is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
+        host = batch = placed = at = None  # of the batch before the draw, which shows whether that batch is the last
         drawn: Any = ()
         try:
-            # Each step comes through here, so it makes no call that can be spared.
+            # This runs in each step, so it makes no call that can be spared.
             for k in itertools.count(start):
-                if slow and thread is None and type(drawn) is tuple:
-                    stream, thread = _in_thread(stream, depth, control)
+                if is_slow and thread is None and type(drawn) is tuple:
+                    stream, thread = self._in_thread(stream)
                 begun, self.drawn = time.perf_counter(), self.drawn + 1
                 try:
                     try:
@@ -241,19 +180,19 @@ class Prefetcher:
                 except Exception as error:
                     if control.interrupted:
                         return
-                    drawn = Failed(error)
+                    drawn = _Failed(error)
                 self.now = time.perf_counter()
-                self.seconds += (took := self.now - begun)
-                if timing or took > _NOTED_S:
-                    timing = self._note(source, took)
-                    slow = slow or (auto and not timing and _are_slow(source.times))
+                self.seconds += self.now - begun
+                if is_timing or self.now - begun > _NOTED_S:
+                    is_timing = self._note(source, self.now - begun)
+                    is_slow = is_slow or self._is_slow(source)
                 if k > start:
                     if agreement is not None:
                         self.example, batch = agreement(batch, at, last=drawn is _OVER)
                         placed = batch if place is None else place(batch)
-                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at, 1))  # not its own Python
+                    yield tuple.__new__(Batch, (placed, host, k - 1, drawn is _OVER, at, 1))  # no call of Python
                 if type(drawn) is not tuple:
-                    if isinstance(drawn, Failed):
+                    if isinstance(drawn, _Failed):
                         raise located(drawn.error, source.argument, self._epoch(), k)
                     return
                 batch, at = drawn
@@ -265,33 +204,110 @@ class Prefetcher:
                 if agreement is None:
                     self.example, placed = validator.kind.example, batch if place is None else place(batch)
         finally:
-            patience = 0.5 if control.interrupted else 10.0 if source.continues else 1.0
-            if thread is None or thread.close(patience):
+            if thread is None or thread.close(10.0 if source.continues else 1.0):
                 draws.close()
 
     def _agreement(self, source: Source, validator: BatchValidator) -> Agreement:
-        """Return the processes' agreement on a source's batches, made when its first epoch begins."""
+        """Return the processes' agreement on a source's batches, which is built in its first epoch."""
         if source not in self._agreements:
             self._agreements[source] = Agreement(source.loader, source.argument, validator.prepares, self._splits)
         return self._agreements[source]
 
+    def _in_thread(self, stream: Iterator[Any]) -> tuple[Iterator[Any], "_Thread"]:
+        """Return a stream that is drawn in a thread, and the thread; processes agree outside of it."""
+        if isinstance(stream, InStep):
+            thread = stream.stream = _Thread(stream.stream, self._depth, self._control)
+            return stream, thread
+        thread = _Thread(stream, self._depth, self._control)
+        return thread, thread
+
+    def _is_slow(self, source: Source) -> bool:
+        """Return whether a thread shall draw from a source."""
+        if not self._is_auto:
+            return self._depth > 0
+        return len(source.times) == _TIMED and statistics.median(source.times) > _SLOW_S
+
     def _note(self, source: Source, seconds: float) -> bool:
-        """Note how long a draw took; returns whether the next ones are timed as well."""
+        """Note how long a draw took; return whether the next draws are timed as well."""
         if len(source.times) < _TIMED:
             source.times.append(seconds)
         if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
             source.waited += seconds
         return len(source.times) < _TIMED
 
+    def _placed(self, batch: Any) -> Any:
+        return batch if self._place is None else self._place(batch)
+
+    def _grouped(self, draws: Iterator[Batch], validator: BatchValidator, steps: Dispatches) -> Iterator[Batch]:
+        """Stack batches of one kind, as many as a dispatch takes."""
+        group = list[Batch]()
+        kind = validator.kind
+        may_stack = False
+        try:
+            for batch in draws:
+                if not group:
+                    kind = validator.kind
+                    may_stack = steps.fits() and type(batch.arrays) is not ReplicatedBatch
+                may_stack = may_stack and validator.kind is kind
+                group.append(batch)
+                if may_stack and len(group) == steps.size:
+                    arrays, hosts, indices, _, positions, _ = zip(*group, strict=True)
+                    placed = self._placed(stacked(arrays))
+                    yield Batch(placed, hosts, indices[0], batch.is_last, positions, len(group))
+                elif may_stack and not batch.is_last:
+                    continue
+                else:
+                    yield from self._one_by_one(group)
+                group = []
+        except Exception:  # of the loader: the batches before it are yielded first
+            yield from self._one_by_one(group)
+            raise
+        finally:
+            draws.close()  # type: ignore[attr-defined]
+
+    def _one_by_one(self, group: list[Batch]) -> Iterator[Batch]:
+        return (batch._replace(arrays=self._placed(batch.arrays)) for batch in group)
+
+    def _gathered(
+        self, source: Source, gather: Callable[[int, int], Any], start: int, total: int, steps: Dispatches
+    ) -> Iterator[Batch]:
+        """Take the batches of a dispatch from arrays at once."""
+        validator, watchdog = self._validator_of(source), self._watchdog
+        source.waited = 0.0
+        index = start
+        if start < total:  # all batches are of one kind
+            validator(gather(start, 1))
+            self.example = validator.kind.example
+        while index < total:
+            self.drawn += 1
+            self.now = time.perf_counter()
+            size = steps.size if steps.size <= total - index and steps.fits() else 1
+            try:  # an array may be on a disk that hangs
+                if watchdog is not None:
+                    watchdog.watch(source.argument, self._epoch(), index)
+                batch = gather(index, size)
+            finally:
+                if watchdog is not None:
+                    watchdog.rest()
+            self.seconds += time.perf_counter() - self.now
+            if type(batch) is Stack:
+                first = index
+                index += size
+                positions = range(first + 1, index + 1)
+                yield Batch(self._placed(validator.narrow(batch)), batch, first, index == total, positions, size)
+                continue
+            try:
+                host, batch = validator(batch)
+            except Exception as error:
+                located(error, validator.blamed, self._epoch(), index)
+                raise
+            self.example = validator.kind.example
+            index += 1
+            yield Batch(self._placed(batch), host, index - 1, index == total, index)
+
 
 class _Thread(Background[None]):
-    """Draws from an iterator in a thread, a bounded number ahead.
-
-    Args:
-        stream: The iterator; nothing else may draw from it now.
-        depth: How many drawn items may wait.
-        control: Notes the signal that ends a wait for an item.
-    """
+    """Draws from an iterator in a thread, at most `depth` items ahead; nothing else may draw from the iterator."""
 
     def __init__(self, stream: Iterator[Any], depth: int, control: Control) -> None:
         self._stream, self._control = stream, control
@@ -318,36 +334,26 @@ class _Thread(Background[None]):
             if item is _OVER:
                 self._out.put(item)  # for the next call
                 raise StopIteration
-            if isinstance(item, Failed):
+            if isinstance(item, _Failed):
                 raise item.error
             return item
 
     def close(self, patience: float) -> bool:
-        """Stop the thread; return whether it has ended in so many seconds, so that the iterator is free."""
+        """Stop the thread; return whether it has ended within `patience` seconds and the iterator is free."""
         self.stop()
         self._tokens.put(None)
-        return self.join(patience)  # a thread that hangs in the loader ends with the process
+        return self.join(
+            0.5 if self._control.interrupted else patience
+        )  # a thread that hangs in the loader ends with the process
 
     def _fill(self) -> None:
         item = None
-        while not isinstance(item, (End, Failed)):
+        while not isinstance(item, (_End, _Failed)):
             self._tokens.get()
             if self.stopping.is_set():
                 return
             try:
                 item = next(self._stream, _OVER)
             except BaseException as error:
-                item = Failed(error)
+                item = _Failed(error)
             self._out.put(item)
-
-
-def _in_thread(stream: Iterator[Any], depth: int, control: Control) -> tuple[Iterator[Any], _Thread]:
-    """Return a stream that is drawn in a thread, and the thread; what processes agree on stays in this one."""
-    if type(stream) is not InStep:
-        return (thread := _Thread(stream, depth, control)), thread
-    thread = stream.stream = _Thread(stream.stream, depth, control)
-    return stream, thread
-
-
-def _are_slow(times: list[float]) -> bool:
-    return len(times) == _TIMED and statistics.median(times) > _SLOW_S

@@ -1,10 +1,7 @@
-"""Drawing from a user's loader, which is opened once an epoch, and the position of its iteration.
+"""Drawing from a user's loader, which is opened once an epoch, and the position of the iteration.
 
-Drawing from an `ArrayLoader`, and from an iterable of batches of which nothing more is known.
-
-Drawing from grain's three kinds of loaders: each reshuffles, reports its place and continues there.
-
-Copies of batches whose memory their loader may fill again.
+`Source` is the interface. `ArraySource` draws from an `ArrayLoader`, `GrainSource` from grain's three kinds of loaders,
+and `PlainSource` from any other iterable of batches.
 """
 
 import contextlib
@@ -18,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,43 +24,30 @@ from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, re
 from jaxlit.data.array_loader import ArrayLoader, differences
 from jaxlit.errors import DataError, note_place
 
-
-def copied(x: Any) -> Any:
-    """Return a batch with copies of its arrays; the value of a host key need not be a pytree."""
-    if isinstance(x, np.ndarray):
-        return np.array(x)
-    if type(x) is dict:
-        return {key: copied(value) for key, value in x.items()}
-    if type(x) in (list, tuple):
-        return type(x)(map(copied, x))
-    if jax.tree_util.all_leaves([x]):
-        # The tensor of another library, whose memory numpy would share.
-        foreign = hasattr(x, "__array__") and not isinstance(x, (jax.Array, np.generic))
-        return np.array(np.asarray(x)) if foreign else x
-    return jax.tree.map(copied, x)
-
-
 _logger = logging.getLogger("jaxlit")
+_FEW = 1000  # batches that a loader without a state may draw again to reach the next one
+# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
+_THREADS, _AHEAD = 16, 16
 
 
 class Source(ABC):
-    """A user's loader, opened once an epoch. It only draws: what is done to a batch is the `Prefetcher`'s.
+    """A user's loader, opened once an epoch. It only draws batches: the `Prefetcher` checks and places them.
 
     Each batch comes with the iteration's position after it, so that batches which were drawn ahead do not count.
     `jaxlit.data.loaders.source_of` chooses the class for a loader. Subclasses override the members up to `length`.
 
     Args:
         loader: The loader.
-        argument: Where it was given, for messages.
+        argument: Where it was passed, for messages.
         may_continue: Whether an epoch begins where the last one stopped, if the loader has no end or is an iterator.
         overfit: Whether every epoch is epoch 0.
-        keep: Batches of the first epoch to take again in each; None for new ones.
+        keep: Batches of the first epoch that every epoch repeats; None for new ones.
 
     Attributes:
-        peeked: Whether its first batch was drawn ahead of time.
-        gave: Whether it gave a batch at all.
-        times: The seconds of its first draws.
-        waited: The seconds of the epoch in which the devices waited for a batch of it.
+        peeked: Whether the first batch was drawn ahead of time.
+        gave: Whether the loader has returned a batch.
+        times: The seconds of the first draws.
+        waited: The seconds of the epoch in which the devices waited for a batch.
     """
 
     is_grain = False
@@ -94,24 +78,19 @@ class Source(ABC):
         self._may_continue, self._overfit, self._keep = may_continue, overfit, keep
         self.peeked = self.gave = False
         self.times, self.waited = list[float](), 0.0
-        self._kept: list[tuple[Any, Any]] | None = None
+        self._cached: list[tuple[Any, Any]] | None = None  # what is drawn in every epoch, if `keep` is set
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
-        self._peeked: tuple[int, list[tuple[Any, Any]], Iterator[tuple[Any, Any]]] | None = None
-        self._start: tuple[int, Any] | None = None  # the epoch to continue in, and where
+        self._peeked: _Peeked | None = None
+        self._start: _Start | None = None
 
     @abstractmethod
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Return an epoch's (batch, position after it).
-
-        Args:
-            epoch: The epoch.
-            at: Where to start: what came with the batch before, None for the beginning.
-        """
+        """Return an epoch's (batch, position after it), from position `at`; None for the beginning."""
 
     @property
     @abstractmethod
     def is_fresh(self) -> bool:
-        """Whether each batch has its own memory; any other may be filled again while a step still reads it."""
+        """Whether each batch has its own memory; other memory may be filled again while a step reads it."""
 
     @abstractmethod
     def may_start(self, at: Any) -> bool:
@@ -122,15 +101,15 @@ class Source(ABC):
         return {}
 
     def gatherer(self, epoch: int) -> Callable[[int, int], Any] | None:
-        """Return a function of the first batch and a count to a batch of an epoch, or a `Stack` of several.
+        """Return a function of the first batch and a count that gathers a batch, or a `Stack` of several.
 
-        None where batches come one by one only. The iteration of the epoch is not begun.
+        None if batches are drawn one by one only. The iteration of the epoch is not begun.
         """
         return None
 
     @property
     def length(self) -> int | None:
-        """Batches an epoch, None if unknown or without end."""
+        """How many batches an epoch has, None if unknown or without end."""
         return length_of(self.loader)
 
     @property
@@ -143,40 +122,34 @@ class Source(ABC):
         epoch = self._number(epoch)
         if self._keep is None:
             return self._continued(epoch)
-        # The batches to keep begin with the first, also if training continues after it.
+        # The cache begins with the first batch, also if training continues after it.
         start, self._start = self._start, None
-        return self._keeping(epoch, self._keep, (start[1] or 0) if start else 0)
+        return self._repeated(epoch, self._keep, 0 if start is None or start.at is None else start.at)
 
     def peek(self) -> list[Any]:
-        """Draw the first batch ahead of time, and return it in a list; the first epoch begins with it all the same.
+        """Draw the first batch ahead of time and return it in a list; the first epoch still begins with it.
 
         The list is empty if there is no batch, or if drawing one could lose it.
         """
         if self.peeked or (hasattr(self.loader, "__next__") and not self.is_iterator):
-            return []  # an object that is its own iterator may start again when it is iterated again, or continue
-        self.peeked, epoch = True, self._number(self._start[0] if self._start else 0)
+            return []  # an object that is its own iterator may start anew when it is iterated again, or continue
+        self.peeked = True
+        epoch = self._number(self._start.epoch if self._start else 0)
         draws = self._begin(epoch)
         first = list(itertools.islice(draws, 1))
         self.gave |= bool(first)
-        self._peeked = (epoch, first, draws)
+        self._peeked = _Peeked(epoch, first, draws)
         return [batch for batch, _ in first]
 
     @property
     def first(self) -> Any:
         """The first batch, if it was drawn ahead of time and no epoch has begun; else None."""
-        pairs = [] if self._peeked is None else self._peeked[1]
-        return pairs[0][0] if pairs else None
+        return next((batch for batch, _ in self._peeked.first), None) if self._peeked else None
 
-    def again(self, epoch: int, at: Any, count: int) -> list[Any]:
-        """Draw batches of an epoch again; none where the loader cannot be set back, or only by drawing many.
-
-        Args:
-            epoch: The epoch.
-            at: What came with the batch before them, None for the beginning.
-            count: How many.
-        """
-        if self._kept is not None:
-            return [copied(batch) for batch, _ in self._kept[at or 0 :][:count]]
+    def redraw(self, epoch: int, at: Any, count: int) -> list[Any]:
+        """Draw `count` batches from a position again; none if that is impossible, or takes many draws."""
+        if self._cached is not None:
+            return [copied(batch) for batch, _ in self._cached[at or 0 :][:count]]
         if not self.may_go_back(at):
             return []
         draws = self.draws(self._number(epoch), at)
@@ -192,19 +165,14 @@ class Source(ABC):
 
     def close(self) -> None:
         """Close the iterations that were begun, with their threads and processes."""
-        for draws in (self._peeked[2] if self._peeked else None, self._stream):
+        for draws in (self._peeked.rest if self._peeked else None, self._stream):
             if isinstance(draws, Generator):
                 with contextlib.suppress(ValueError):  # a thread hangs in it
                     draws.close()
         self._peeked = self._stream = None
 
     def state_dict(self, epoch: int, at: Any) -> dict[str, Any]:
-        """Return the position of an iteration, as JSON values.
-
-        Args:
-            epoch: The epoch.
-            at: What came with the last batch that was used.
-        """
+        """Return the position of an iteration as JSON values; `at` came with the last batch that was used."""
         return {"epoch": self._number(epoch), "at": at, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -213,26 +181,27 @@ class Source(ABC):
         Raises:
             DataError: The state belongs to other data, or another batch size, seed or order.
         """
-        was, at = state["fingerprint"], state["at"]
-        if was is not None and (what := differences(was, self._fingerprint())):
+        saved, at = state["fingerprint"], state["at"]
+        if saved is not None and (changes := differences(saved, self._fingerprint())):
             if at is not None:
                 raise DataError(
-                    f"{self.argument}: the iteration was saved with another loader: {what}. Build the loader as it was "
-                    "built then, or resume from a checkpoint of an epoch's end."
+                    f"{self.argument}: the iteration was saved with another loader: {changes}. Build the loader as it "
+                    "was built then, or resume from a checkpoint of an epoch's end."
                 )
-            _logger.warning("%s is another loader than before the resume: %s.", self.argument, what)
+            _logger.warning("%s is another loader than before the resume: %s.", self.argument, changes)
         if at is not None and not self.may_start(at):
             raise DataError(f"{self.argument}: the saved position {at!r:.60} is not one of this loader's kind.")
-        self._start, self._peeked, self._stream = (int(state["epoch"]), at), None, None
+        self._start = _Start(int(state["epoch"]), at)
+        self._peeked = self._stream = None
         self.gave |= at is not None
 
     @property
     def begins_at(self) -> Any:
-        """Where the epoch that is opened next begins, by a loaded state; None for the beginning."""
-        return None if self._start is None else self._start[1]
+        """Where the next epoch begins, by a loaded state; None for the beginning."""
+        return None if self._start is None else self._start.at
 
     def between_epochs(self, at: Any) -> Any:
-        """Return the position between two epochs, given the one at the end of the first."""
+        """Return the position between two epochs, from the position at the end of the first."""
         return at if self.continues else None
 
     def empty(self) -> DataError:
@@ -252,18 +221,18 @@ class Source(ABC):
     def _fingerprint(self) -> dict[str, Any]:
         return {"loader": type(self.loader).__name__, "length": self.length} | self.content()
 
-    def _keeping(self, epoch: int, count: int, start: int) -> Generator[tuple[Any, Any], None, None]:
-        if self._kept is None:
-            kept = []
-            for i, (batch, _) in enumerate(itertools.islice(self._continued(epoch), count)):
-                kept.append((batch, i + 1))
-                self._kept = kept if len(kept) == count else None
-                if i >= start:
-                    yield copied(batch), i + 1
-            self._kept = kept
-        else:
-            # Copies: a hook that changes a batch in place changes it for one epoch.
-            yield from ((copied(batch), at) for batch, at in self._kept[start:])
+    def _repeated(self, epoch: int, count: int, start: int) -> Generator[tuple[Any, Any], None, None]:
+        """Yield copies of the same batches in every epoch: a hook may change a batch in place, for one epoch."""
+        if self._cached is not None:
+            yield from ((copied(batch), at) for batch, at in self._cached[start:])
+            return
+        cached = []
+        for i, (batch, _) in enumerate(itertools.islice(self._continued(epoch), count)):
+            cached.append((batch, i + 1))
+            self._cached = cached if len(cached) == count else None
+            if i >= start:
+                yield copied(batch), i + 1
+        self._cached = cached
 
     def _continued(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         if not self.continues:
@@ -276,8 +245,9 @@ class Source(ABC):
     def _open(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         # Taken now, as an epoch that is opened may end before its first draw.
         peeked, self._peeked = self._peeked, None
-        matches = peeked is not None and (peeked[0] == epoch or self.continues)
-        return self._drawn(epoch, itertools.chain(*peeked[1:]) if peeked is not None and matches else None)
+        if peeked is not None and (peeked.epoch == epoch or self.continues):
+            return self._drawn(epoch, itertools.chain(peeked.first, peeked.rest))
+        return self._drawn(epoch, None)
 
     def _drawn(self, epoch: int, draws: Iterator[tuple[Any, Any]] | None) -> Generator[tuple[Any, Any], None, None]:
         is_fresh = self.is_fresh
@@ -288,9 +258,9 @@ class Source(ABC):
     def _begin(self, epoch: int) -> Iterator[tuple[Any, Any]]:
         """Begin the loader's own iteration."""
         at = None
-        if self._keep is None:  # else `epoch` takes it: batches are kept from the first on
-            if self._start is not None and (self._start[0] == epoch or self.continues):
-                at = self._start[1]
+        if self._keep is None:  # else `epoch` takes it: the cache begins with the first batch
+            if self._start is not None and (self._start.epoch == epoch or self.continues):
+                at = self._start.at
             self._start = None
         for shuffler in (self.loader, getattr(self.loader, "sampler", None)):
             if shuffler is not None and hasattr(shuffler, "set_epoch"):
@@ -298,8 +268,23 @@ class Source(ABC):
         return self.draws(epoch, at)
 
 
+def copied(x: Any) -> Any:
+    """Return a batch with copies of its arrays, whose memory the loader may fill again; any leaf may be no array."""
+    if isinstance(x, np.ndarray):
+        return np.array(x)
+    if type(x) is dict:
+        return {key: copied(value) for key, value in x.items()}
+    if type(x) in (list, tuple):
+        return type(x)(map(copied, x))
+    if jax.tree_util.all_leaves([x]):
+        # The tensor of another library, whose memory numpy would share.
+        foreign = hasattr(x, "__array__") and not isinstance(x, (jax.Array, np.generic))
+        return np.array(np.asarray(x)) if foreign else x
+    return jax.tree.map(copied, x)
+
+
 def length_of(loader: Any) -> int | None:
-    """Return a loader's batches an epoch, None if unknown or without end."""
+    """Return how many batches a loader has, None if unknown or without end."""
     try:
         length = len(loader)
     except (TypeError, NotImplementedError):
@@ -315,14 +300,26 @@ def located(error: BaseException, argument: str, epoch: int, batch: int) -> Base
     return error
 
 
-_FEW = 1000  # batches that may be drawn again to reach the next one
+class _Start(NamedTuple):
+    """A position that a loaded state continues at."""
+
+    epoch: int
+    at: Any
+
+
+class _Peeked(NamedTuple):
+    """The draws of an epoch whose first batch was drawn ahead of time."""
+
+    epoch: int
+    first: list[tuple[Any, Any]]  # no pair if the loader is empty
+    rest: Iterator[tuple[Any, Any]]
 
 
 class PlainSource(Source):
     """Draws from any iterable of batches.
 
-    One with a `state_dict` and a `load_state_dict` reports its position. Of another only the number of batches is
-    known; it continues after them by drawing them again.
+    A loader with `state_dict` and `load_state_dict` reports its position. Any other continues by drawing the batches
+    before the position again.
     """
 
     @property
@@ -358,15 +355,15 @@ class PlainSource(Source):
         return self._keeps_state or (type(at) is int and at >= 0)
 
     def may_go_back(self, at: Any) -> bool:
-        """Return whether the loader's state is known, or drawing again from its beginning is quick."""
+        """Return whether the loader's state is known, or drawing again from the beginning is quick."""
         if hasattr(self.loader, "__next__"):
             return False
         if self._keeps_state:
-            return at is not None  # the state at its beginning is not known any more
+            return at is not None  # the state at the beginning is not known any more
         return isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
 
     def between_epochs(self, at: Any) -> Any:
-        """Return the position between two epochs: a loader may count its epochs in its own state."""
+        """Return the position between two epochs: a loader may count epochs in its own state."""
         counts_itself = self._keeps_state and not hasattr(self.loader, "set_epoch")
         return at if counts_itself else super().between_epochs(at)
 
@@ -383,7 +380,7 @@ class ArraySource(Source):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether each batch has its own memory; a class derived from `ArrayLoader` may do as it likes."""
+        """Whether each batch has its own memory; a subclass of `ArrayLoader` may reuse memory."""
         return type(self.loader) is ArrayLoader
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, int]]:
@@ -408,10 +405,6 @@ class ArraySource(Source):
     def content(self) -> dict[str, Any]:
         """Return the loader's own fingerprint."""
         return self.loader.fingerprint
-
-
-# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
-_THREADS, _AHEAD = 16, 16
 
 
 class GrainSource(Source):
@@ -451,7 +444,7 @@ class GrainSource(Source):
         """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
         if self._kind == "DataLoader":
             iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
-            pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # its state is JSON already
+            pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # the state is JSON already
         else:
             dataset = _dataset_at(self.loader, epoch)
             if kind_of(dataset) == "MapDataset":
@@ -476,11 +469,9 @@ class GrainSource(Source):
         """Return each stage's numbers, and a hash of a few records."""
         if self._kind == "DataLoader":
             sampler, data_source, _ = loader_parts(self.loader)
-            ours = type(sampler).__module__.startswith("grain")  # another's repr may hold its address
-            sources = {
-                "sampler": repr(sampler) if ours else type(sampler).__name__,
-                "source": _digest(data_source),
-            }
+            is_grains = type(sampler).__module__.startswith("grain")  # another repr may hold an address
+            name = repr(sampler) if is_grains else type(sampler).__name__
+            sources = {"sampler": name, "source": _digest(data_source)}
         else:
             unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
             sources = {f"source {i}": _digest(source) for i, source in enumerate(unread)}
@@ -517,15 +508,16 @@ def _mark_flags_parsed() -> None:
 
 
 def _stages(dataset: Any) -> list[Any]:
-    """Return a dataset and all that it is made of; some stages keep theirs elsewhere than in `parents`."""
-    seen, waiting = list[Any](), [dataset]
-    while waiting:
-        stage = waiting.pop(0)
-        if not any(stage is other for other in seen):
-            seen.append(stage)
+    """Return a dataset and all its ancestors, some of which are not in `parents`."""
+    stages = list[Any]()
+    queue = [dataset]
+    while queue:
+        stage = queue.pop(0)
+        if not any(stage is other for other in stages):
+            stages.append(stage)
             leaves = jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset)
-            waiting += [leaf for leaf in leaves if _is_dataset(leaf)]
-    return seen
+            queue += [leaf for leaf in leaves if _is_dataset(leaf)]
+    return stages
 
 
 def _is_dataset(x: Any) -> bool:
@@ -533,12 +525,7 @@ def _is_dataset(x: Any) -> bool:
 
 
 def _dataset_at(x: Any, epoch: int) -> Any:
-    """Return a dataset as its repetition number `epoch` gives it: iterated twice, it would keep its order.
-
-    Args:
-        x: A dataset, or a value of a stage: datasets in lists, tuples and dicts are handled too.
-        epoch: The number of the repetition.
-    """
+    """Return a dataset, or the datasets in a stage's value, in the order of repetition number `epoch`."""
     if not _is_dataset(x):
         inside = epoch and type(x) in (list, tuple, dict)
         return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
@@ -552,7 +539,7 @@ def _dataset_at(x: Any, epoch: int) -> Any:
 
 
 def _shifted(seed: int, epoch: int) -> int:
-    # Far apart: a record's own randomness is drawn from the sum of the seed and its number.
+    # Far apart: grain draws the randomness of a record from the sum of the seed and the record's index.
     return (seed + 1_000_003 * epoch) % 2**32
 
 
@@ -563,9 +550,12 @@ def _from_here(state: str, iterator: Any) -> bytes:
 
 
 def _numbers(stage: Any) -> dict[str, Any]:
-    kept = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
-    numbers = {k.strip("_"): int(v) for k, v in sorted(vars(stage).items()) if isinstance(v, (int, np.integer))}
-    numbers = {k: v for k, v in numbers.items() if any(word in k for word in kept)}
+    settings = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
+    numbers = {
+        name.strip("_"): int(value)
+        for name, value in sorted(vars(stage).items())
+        if isinstance(value, (int, np.integer)) and any(setting in name.strip("_") for setting in settings)
+    }
     return numbers | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
 
 

@@ -1,4 +1,4 @@
-"""Several processes: how they start, which rows are whose, and how they agree."""
+"""Several processes: how they start, which rows each has, and how they agree."""
 
 from jaxlit.faces import lazy_imports
 

@@ -1,8 +1,8 @@
 """Fate sharing: when one process of a job fails or dies, all of them end soon, and say which one and why.
 
-Exchange of values by jax's key-value store, which needs no device. Each process writes its value and increments a
-counter; the last one writes a key for which the others wait. So n processes poll nothing, and each reads all values in
-one request.
+The file begins with an exchange of values by jax's key-value store, which needs no device: each process writes its
+value and increments a counter, and the last one writes a key for which the others wait. So no process polls, and each
+reads all values in one request.
 """
 
 import atexit
@@ -25,24 +25,34 @@ from jaxlit import compat
 from jaxlit.background import Background
 from jaxlit.errors import PeerError
 
+DEAD_AFTER_S = 30.0
+"""Seconds without a sign of life after which a process counts as dead, unless `initialize` is given others."""
+
+RESTART = 75
+"""The exit code of a process that another one's death has ended, EX_TEMPFAIL: the job may be started again."""
+
+_FAILURE = "jaxlit/fate/failure"
+_COUNT = "jaxlit/fate/failures"
+_DONE = "jaxlit/fate/done"
+_BEATS = "jaxlit/fate/beat/"
+_GONE = "jaxlit/fate/gone/"
+_BEAT_S = 1.0
+_LINGER_S = 3.0  # that process 0 waits for the others after their deadline
+# What jax raises, in several classes, from a collective whose peer is gone.
+_BY_A_PEER = re.compile(
+    "^(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED).*(gloo|nccl|peer|socket|connection)", re.I | re.S
+)
+
 
 def arrive(client: Any, folder: str, index: int, size: int, value: str) -> None:
-    """Give this process's value to an exchange.
-
-    Args:
-        client: jax's client of the store.
-        folder: A folder of the exchange, which all processes name alike.
-        index: Which process this is.
-        size: How many there are.
-        value: The value.
-    """
+    """Send this process's value to the exchange named `folder`, which has `size` processes."""
     client.key_value_set(f"{folder}/value/{index}", value)
     if client.key_value_increment(f"{folder}/count", 1) == size:
         client.key_value_set(f"{folder}/all", "")
 
 
 def gather(client: Any, folder: str, size: int, seconds: float) -> list[str] | None:
-    """Return the values of all processes, in their order; None if some have not arrived within so many seconds."""
+    """Return the values of all processes, in their order; None if some are missing after `seconds`."""
     try:
         client.blocking_key_value_get(f"{folder}/all", max(1, int(seconds * 1000)))
     except jax.errors.JaxRuntimeError as error:
@@ -54,92 +64,85 @@ def gather(client: Any, folder: str, size: int, seconds: float) -> list[str] | N
 
 
 def arrived(client: Any, folder: str) -> dict[int, str]:
-    """Return the values that are there, by process."""
+    """Return the values that have arrived, by process."""
     return {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/value/")}
-
-
-DEAD_AFTER_S = 30.0
-"""Seconds without a sign of life after which a process counts as dead, unless `initialize` is given others."""
-
-RESTART = 75
-"""The exit code of a process that another one's death has ended, EX_TEMPFAIL: the job may be started again."""
-
-_FAILURE, _COUNT, _DONE, _BEATS, _GONE = (
-    f"jaxlit/fate/{name}" for name in ("failure", "failures", "done", "beat/", "gone/")
-)
-_BEAT_S = 1.0
-_LINGER_S = 3.0  # that process 0 waits for the others after their time is over
-# What jax raises, as one of several classes, from a collective whose peer is gone.
-_BY_A_PEER = re.compile(
-    "^(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED).*(gloo|nccl|peer|socket|connection)", re.I | re.S
-)
-_OUTSIDE = "outside of a run"
 
 
 class Failure(NamedTuple):
     """Why a job ends."""
 
     text: str  # the process, its host, its place and the reason
-    code: int  # what other processes end with
-    has_died: bool  # the process that it is about cannot end by itself any more
+    code: int  # the exit code of the other processes
+    has_died: bool  # the process cannot end by itself any more
+
+
+class Watch(NamedTuple):
+    """What a run sets of its process."""
+
+    place: Callable[[], str]  # returns where the process is, in words
+    fail_timeout: float  # seconds that the process may take to end, for teardown hooks and checkpoint writers
+
+
+class _Beat(NamedTuple):
+    """A sign of life."""
+
+    count: int
+    host: str
+    place: str
+    is_done: bool
 
 
 class Fate:
     """Watches the other processes of a job over jax's coordination service, from one daemon thread.
 
-    Once a second each process writes a beat and reads one small key, where the first process that fails puts its
+    Once a second each process writes a beat and reads one small key, where the first process that fails writes its
     reason; process 0 alone reads all beats, in one request. After a failure nothing waits for other processes any more,
     and a process that has not ended by itself after `fail_timeout` seconds, for example because it is in a collective,
-    is ended. The thread has ended when jax shuts its client down: one that waits for the service then
-    would abort the process.
+    is ended. The thread ends before jax shuts its client down: a thread that waits for the service then would abort the
+    process.
 
     Args:
         client: jax's client of the service.
         index: Which process this is.
-        size: How many there are.
+        size: How many processes there are.
         address: "host:port" of the service, which process 0 holds.
         dead_after: Seconds without a beat after which a process counts as dead.
 
     Attributes:
         listener: What the thread calls once a second.
-        failure: Why the job ends; None while it does not.
-        fail_timeout: Seconds that a process takes at most to end, for teardown hooks and checkpoint writers.
-        place: Returns where this process is, in words.
+        failure: Why the job ends; None while it goes on.
+        watched: What the run has set.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        index: int,
-        size: int,
-        address: str,
-        dead_after: float = DEAD_AFTER_S,
-    ) -> None:
-        self.client, self.index, self.size, self._address = client, index, size, address
-        self.dead_after = dead_after
-        self._host, self._pid, self._count, self._is_done = socket.gethostname(), os.getpid(), 0, False
+    def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
+        self.client, self.index, self.size = client, index, size
+        self._address, self._dead_after = address, dead_after
+        self._host, self._pid = socket.gethostname(), os.getpid()
         self.listener: Callable[[], object] = lambda: None
-        self._now = threading.Event()
+        self.watched = Watch(lambda: "outside of a run", 10.0)
         self.failure: Failure | None = None
-        self.fail_timeout, self._deadline = 10.0, 0.0
-        self.place: Callable[[], str] = lambda: _OUTSIDE
+        self._deadline = 0.0
         self._code: int | None = None  # of this process, once it fails
-        self._error, self._is_shown = None, False
-        self._seen: dict[str, tuple[str, float]] = {}  # beats of the others, and when they last changed
+        self._error: BaseException | None = None
+        self._is_shown = False
+        self._num_beats = 0
+        self._is_done = False
+        self._beats: dict[str, tuple[str, float]] = {}  # of each process, and when it last changed
+        self._now = threading.Event()
         self._thread = Background("jaxlit-fate", self._watch)
 
     def start(self) -> None:
         """Start to watch, until the process ends."""
-        with suppress(Exception):  # a process before this one has made it
+        with suppress(Exception):  # another process has written it
             self.client.key_value_set(_FAILURE, "")
         self._beat()
         compat.on_abort(self._aborted)
         hook = sys.excepthook
 
-        def uncaught(kind: type[BaseException], error: BaseException, where: Any) -> None:
-            if os.getpid() == self._pid:  # no child that was forked
-                self.fail(error, self.place())
-            hook(kind, error, where)
+        def uncaught(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+            if os.getpid() == self._pid:  # not in a forked child
+                self.fail(error, self.watched.place())
+            hook(kind, error, traceback)
             self._is_shown = True
 
         sys.excepthook = uncaught
@@ -147,18 +150,16 @@ class Fate:
         self._thread.start()
 
     def fail(self, error: BaseException, place: str, code: int | None = None) -> None:
-        """Publish that this process fails, and why. The first reason of a job counts.
-
-        Args:
-            error: What it has raised.
-            place: Where.
-            code: The exit code of this process; None for that of the error.
-        """
+        """Publish that this process fails, and why, as in `Team.fail`; the first reason in a job counts."""
         if _is_by_a_peer(error) or isinstance(error, PeerError):
-            self._wait_for_reason()  # the connections to a process break before its reason is heard
+            # The connections to a process break before its reason arrives.
+            end = time.monotonic() + self._dead_after + 10 * _BEAT_S
+            while self.failure is None and time.monotonic() < end:
+                time.sleep(0.05)
         if self.failure is not None:
             return
-        self._error, self._code = error, _code_of(error) if code is None else code
+        self._error = error
+        self._code = _code_of(error) if code is None else code
         lines = str(error).strip().splitlines() or [""]
         text = f"{self._name(self.index)} failed {place}: {type(error).__name__}: {lines[0]}"
         by_signal = 128 < self._code < 193 and self._code != 128 + signal.SIGINT
@@ -184,24 +185,17 @@ class Fate:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds in which this process has to end; None while the job goes on."""
+        """Seconds in which this process must end; None while the job goes on."""
         return None if self.failure is None else max(self._deadline - time.monotonic() - 1.0, 0.0)
 
     def _fail(self, failure: Failure, *, publish: bool = True) -> None:
-        self._deadline, self.failure = time.monotonic() + self.fail_timeout, failure
+        self._deadline, self.failure = time.monotonic() + self.watched.fail_timeout, failure
         with suppress(Exception):  # without the service jax ends every process in a moment
             if publish and self.client.key_value_increment(_COUNT, 1) == 1:
                 self.client.key_value_set(_FAILURE, json.dumps(failure), allow_overwrite=True)
 
-    def _wait_for_reason(self) -> None:
-        end = time.monotonic() + self.dead_after + 10 * _BEAT_S
-        while self.failure is None and time.monotonic() < end:
-            time.sleep(0.05)
-
     def _name(self, index: int, host: str | None = None) -> str:
         return f"process {index} on {host or self._host}"
-
-    # The thread ---------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._thread.stopping.is_set():
@@ -215,22 +209,23 @@ class Fate:
                 self._listen()
             except jax.errors.JaxRuntimeError:  # the service is gone, and jax ends this process in a moment
                 pass
-            except Exception as error:  # no defect here may leave the others waiting
+            except Exception as error:  # no defect here may let the others wait for ever
                 self.fail(error, "in its watch of the others")
 
     def _listen(self) -> None:
         try:
-            text = self.client.blocking_key_value_get(_FAILURE, int(self.dead_after * 1000))
+            text = self.client.blocking_key_value_get(_FAILURE, int(self._dead_after * 1000))
         except Exception as error:
             if "DEADLINE_EXCEEDED" not in str(error) or self._thread.stopping.is_set():
                 raise
-            silent = f"process 0 gave no sign of life for {self.dead_after:g} s"
-            self._fail(Failure(silent, RESTART, True), publish=False)  # each process finds it
+            silent = f"process 0 gave no sign of life for {self._dead_after:g} s"
+            self._fail(Failure(silent, RESTART, True), publish=False)  # each process notices this itself
             return self._say(silent)
         self._beat()
         if text and self.failure is None:  # this process may have failed meanwhile
-            self._fail(told := Failure(*json.loads(text)), publish=False)
-            self._say(told.text)  # the main thread may be in a collective, where nothing reaches it
+            failure = Failure(*json.loads(text))
+            self._fail(failure, publish=False)
+            self._say(failure.text)  # from here: the main thread may be in a collective
         elif self.index == 0 and (dead := self._find_dead()) is not None:
             self._fail(dead)
             self._say(dead.text)
@@ -238,31 +233,29 @@ class Fate:
             self.listener()
 
     def _beat(self) -> None:
-        self._count += 1
-        beat = json.dumps([self._count, self._host, self.place(), self._is_done])
+        self._num_beats += 1
+        beat = json.dumps(_Beat(self._num_beats, self._host, self.watched.place(), self._is_done))
         self.client.key_value_set(f"{_BEATS}{self.index}", beat, allow_overwrite=True)
 
     def _find_dead(self) -> Failure | None:
-        """Return a failure if a process gives no beat any more."""
+        """Return a failure if a process sends no beat any more."""
         now = time.monotonic()
-        for key, beat in self.client.key_value_dir_get(_BEATS):
-            before, since = self._seen.get(key, ("", now))
-            self._seen[key] = (beat, since if before == beat else now)
-            if before == beat and now - since > self.dead_after:
-                (_, host, place, _), index = json.loads(beat), int(key.removeprefix(_BEATS))
-                silent = f"gave no sign of life for {self.dead_after:g} s; it was last seen {place}"
-                return Failure(f"{self._name(index, host)} {silent}", RESTART, True)
+        for key, text in self.client.key_value_dir_get(_BEATS):
+            former, since = self._beats.get(key, ("", now))
+            self._beats[key] = (text, since if former == text else now)
+            if former == text and now - since > self._dead_after:
+                beat = _Beat(*json.loads(text))
+                silent = f"gave no sign of life for {self._dead_after:g} s; it was last seen {beat.place}"
+                return Failure(f"{self._name(int(key.removeprefix(_BEATS)), beat.host)} {silent}", RESTART, True)
         return None
 
     def ended(self) -> list[int]:
-        """Return the processes that have come to their end without a failure."""
+        """Return the processes that have ended without a failure."""
         beats = self.client.key_value_dir_get(_BEATS)
-        return [int(key.removeprefix(_BEATS)) for key, beat in beats if json.loads(beat)[3]]
-
-    # The end ------------------------------------------------------------------------------------------
+        return [int(key.removeprefix(_BEATS)) for key, text in beats if _Beat(*json.loads(text)).is_done]
 
     def _end(self) -> None:
-        """Wait for the others where the process ends, as jax does, and listen meanwhile; leave if one fails."""
+        """Wait for the others at the end of the process, as jax does, and listen meanwhile; leave if one fails."""
         if os.getpid() != self._pid:
             return
         self._is_done = True
@@ -279,7 +272,7 @@ class Fate:
                 self.leave()
 
     def leave(self) -> None:
-        """End this process after a failure, with its own exit code; process 0 waits for the others before."""
+        """End this process after a failure, with its own exit code; process 0 waits for the others first."""
         assert self.failure is not None
         self._show_error()
         if self.index == 0:
@@ -293,11 +286,11 @@ class Fate:
 
     def _linger(self) -> None:
         """Wait for the others: the service ends with process 0, and jax then aborts those that still use it."""
-        others = self.size - 1 - (self.failure is not None and self.failure.has_died)
+        num_living = self.size - 1 - (self.failure is not None and self.failure.has_died)
         end = self._deadline + _LINGER_S
         while time.monotonic() < end:
             try:
-                if len(self.client.key_value_dir_get(_GONE)) >= others:
+                if len(self.client.key_value_dir_get(_GONE)) >= num_living:
                     return
             except Exception as error:
                 if "NOT_FOUND" not in str(error):
@@ -305,7 +298,7 @@ class Fate:
             time.sleep(0.05)
 
     def _show_error(self) -> None:
-        """Print the traceback of this process's error, if something has kept it from being raised in time."""
+        """Print the traceback of this process's error, if it was not raised in time."""
         if self._error is not None and not self._is_shown:
             self._is_shown = True
             with suppress(Exception):
@@ -313,12 +306,12 @@ class Fate:
 
     def _say(self, text: str) -> None:
         """Write to stderr from any thread, without Python's streams, which another thread may hold."""
-        here = "" if self._error is not None else f"; {self._name(self.index)} was {self.place()}"
+        here = "" if self._error is not None else f"; {self._name(self.index)} was {self.watched.place()}"
         with suppress(OSError):
             os.write(2, f"jaxlit: {text}{here}\n".encode(errors="replace"))
 
     def _aborted(self) -> int | None:
-        """Return the exit code of a process that jax aborts; None if it is for another reason than the job's end."""
+        """Return the exit code of a process that jax aborts as the job ends; None if that is not the reason."""
         if self.failure is None:
             host, port = self._address.rsplit(":", 1)
             try:
@@ -352,7 +345,7 @@ _fate: Fate | None = None
 
 
 def fate(dead_after: float = DEAD_AFTER_S) -> Fate:
-    """Return what watches the processes of this job; it starts at the first call."""
+    """Return the watcher of this job's processes, which starts at the first call."""
     global _fate
     if _fate is None:
         job = compat.coordination()

@@ -177,7 +177,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
         source = run.data.training[0]
         validator = run.data.loaders.validator_of(run.data.training[0])
         run.prefetcher.close()  # its thread must not draw meanwhile
-        pairs = [validator(batch) for batch in source.again(run.position.epoch, run.position.data, end - first)]
+        pairs = [validator(batch) for batch in source.redraw(run.position.epoch, run.position.data, end - first)]
         if not pairs:
             raise LookupError("the loader cannot be set back to it")
         results = engine.diagnose([engine.strategy.shard_batch(batch) for _, batch in pairs])

@@ -15,6 +15,7 @@ from jaxlit.core.train_state import Precision
 from jaxlit.data.loaders import Loaders
 from jaxlit.data.prefetcher import Prefetcher
 from jaxlit.data.watchdog import Watchdog
+from jaxlit.distributed.fate import Watch
 from jaxlit.distributed.team import READS_ARE_COMPARED, once_per_node, team
 from jaxlit.engine.compiled_program import use_compile_cache
 from jaxlit.engine.creation import build_lazy, check_variables, lazy
@@ -357,7 +358,7 @@ class Session:
             rescue=lambda: rescue(self._trainer, self.current, place()),
             leave=team().leave,
         )
-        before = team().watch((place, self.settings.fail_timeout))
+        before = team().watch(Watch(place, self.settings.fail_timeout))
         token = READS_ARE_COMPARED.set(self.settings.debug)
         try:
             with self.compiles.listening(), watchdog:

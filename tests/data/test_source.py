@@ -114,16 +114,16 @@ def test_batches_of_an_epoch_are_drawn_again_from_any_place(keep) -> None:
         source = source_of(loader, "train", keep=keep)
         drawn = list(source.epoch(0))
         for k in range(len(drawn)):
-            again = source.again(0, drawn[k - 1][1] if k else None, 2)
+            again = source.redraw(0, drawn[k - 1][1] if k else None, 2)
             assert rows_of(again) == rows_of(batch for batch, _ in drawn[k : k + 2])
 
 
 def test_only_cheap_loaders_are_drawn_again() -> None:
-    assert source_of(iter(batches()), "train").again(0, None, 1) == []
-    assert source_of(Stream(batches()), "train").again(0, 1000, 1) == []
+    assert source_of(iter(batches()), "train").redraw(0, None, 1) == []
+    assert source_of(Stream(batches()), "train").redraw(0, 1000, 1) == []
     stateful = source_of(Stateful(), "train")  # how its state was before the first batch is not known
     (_, after), (second, _) = next(pairs := stateful.epoch(0)), next(pairs)
-    assert stateful.again(0, None, 1) == [] and rows_of(stateful.again(0, after, 1)) == rows_of([second])
+    assert stateful.redraw(0, None, 1) == [] and rows_of(stateful.redraw(0, after, 1)) == rows_of([second])
 
 
 @pytest.mark.parametrize("kind", LOADERS)

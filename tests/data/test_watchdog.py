@@ -21,7 +21,7 @@ from kit.trainers import BARE, fit, make_trainer
 import jaxlit as jl
 from jaxlit.checkpoints import files
 from jaxlit.data import watchdog
-from jaxlit.distributed.team import Alone
+from jaxlit.distributed.team import Team
 from jaxlit.errors import CheckpointError
 
 
@@ -53,7 +53,7 @@ def clock(monkeypatch):
     stopped = Ticking()
     ends = lambda code: (stopped.codes.append(code), stopped.bitten.set())  # noqa: E731
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=ends))
-    monkeypatch.setattr(Alone, "leave", lambda processes, code: ends(code))
+    monkeypatch.setattr(Team, "leave", lambda processes, code: ends(code))
     monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=stopped))
     return stopped
 

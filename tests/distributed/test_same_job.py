@@ -26,7 +26,7 @@ from kit.trainers import BARE, THREE, make_trainer, splitting, thinned
 import jaxlit as jl
 from jaxlit.distributed import job as file
 from jaxlit.distributed.job import environment, same_job, same_program
-from jaxlit.distributed.team import Several
+from jaxlit.distributed.team import _MultiProcess
 from jaxlit.errors import ProcessError
 from jaxlit.strategies import Pipeline
 
@@ -298,13 +298,13 @@ def messages(monkeypatch: pytest.MonkeyPatch, items: list[dict[str, str]]) -> li
 
 
 def test_processes_that_agree_exchange_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, agree = list[Any](), Several.agree
+    given, agree = list[Any](), _MultiProcess.agree
 
-    def noting(self: Several, topic: str, value: Any, **named: Any) -> list[Any]:
+    def noting(self: _MultiProcess, topic: str, value: Any, **named: Any) -> list[Any]:
         given.append(value)
         return agree(self, topic, value, **named)
 
-    monkeypatch.setattr(Several, "agree", noting)
+    monkeypatch.setattr(_MultiProcess, "agree", noting)
     items = [{"a": "1" * 10_000, "b": "2"}, {"b": "2", "a": "1" * 10_000}, {"a": "1" * 10_000, "b": "2"}]
     assert as_processes(monkeypatch, lambda index: same_job("the arguments", lambda: items[index]), 3) == [None] * 3
     assert len(given) == 3 and len(set(given)) == 1 and len(given[0]) == 16

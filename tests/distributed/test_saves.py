@@ -18,7 +18,7 @@ from kit.processes import launch, say
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.distributed.team import Several, team
+from jaxlit.distributed.team import _MultiProcess, team
 from jaxlit.errors import DataError
 
 SPLIT = 2**21  # bytes of the parameters of `Wide`
@@ -84,13 +84,13 @@ def error_of(work):
 
 
 def save_together():
-    topics, agree = [], Several.agree
+    topics, agree = [], _MultiProcess.agree
 
     def counting(self, topic, *args, **named):
         topics.append(topic)
         return agree(self, topic, *args, **named)
 
-    Several.agree = counting
+    _MultiProcess.agree = counting
     trainer = make_trainer(strategy="fsdp", max_steps=1, **BARE)
     trainer.fit(Wide(), shuffled())
     topics.clear()

@@ -282,7 +282,7 @@ def test_a_sequence_lies_in_parts_on_the_devices() -> None:
 )
 def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, described: str) -> None:
     assert make_trainer(strategy=strategy, mesh=mesh).strategy.describe() == described
-    assert not isinstance(strategy, FSDP) or strategy._given_mesh is None  # the user's own object stays as it was
+    assert not isinstance(strategy, FSDP) or strategy._user_mesh is None  # the user's own object stays as it was
 
 
 @pytest.mark.parametrize(
