@@ -1,4 +1,4 @@
-"""Cuts a program into what each stage of a pipeline computes: by what values depend on, not by their order."""
+"""Cuts a program into the part that each stage of a pipeline computes, by what values depend on, not by their order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Input:
     """An input of a program.
 
     Attributes:
-        role: What it is.
+        role: How the cut treats it.
         update: The index of the output that replaces it, None if it does not change.
     """
 
@@ -37,23 +37,14 @@ class Input:
 
 @dataclass
 class Piece:
-    """What one stage computes.
-
-    Attributes:
-        stage: The stage.
-        eqns: The equations.
-        inputs: The indices of the program's inputs that it reads.
-        ins: The variables that stages before it send.
-        outs: The variables that it sends to stages after it.
-        results: The indices of the program's outputs that it makes.
-    """
+    """The part of a program that one stage computes."""
 
     stage: int
     eqns: list[Any] = field(default_factory=list)
-    inputs: list[int] = field(default_factory=list)
-    ins: list[Any] = field(default_factory=list)
-    outs: list[Any] = field(default_factory=list)
-    results: list[int] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)  # the indices of the program's inputs that it reads
+    ins: list[Any] = field(default_factory=list)  # the variables that stages before it send
+    outs: list[Any] = field(default_factory=list)  # the variables that it sends to stages after it
+    results: list[int] = field(default_factory=list)  # the indices of the program's outputs that it computes
 
 
 @dataclass
@@ -62,9 +53,9 @@ class Cut:
 
     Attributes:
         closed: The program.
-        pieces: That of each stage.
+        pieces: The piece of each stage.
         home_of: The stage that holds each input, None for those of the batch and those that nothing uses.
-        made_at: The stage that makes each output.
+        made_at: The stage that computes each output.
         sizes: How many of the parts between marks each stage has.
     """
 
@@ -76,12 +67,11 @@ class Cut:
 
     def runner(self, piece: Piece) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
         """Return a function of a piece's (inputs, ins) to its (outs, results)."""
-        jaxpr, consts = self.closed.jaxpr, self.closed.consts
-        names = [jaxpr.invars[i] for i in piece.inputs]
+        jaxpr = self.closed.jaxpr
+        names = [*jaxpr.constvars, *(jaxpr.invars[i] for i in piece.inputs), *piece.ins]
 
         def run(inputs: Sequence[Any], ins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            values = dict(zip(jaxpr.constvars, consts, strict=True))
-            values.update(zip([*names, *piece.ins], [*inputs, *ins], strict=True))
+            values = dict(zip(names, [*self.closed.consts, *inputs, *ins], strict=True))
             walk(piece.eqns, values, _without_marks)
             results = [value_of(jaxpr.outvars[i], values) for i in piece.results]
             return [values[x] for x in piece.outs], results
@@ -122,14 +112,11 @@ def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balanc
 
 
 class _Place(NamedTuple):
-    """A value's stage, if it is computed once, or the weights that it depends on, if on these alone."""
+    """The stage of a value that is computed once; else the weights that it depends on, and whether on the batch."""
 
     stage: int | None = None
     weights: frozenset[int] = frozenset()
     of_batch: bool = False
-
-
-_NOWHERE = _Place()
 
 
 class _Cutting:
@@ -150,40 +137,38 @@ class _Cutting:
         self.pieces = [Piece(stage) for stage in range(num_stages)]
 
     def cut(self) -> Cut:
-        """Return the pieces."""
         self._place()
-        wanted = self._wanted()
-        for piece in reversed(self.pieces):  # a stage asks the ones before it, so the last comes first
+        wanted: list[set[Any]] = [set() for _ in self.pieces]  # outputs and values that each stage must compute
+        for i, var in enumerate(self.jaxpr.outvars):
+            if (at := self._made_at(i, self.known)) is not None and not isinstance(var, Literal):
+                wanted[at].add(var)
+        for piece in reversed(self.pieces):  # a stage asks the stages before it, so the last comes first
             self._collect(piece, wanted)
-        homes = [self._home(i, given) for i, given in enumerate(self.inputs)]
+        homes = [self._home(i, x) for i, x in enumerate(self.inputs)]
         made_at: list[Any] = [self._made_at(i, homes) for i in range(len(self.jaxpr.outvars))]
         for piece in self.pieces:
             piece.results = [i for i, stage in enumerate(made_at) if stage == piece.stage or i in self._updates(piece)]
         sizes = [self.segments.stages.count(piece.stage) for piece in self.pieces]
         return Cut(self.closed, self.pieces, homes, made_at, sizes)
 
-    # Where equations go -----------------------------------------------------------------------------
-
     def _place(self) -> None:
-        values = dict[Any, _Place]()
-        for i, (var, given) in enumerate(zip(self.jaxpr.invars, self.inputs, strict=True)):
-            if given.role is Role.WEIGHT:
-                values[var] = _Place(weights=frozenset([i]))
-            elif given.role is Role.BATCH:
-                values[var] = _Place(of_batch=True)
-        read = lambda x, values: _NOWHERE if isinstance(x, Literal) else values.get(x, _NOWHERE)  # noqa: E731
-        walk(self.jaxpr.eqns, values, self._place_equation, read)
+        """Find the stage of each value that is computed once, and the weights of each that depends on these alone."""
+        values = dict.fromkeys(self.jaxpr.constvars, _Place())
+        for i, (var, x) in enumerate(zip(self.jaxpr.invars, self.inputs, strict=True)):
+            weights = frozenset([i] if x.role is Role.WEIGHT else [])
+            values[var] = _Place(weights=weights, of_batch=x.role is Role.BATCH)
+        walk(self.jaxpr.eqns, values, self._place_equation, lambda _: _Place())
         self.stage = {var: x.stage for var, x in values.items() if x.stage is not None}
         self.weights = {var: x.weights for var, x in values.items() if x.stage is None and x.weights}
 
-    def _place_equation(self, eqn: Any, given: list["_Place"]) -> list["_Place"]:
-        placed = [x.stage for x in given if x.stage is not None]
-        roots = frozenset[int]().union(*(x.weights for x in given))
-        of_batch = any(x.of_batch for x in given)
+    def _place_equation(self, eqn: Any, operands: list[_Place]) -> list[_Place]:
+        placed = [x.stage for x in operands if x.stage is not None]
+        roots = frozenset[int]().union(*(x.weights for x in operands))
+        of_batch = any(x.of_batch for x in operands)
         mark = self.segments.after.get(id(eqn))
-        # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well.
+        # Computed once, where the latest operand is: a copy elsewhere would need the activations sent there as well,
+        # and activations only go forward through the stages.
         if placed or mark is not None or (roots and of_batch):
-            # The latest operand decides: activations only go forward through the stages.
             at = max([*placed, 0 if mark is None else mark])
         elif roots and self.pins and all(x.aval.size <= _TINY for x in eqn.outvars):
             # A norm of weights: sending its result is cheaper than sending the weights.
@@ -193,16 +178,6 @@ class _Cutting:
         if eqn.effects:  # a print runs once, though what it reads may be computed on every stage
             self.effects[id(eqn)] = self.last if at is None else at
         return [_Place(at, roots if at is None else frozenset(), of_batch)] * len(eqn.outvars)
-
-    # What each stage computes -----------------------------------------------------------------------
-
-    def _wanted(self) -> list[set[Any]]:
-        """Return for each stage the outputs that it makes, whichever stage uses their inputs."""
-        wanted: list[set[Any]] = [set() for _ in self.pieces]
-        for i, var in enumerate(self.jaxpr.outvars):
-            if (at := self._made_at(i, self.known)) is not None and not isinstance(var, Literal):
-                wanted[at].add(var)
-        return wanted
 
     def _collect(self, piece: Piece, wanted: list[set[Any]]) -> None:
         """Fill a piece with what it must compute, and the pieces before it with what they must send."""
@@ -224,8 +199,7 @@ class _Cutting:
             ins |= {self.jaxpr.invars[i]: None for i in sent}
             piece.inputs = [i for i in used if i not in sent]
             # A stage that uses a state computes its updates as well, from the values that it has.
-            more = {x for i in self._updates(piece) if self.stage.get(x := self.jaxpr.outvars[i]) is None}
-            more = {*variables(list(more))}
+            more = {x for x in variables([self.jaxpr.outvars[i] for i in self._updates(piece)]) if x not in self.stage}
             if more <= wanted[piece.stage]:
                 break
             wanted[piece.stage] |= more
@@ -247,26 +221,24 @@ class _Cutting:
             updates.append(update)
         return updates
 
-    # Which stage holds an input ---------------------------------------------------------------------
-
-    def _home(self, place: int, given: Input) -> int | None:
+    def _home(self, place: int, x: Input) -> int | None:
         """Return the stage that holds an input: the first that uses it, unless it is known."""
-        if given.role is Role.BATCH:
+        if x.role is Role.BATCH:
             return None
         users = [piece.stage for piece in self.pieces if place in piece.inputs]
         if (known := self.known[place]) in users:
             return known
-        if users or given.update is None:
+        if users or x.update is None:
             return next(iter(users), None)
-        return self.stage.get(self.jaxpr.outvars[given.update], self.last)  # it is written only
+        return self.stage.get(self.jaxpr.outvars[x.update], self.last)  # it is written only
 
     def _made_at(self, output: int, homes: Sequence[int | None]) -> int | None:
-        """Return the stage of an output, of what any could make a late one; None if its home is not known."""
+        """Return the stage of an output, a late one if any stage could compute it; None if its home is not known."""
         var = self.jaxpr.outvars[output]
         if isinstance(var, Literal):
             return self.last
-        if (at := self.stage.get(var)) is not None:
-            return at
+        if var in self.stage:
+            return self.stage[var]
         if (place := next((i for i, x in enumerate(self.inputs) if x.update == output), None)) is not None:
             return homes[place]
         known = [self.known[i] for i in self.weights.get(var, ())]
@@ -274,11 +246,7 @@ class _Cutting:
 
 
 class StateOnTwoStages(ArgumentError):
-    """A state is updated on one stage and read on another.
-
-    Attributes:
-        place: Its index among the inputs.
-    """
+    """A state, the input at `place`, is updated on one stage and read on another."""
 
     def __init__(self, place: int, read: int, updated: int) -> None:
         super().__init__(f"input {place} is read on stage {read} and updated on stage {updated}")

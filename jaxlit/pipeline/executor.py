@@ -1,8 +1,7 @@
 """Runs a batch through a pipeline: forward and backward passes of its microbatches, in the order of a schedule.
 
-The devices of a pipeline's ranks, and how arrays get from one rank to another, in one process or in several.
-
-What a batch takes of a pipeline: operations and transfers from traces, memory from the schedule.
+`BatchRun` has the passes. `Places` has the devices of the ranks and sends arrays between them, in one process or in
+more. `estimate` returns what a batch costs: operations and transfers from traces, memory from the schedule.
 """
 
 import math
@@ -18,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxlit.core.replica import abstract_batch
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.cut import Cut
 from jaxlit.pipeline.schedules import FusedTask, Kind, Task, parts, simulate
@@ -32,17 +32,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Microbatch:
-    """A part of a batch.
+    """A part of a batch."""
 
-    Attributes:
-        leaves: The arrays of the batch that it has, on the host.
-        rows: How many rows.
-        shape: The key of its programs.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # its arrays, on the host
     rows: int
-    shape: Any
+    shape: Any  # the key of its programs
 
 
 class StageSet:
@@ -107,8 +101,12 @@ class BatchRun:
             parameter's gradients, in the order of `MicrobatchStep.params`; each microbatch's table; and by output those
             of each microbatch.
         """
-        run = {Kind.FWD: self.forward, Kind.BWD: self.backward}
-        run |= {Kind.BWD_INPUT: self.backward_input, Kind.BWD_WEIGHT: self.backward_weight}
+        run = {
+            Kind.FWD: self.forward,
+            Kind.BWD: self.backward,
+            Kind.BWD_INPUT: self.backward_input,
+            Kind.BWD_WEIGHT: self.backward_weight,
+        }
         for program in order:
             tasks = parts(program)
             if self._fuses(tasks):  # one program, which keeps no residuals between its halves
@@ -117,57 +115,51 @@ class BatchRun:
             for task in tasks:
                 run[task.kind](task)
         # The first output is the loss, then come the written arrays, the table and the user's outputs.
-        cut, n = self.sets[0].cut, self.sets[0].num_written
-        updates = {i: at for i, at in enumerate(cut.made_at)}
-        written = [self.state[updates[1 + k]][place] for k, place in enumerate(self.passes.written)]
-        tables = [self.results[mb, 1 + n] for mb in range(len(self.microbatches))]
-        rest = range(2 + n, len(cut.made_at))
-        outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in rest]
+        made_at = self.sets[0].cut.made_at
+        written = [self.state[made_at[1 + k]][place] for k, place in enumerate(self.passes.written)]
+        after_written = range(1 + self.sets[0].num_written, len(made_at))
+        tables, *outputs = [[self.results[mb, i] for mb in range(len(self.microbatches))] for i in after_written]
         return written, self._grads(), tables, outputs
-
-    # Tasks ------------------------------------------------------------------------------------------
 
     def forward(self, task: Task) -> None:
         """Run a forward pass, and keep what its backward pass needs."""
-        stage, inputs, ins = self._given(task)
+        stage, inputs, ins = self._arguments(task)
         outs, results, residuals = stage.forward(inputs, ins)
-        self._results(task, results)
+        self._keep_results(task, results)
         self.kept[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
         self._push(task, outs)
 
     def fused(self, task: Task) -> None:
         """Run a forward pass of the last stage and its backward pass in one program."""
-        stage, inputs, ins = self._given(task)
+        stage, inputs, ins = self._arguments(task)
         results, sent, self.totals[task.stage] = stage.fused(inputs, ins, *self._sums(task))
-        self._results(task, results)
+        self._keep_results(task, results)
         self._push_back(task, sent)
 
     def backward(self, task: Task) -> None:
         """Run a backward pass."""
-        stage, given = self._returned(task)
-        sent, self.totals[task.stage] = stage.backward(*given, *self._sums(task))
+        stage, returned = self._returned(task)
+        sent, self.totals[task.stage] = stage.backward(*returned, *self._sums(task))
         self._push_back(task, sent)
 
     def backward_input(self, task: Task) -> None:
         """Run the part of a backward pass that the stage before waits for."""
-        stage, given = self._returned(task)
+        stage, returned = self._returned(task)
         # `crossing` is what the second half needs of the first; it keeps the residuals alive until then.
-        sent, crossing = stage.backward_input(*given)
-        self.halves[task.stage, task.mb] = (given, crossing)
+        sent, crossing = stage.backward_input(*returned)
+        self.halves[task.stage, task.mb] = (returned, crossing)
         self._push_back(task, sent)
 
     def backward_weight(self, task: Task) -> None:
         """Run the rest of a backward pass: the gradients of the weights."""
-        stage, (given, crossing) = self._stage(task), self.halves.pop((task.stage, task.mb))
-        self.totals[task.stage] = stage.backward_weight(given, crossing, *self._sums(task))
+        halves = self.halves.pop((task.stage, task.mb))
+        self.totals[task.stage] = self._stage(task).backward_weight(*halves, *self._sums(task))
 
     def _fuses(self, tasks: Sequence[Task]) -> bool:
         """Return whether tasks are one program: a forward pass whose backward can follow at once."""
         first, stage = tasks[0], self._stage(tasks[0])
         pair = first, Task(first.stage, first.mb, Kind.BWD)
         return first.kind is Kind.FWD and tasks == pair and stage.ends and not stage.piece.outs
-
-    # Inputs and results of tasks --------------------------------------------------------------------
 
     def _stage(self, task: Task) -> Stage:
         return self.sets[task.mb].stages[task.stage]
@@ -176,7 +168,7 @@ class BatchRun:
         """Return the gradients so far, and the rows and the loss scale of those that are added to them."""
         return self.totals[task.stage], np.float32(self.microbatches[task.mb].rows), self.scale[task.stage]
 
-    def _given(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
+    def _arguments(self, task: Task) -> tuple[Stage, list[Any], list[Any]]:
         stage, state, key = self._stage(task), self.state[task.stage], (task.stage, task.mb)
         # Popped: a microbatch's arrays are freed once the last stage that uses them has them.
         first, batch = self.sets[task.mb].num_leaves, self.batch.pop(key, {})
@@ -191,7 +183,7 @@ class BatchRun:
         parts = self.cotangents.pop(key, {})
         return stage, ((kept.inputs, kept.ins), kept.residuals, [parts.get(k, []) for k in stage.outs])
 
-    def _results(self, task: Task, results: Sequence[Any]) -> None:
+    def _keep_results(self, task: Task, results: Sequence[Any]) -> None:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
         cut, n, places = self.sets[task.mb].cut, self.sets[task.mb].num_written, self.passes.written
         for i, x in zip(self._stage(task).piece.results, results, strict=True):
@@ -218,17 +210,15 @@ class BatchRun:
         for ((stage, slot), _), x in zip(arrays, sent, strict=True):
             boxes.setdefault((stage, mb), {}).setdefault(slot, []).append(x)
 
-    # The beginning and the end ----------------------------------------------------------------------
-
     def _spread(self, leaves: Sequence[Any]) -> list[dict[int, Any]]:
         """Return for each stage the arrays of the state that it uses, copies of those of other ranks."""
-        ranks, different = self.program.ranks, {*self.sets}
         always = set() if self.passes.scale is None else {self.passes.scale}
-        used = [always.union(*(x.of_state[s] for x in different)) for s in range(self.count)]
-        arrays = [{i: leaves[i] for i in mine} for mine in used]
-        to = [(s, i) for s, mine in enumerate(used) for i in mine if ranks[i] != self.rank_of(s)]
-        sent = self.places.send([leaves[i] for _, i in to], [self.rank_of(s) for s, _ in to])
-        for (s, i), x in zip(to, sent, strict=True):
+        used = [always.union(*(x.of_state[s] for x in {*self.sets})) for s in range(self.count)]
+        arrays = [{i: leaves[i] for i in inputs} for inputs in used]
+        ranks = self.program.ranks
+        away = [(s, i) for s, inputs in enumerate(used) for i in inputs if ranks[i] != self.rank_of(s)]
+        sent = self.places.send([leaves[i] for _, i in away], [self.rank_of(s) for s, _ in away])
+        for (s, i), x in zip(away, sent, strict=True):
             arrays[s][i] = x
         return arrays
 
@@ -237,10 +227,10 @@ class BatchRun:
         # All at once, before the first task: no stage then waits for the host.
         wanted = {(s, mb): x.of_batch[s] for mb, x in enumerate(self.sets) for s in range(self.count) if x.of_batch[s]}
         first = self.sets[0].num_leaves
-        arrays = [[self.microbatches[mb].leaves[i - first] for i in which] for (_, mb), which in wanted.items()]
+        arrays = [[self.microbatches[mb].leaves[i - first] for i in inputs] for (_, mb), inputs in wanted.items()]
         placed = self.program.place_batch([self.rank_of(s) for s, _ in wanted], arrays)
         pairs = zip(wanted.items(), placed, strict=True)
-        return {key: dict(zip(which, xs, strict=True)) for (key, which), xs in pairs}
+        return {key: dict(zip(inputs, xs, strict=True)) for (key, inputs), xs in pairs}
 
     def _grads(self) -> list[Any]:
         """Return the sum over all stages of each parameter's gradients, on the rank that holds it."""
@@ -299,7 +289,7 @@ class Places:
     def __init__(self, meshes: Sequence[Mesh], home: int, jit: Callable[..., Any]) -> None:
         self.meshes, self.home, self.jit = list(meshes), home, jit
         self._rank_of = {device: rank for rank, mesh in enumerate(meshes) for device in mesh.devices.flat}
-        self.several = self.meshes[0].is_multi_process
+        self.is_multi_process = self.meshes[0].is_multi_process
         self._moved: dict[tuple[Any, int], NamedSharding] = {}
         self._ranks: dict[Any, int | None] = {}
 
@@ -341,22 +331,25 @@ class Places:
 
     def put(self, arrays: Any, shardings: Any) -> Any:
         """Place a pytree of arrays, on the host or on a rank, in a pytree of shardings."""
-        return jax.tree.map(self._put, arrays, shardings) if self.several else jax.device_put(arrays, shardings)
+        return (
+            jax.tree.map(self._put, arrays, shardings) if self.is_multi_process else jax.device_put(arrays, shardings)
+        )
 
     def gather(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
         """Return arrays of all ranks on the first device, or in several processes on the first rank, and where that is.
 
         Where there is no room they go to the host; if jax has no host device they stay.
         """
-        mesh = self.meshes[0]
-        devices = [*mesh.local_devices] if self.several else [mesh.devices.flat[0]]
-        part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) if self.several else x.size  # noqa: E731
-        needed = sum(part(x) * (x.nbytes // max(x.size, 1)) for x in arrays)
+        mesh, needed = self.meshes[0], 0
+        devices = [*mesh.local_devices] if self.is_multi_process else [mesh.devices.flat[0]]
+        for x in arrays:
+            part = math.prod(x.sharding.shard_shape(x.shape)) if self.is_multi_process else x.size
+            needed += part * (x.nbytes // max(x.size, 1))
         if all(needed <= _room(device) for device in devices):
-            if self.several:
+            if self.is_multi_process:
                 return self.send(arrays, [0] * len(arrays)), "the devices of the first"
             return jax.device_put(list(arrays), devices[0]), str(devices[0])
-        if self.several or (host := _host()) is None:
+        if self.is_multi_process or (host := _host()) is None:
             return list(arrays), "no device, none of which has room for all of it: each array stays where it is"
         return jax.device_put(list(arrays), host), "the host: no device has room for all of it"
 
@@ -386,7 +379,7 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
     """Return a mesh of which each rank has some devices of every process; None where there is one process.
 
     Args:
-        devices: The devices, those of each process as many.
+        devices: The devices, as many of each process.
         shape: The size of each axis, "stage" among them, one of them -1 at most.
 
     Raises:
@@ -395,10 +388,8 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
-    sizes = dict(shape)
-    for axis, size in shape.items():
-        if size == -1:
-            sizes[axis] = len(devices) // -math.prod(shape.values())
+    rest = len(devices) // -math.prod(shape.values())
+    sizes = {axis: rest if size == -1 else size for axis, size in shape.items()}
     if len(by_process) == 1 or "stage" not in sizes or math.prod(sizes.values()) != len(devices):
         return None
     count, stages = min(map(len, by_process.values())), sizes["stage"]
@@ -416,14 +407,7 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
 
 
 def check_processes(meshes: Sequence[Mesh]) -> None:
-    """Refuse ranks whose k-th devices are of different processes: no array can be sent between them.
-
-    Args:
-        meshes: The mesh of each rank.
-
-    Raises:
-        ArgumentError: They are not.
-    """
+    """Raise an ArgumentError if the k-th devices of ranks are of different processes: no array can be sent then."""
     processes = [[device.process_index for device in mesh.devices.flat] for mesh in meshes]
     if any(row != processes[0] for row in processes):
         raise ArgumentError(
@@ -434,7 +418,7 @@ def check_processes(meshes: Sequence[Mesh]) -> None:
 
 
 class _Pass(NamedTuple):
-    """What a microbatch takes on one stage."""
+    """The cost of a microbatch on one stage."""
 
     flops: Flops  # of its forward and its backward pass
     kept: int  # bytes between the two
@@ -443,38 +427,35 @@ class _Pass(NamedTuple):
 
 
 def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> ProgramCost:
-    """Return what a call takes; nothing is compiled.
+    """Return the cost of a call, given the state and a batch, or their shapes; nothing is compiled.
 
     The temporaries are the gradients' sums and what microbatches keep for their backward passes, as many as the
     schedule has alive at most; those within a stage's program come in addition. Collectives within a rank are not
     counted.
-
-    Args:
-        program: The training program.
-        leaves: The state, or its shapes, dtypes and shardings.
-        batch: A batch, or its shapes and dtypes.
     """
     strategy, schedule, places = program.strategy, program.schedule, program.places
+    accum = strategy.accum_dtype
     # Arrays of the batch's size that take no memory.
     empty = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batch)
     microbatches, sets = program.prepare(leaves, empty)
-    shapes = {mb.shape: _passes(program, one, leaves, mb.leaves) for mb, one in zip(microbatches, sets, strict=True)}
+    pairs = zip(microbatches, sets, strict=True)
+    passes = {mb.shape: _passes(program, stage_set, leaves, mb.leaves) for mb, stage_set in pairs}
     largest = max(microbatches, key=lambda mb: mb.rows)
     replicas = strategy.inner.num_replicas
     share = 1 if largest.rows % replicas else replicas
     live = simulate(schedule, len(microbatches)).peak_live
     sums, kept, sent, sends = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
-    for stage, one in enumerate(sets[0].stages):
+    for stage, programs in enumerate(sets[0].stages):
         rank = schedule.rank_of(stage)
-        like = [jax.ShapeDtypeStruct(leaves[i].shape, strategy.accum_dtype) for i in one.params]
-        to = [places.on(leaves[i].sharding, rank) for i in one.params]
-        sums[rank] += bytes_per_device([x.update(sharding=s) for x, s in zip(like, to, strict=True)])
-        kept[rank] = max(kept[rank], shapes[largest.shape][stage].kept)
-        sent[rank] += sum(shapes[mb.shape][stage].sent for mb in microbatches)
-        sends[rank] += sum(shapes[mb.shape][stage].sends for mb in microbatches)
+        params = [leaves[i] for i in programs.params]
+        likes = [jax.ShapeDtypeStruct(x.shape, accum, sharding=places.on(x.sharding, rank)) for x in params]
+        sums[rank] += bytes_per_device(likes)
+        kept[rank] = max(kept[rank], passes[largest.shape][stage].kept)
+        sent[rank] += sum(passes[mb.shape][stage].sent for mb in microbatches)
+        sends[rank] += sum(passes[mb.shape][stage].sends for mb in microbatches)
     temporaries = max(sums[rank] + kept[rank] * live[rank] // share for rank in sums)
     state = bytes_per_device(leaves)
-    flops = sum((one.flops for mb in microbatches for one in shapes[mb.shape]), Flops())
+    flops = sum((one.flops for mb in microbatches for one in passes[mb.shape]), Flops())
     busiest = max(sent, key=lambda rank: sent[rank])
     between = sent[busiest] // share
     send = Collective("send", sends[busiest], between, exact=False, sent_by_span={strategy.mesh.size: between})
@@ -482,34 +463,24 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     return ProgramCost(program.name, flops, memory, (send,) if sends[busiest] else ())
 
 
-def _passes(program: "Microbatched", one: StageSet, leaves: Sequence[Any], batch: Sequence[Any]) -> list[_Pass]:
-    """Return what each stage takes of a microbatch."""
-    as_shape = lambda x: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))  # noqa: E731
-    shapes = [as_shape(x) for x in (*leaves, *batch)]
+def _passes(program: "Microbatched", stage_set: StageSet, leaves: Sequence[Any], batch: Sequence[Any]) -> list[_Pass]:
+    """Return the cost of a microbatch on each stage."""
+    shapes = abstract_batch([*leaves, *batch])
     scale = None if program.passes.scale is None else shapes[program.passes.scale]
-    rank_of, made, passes = program.schedule.rank_of, dict[Any, Any](), list[_Pass]()
-    for k, stage in enumerate(one.stages):
-        inputs, ins = [shapes[i] for i in stage.piece.inputs], [made[x] for x in stage.piece.ins]
+    rank_of, shape_of, passes = program.schedule.rank_of, dict[Any, Any](), list[_Pass]()
+    for k, stage in enumerate(stage_set.stages):
+        inputs, ins = [shapes[i] for i in stage.piece.inputs], [shape_of[x] for x in stage.piece.ins]
         forward = stage.forward.trace(inputs, ins)
-        outs, _, residuals = jax.tree.map(as_shape, forward.out_info)
-        made |= zip(stage.piece.outs, outs, strict=True)
+        outs, _, residuals = abstract_batch(forward.out_info)
+        shape_of |= zip(stage.piece.outs, outs, strict=True)
         kept = stage.keep(inputs, ins, residuals)
         totals = [jax.ShapeDtypeStruct(shapes[i].shape, program.strategy.accum_dtype) for i in stage.params]
         returned = (kept.inputs, kept.ins), residuals, [[outs[i]] for i in stage.outs]
         backward = stage.backward.trace(*returned, totals, np.float32(1), scale)
-        crossing = [
-            (var, x)
-            for var, x in zip(stage.piece.outs, outs, strict=True)
-            for user, _ in one.users[var]
-            if rank_of(user) != rank_of(k)
-        ]
-        returns = [made[stage.piece.ins[i]] for i in stage.ins]
-        back = [
-            x
-            for i, x in zip(stage.ins, returns, strict=True)
-            if rank_of(one.producer[stage.piece.ins[i]][0]) != rank_of(k)
-        ]
-        moved = [*(x for _, x in crossing), *back]
+        # Each result to the stages that use it, and each gradient to the stage that computed its value.
+        routes = [(var, user) for var in stage.piece.outs for user, _ in stage_set.users[var]]
+        routes += [(var, stage_set.producer[var][0]) for var in (stage.piece.ins[i] for i in stage.ins)]
+        moved = [shape_of[var] for var, receiver in routes if rank_of(receiver) != rank_of(k)]
         flops = count_flops(forward.jaxpr.jaxpr) + count_flops(backward.jaxpr.jaxpr)
         passes.append(_Pass(flops, kept.nbytes, bytes_of(moved), len(moved)))
     return passes

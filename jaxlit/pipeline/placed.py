@@ -4,12 +4,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
+from jaxlit.core.replica import abstract_batch
 from jaxlit.distributed.job import same_program
 from jaxlit.errors import StateError
 from jaxlit.pipeline.executor import Places
@@ -18,17 +19,24 @@ from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 _SMALL = 4096  # bytes that may be sent to where they meet arrays of another rank
 
 
+class _Slot(NamedTuple):
+    """A rank, and the round in which it computes: one more than the sends before it."""
+
+    rank: int
+    turn: int
+
+
 @dataclass
 class _Part:
-    """What one rank computes in one round: nothing in it waits for another part of that round."""
+    """The equations of one rank in one round: nothing in it waits for another part of that round."""
 
     turn: int
     rank: int
-    eqns: list[Any] = field(default_factory=list)
-    given: list[Any] = field(default_factory=list)  # those that it may overwrite come first
-    made: list[Any] = field(default_factory=list)
+    eqns: list[Any]
+    ins: list[Any]  # those that it may overwrite come first
+    outs: list[Any]
     num_donated: int = 0
-    away: list[int] = field(default_factory=list)  # indices into `given` of arrays on another rank
+    away: list[int] = field(default_factory=list)  # indices into `ins` of arrays on another rank
 
 
 class Placed:
@@ -75,7 +83,7 @@ class Placed:
         return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> Callable[[Sequence[Any]], Any]:
-        shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves]
+        shapes = abstract_batch(list(leaves))
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
         same_program(self.name, lambda: closed)
         closed, structure = inline(closed, selects=True), jax.tree.structure(result)
@@ -90,12 +98,12 @@ class Placed:
         def run(leaves: Sequence[Any]) -> Any:
             values = dict(zip(inputs, leaves, strict=True))
             for part, program in zip(parts, programs, strict=True):
-                arrays = [values[x] for x in part.given]
+                arrays = [values[x] for x in part.ins]
                 sent = self.places.send([arrays[k] for k in part.away], [part.rank] * len(part.away))
                 for k, x in zip(part.away, sent, strict=True):
                     arrays[k] = x
-                made = program(arrays[: part.num_donated], arrays[part.num_donated :])
-                values.update(zip(part.made, made, strict=True))
+                outs = program(arrays[: part.num_donated], arrays[part.num_donated :])
+                values.update(zip(part.outs, outs, strict=True))
             results = [value_of(x, values) for x in names]
             for i in twice:  # each result needs its own buffer, as after jit
                 results[i] = results[i].copy()
@@ -103,9 +111,9 @@ class Placed:
             moved = self.places.put([results[i] for i in moves], [shardings[i] for i in moves]) if moves else []
             for i, x in zip(moves, moved, strict=True):
                 results[i] = x
-            kept = {id(x) for x in results}
+            returned = {id(x) for x in results}
             for i in self.donate:  # also those that no part could overwrite
-                if id(leaves[i]) not in kept:
+                if id(leaves[i]) not in returned:
                     leaves[i].delete()
             return structure.unflatten(results)
 
@@ -115,11 +123,11 @@ class Placed:
         devices = set(self.places.meshes[part.rank].devices.flat)
 
         def body(donated: list[Any], rest: list[Any]) -> list[Any]:
-            values = dict(zip([*closed.jaxpr.constvars, *part.given], [*closed.consts, *donated, *rest], strict=True))
+            values = dict(zip([*closed.jaxpr.constvars, *part.ins], [*closed.consts, *donated, *rest], strict=True))
             walk(part.eqns, values)
-            return [values[x] for x in part.made]
+            return [values[x] for x in part.outs]
 
-        wanted = [to.get(x) for x in part.made]
+        wanted = [to.get(x) for x in part.outs]
         shardings = [s if s is not None and s.device_set == devices else None for s in wanted]
         name = f"{self.name}_{part.turn}_{part.rank}"
         return self.places.jit(part.rank, body, name, out_shardings=shardings, donate_argnums=0)
@@ -136,56 +144,56 @@ class _Placing:
         follows: See `Placed`.
 
     Attributes:
-        at: The rank of each value, and the round in which it is computed: one more than the sends before it.
-        effects: The same for equations that print or call back, by their identity.
+        at: The slot of each value that has one.
+        effects: That of equations that print or call back, by their identity.
     """
 
     def __init__(self, jaxpr: Any, ranks: Sequence[int | None], home: int, name: str, *, follows: bool) -> None:
         self.home, self.name, self.follows = home, name, follows
-        self.at: dict[Any, tuple[int, int]] = {}
-        self.effects: dict[int, tuple[int, int]] = {}
+        self.at: dict[Any, _Slot] = {}
+        self.effects: dict[int, _Slot] = {}
         self._held = set[Any]()  # values computed only from arrays with a rank
         for x, rank in zip(jaxpr.invars, ranks, strict=True):
             if rank is not None:
-                self.at[x] = rank, 0
+                self.at[x] = _Slot(rank, 0)
                 self._held.add(x)
         for eqn in jaxpr.eqns:
             self._place(eqn)
 
     def _place(self, eqn: Any) -> None:
-        given = variables(eqn.invars)
-        placed = [x for x in given if x in self.at]
+        operands = variables(eqn.invars)
+        placed = [x for x in operands if x in self.at]
+        slot = _Slot(self.home, 0)
         if placed:
             rank = self._rank_of(eqn, placed)
-            turn = max(self.at[x][1] + (self.at[x][0] != rank) for x in placed)
-            self.at |= dict.fromkeys(eqn.outvars, (rank, turn))
-            if len(placed) == len(given) and self._held.issuperset(placed):
+            slot = _Slot(rank, max(self.at[x].turn + (self.at[x].rank != rank) for x in placed))
+            self.at |= dict.fromkeys(eqn.outvars, slot)
+            if len(placed) == len(operands) and self._held.issuperset(placed):
                 self._held |= {*eqn.outvars}
         if eqn.effects:
-            self.effects[id(eqn)] = (rank, turn) if placed else (self.home, 0)
+            self.effects[id(eqn)] = slot
 
-    def _rank_of(self, eqn: Any, given: Sequence[Any]) -> int:
+    def _rank_of(self, eqn: Any, operands: Sequence[Any]) -> int:
         """Return where an operation runs."""
-        if len(several := {self.at[x][0] for x in given}) == 1:
-            return several.pop()
-        arrays = [x for x in given if x.aval.size > 1]
-        if len(several := {self.at[x][0] for x in arrays}) == 1:
-            return several.pop()
+        arrays = [x for x in operands if x.aval.size > 1]
+        for group in (operands, arrays):
+            if len(ranks := {self.at[x].rank for x in group}) == 1:
+                return ranks.pop()
         if not arrays:
             return self.home
         if self.follows:
             held = [x for x in arrays if x in self._held]
-            leader = max(held, key=_size) if held else max(arrays, key=lambda x: (self.at[x][1], _size(x)))
-            return self.at[leader][0]
+            leader = max(held, key=_size) if held else max(arrays, key=lambda x: (self.at[x].turn, _size(x)))
+            return self.at[leader].rank
         large = [x for x in arrays if _size(x) > _SMALL]
-        if len(several := {self.at[x][0] for x in large}) > 1:
-            shapes = ", ".join(f"{x.aval.str_short()} of rank {self.at[x][0]}" for x in large)
+        if len(ranks := {self.at[x].rank for x in large}) > 1:
+            shapes = ", ".join(f"{x.aval.str_short()} of rank {self.at[x].rank}" for x in large)
             raise StateError(
                 f"{self.name}: the operation {eqn.primitive.name} combines large arrays of several ranks of the "
                 f"pipeline: {shapes}. Only small ones are sent to one rank: reduce each array first, as a norm does, "
                 "or train with strategy='fsdp'."
             )
-        return several.pop() if several else self.home
+        return ranks.pop() if ranks else self.home
 
 
 def _size(x: Any) -> int:
@@ -194,45 +202,44 @@ def _size(x: Any) -> int:
 
 def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
     """Return the parts of a program, in an order in which each has what it needs."""
-    at, home = placing.at, placing.home
-    keys = sorted({(home, 0), *at.values(), *placing.effects.values()}, key=lambda key: (key[1], key[0]))
-    wanted: dict[tuple[int, int], dict[Any, None]] = {key: {} for key in keys}
+    at, first = placing.at, _Slot(placing.home, 0)
+    slots = sorted({first, *at.values(), *placing.effects.values()}, key=lambda slot: (slot.turn, slot.rank))
+    wanted: dict[_Slot, dict[Any, None]] = {slot: {} for slot in slots}
     inputs = set(jaxpr.invars)
-    for x in jaxpr.outvars:
-        if not isinstance(x, Literal) and x not in inputs:
-            wanted[at.get(x, (home, 0))][x] = None
+    for x in variables(jaxpr.outvars):
+        if x not in inputs:
+            wanted[at.get(x, first)][x] = None
     parts: list[_Part] = []
-    for key in reversed(keys):
+    for slot in reversed(slots):
 
-        def takes(eqn: Any, used: list[Any], key: Any = key) -> bool:
-            return placing.effects.get(id(eqn)) == key or any(at.get(x, key) == key for x in used)
+        def takes(eqn: Any, used: list[Any], slot: Any = slot) -> bool:
+            return placing.effects.get(id(eqn)) == slot or any(at.get(x, slot) == slot for x in used)
 
-        needed = dict(wanted[key])
+        needed = dict(wanted[slot])
         eqns = walk_back(jaxpr.eqns, needed, takes)
         computed = {*jaxpr.constvars, *(x for eqn in eqns for x in eqn.outvars)}
-        given = [x for x in needed if x not in computed]
-        for x in given:
+        ins = [x for x in needed if x not in computed]
+        for x in ins:
             if x not in inputs:
                 wanted[at[x]][x] = None
         if eqns:
-            parts.insert(0, _Part(key[1], key[0], eqns, given, list(wanted[key])))
-    _donate(parts, jaxpr, donate, at)
+            parts.insert(0, _Part(slot.turn, slot.rank, eqns, ins, list(wanted[slot])))
+    _donate(parts, donate.difference(variables(jaxpr.outvars)), {x: slot.rank for x, slot in at.items()})
     return parts
 
 
-def _donate(parts: Sequence[_Part], jaxpr: Any, donate: set[Any], at: dict[Any, tuple[int, int]]) -> None:
-    """Let the last part that uses an array overwrite it, if it is on its rank and makes an array of its shape."""
-    kept = {x for x in jaxpr.outvars if not isinstance(x, Literal)}
+def _donate(parts: Sequence[_Part], donate: set[Any], rank_of: dict[Any, int]) -> None:
+    """Let the last part that uses an array overwrite it, if it is on its rank and returns an array of its shape."""
     last: dict[Any, _Part] = {}
     for part in parts:
-        last |= dict.fromkeys(part.given, part)
+        last |= dict.fromkeys(part.ins, part)
     for part in parts:
-        room, donated = Counter((x.aval.shape, x.aval.dtype) for x in part.made), []
-        for x in part.given:
-            fits = x in donate and x not in kept and last[x] is part and at.get(x, (None, 0))[0] == part.rank
+        room, donated = Counter((x.aval.shape, x.aval.dtype) for x in part.outs), []
+        for x in part.ins:
+            fits = x in donate and last[x] is part and rank_of.get(x) == part.rank
             if fits and room[kind := (x.aval.shape, x.aval.dtype)] > 0:
                 donated.append(x)
                 room[kind] -= 1
-        part.given = [*donated, *(x for x in part.given if x not in donated)]
+        part.ins = [*donated, *(x for x in part.ins if x not in donated)]
         part.num_donated = len(donated)
-        part.away = [k for k, x in enumerate(part.given) if at.get(x, (None,))[0] != part.rank]
+        part.away = [k for k, x in enumerate(part.ins) if rank_of.get(x) != part.rank]

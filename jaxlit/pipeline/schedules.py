@@ -1,13 +1,7 @@
-"""Schedules: which rank runs which task, in which order.
+"""Schedules of a pipeline: which rank runs which task, in which order; their simulation, and their charts.
 
 Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377), its interleaved form (Megatron-LM,
 arXiv 2104.04473), zero bubble (Qi et al., arXiv 2401.10241).
-
-What a rank of a pipeline does with one microbatch at a time.
-
-Simulates a schedule: whether it is complete, how long ranks wait, how much they hold.
-
-Schedules as text.
 """
 
 import itertools
@@ -16,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 
 from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
@@ -79,7 +72,7 @@ class FusedTask(tuple[Task, ...]):
 
 def parts(task: Task | FusedTask) -> tuple[Task, ...]:
     """Return the tasks of one program."""
-    return (task,) if isinstance(task, Task) else tuple(task)
+    return (task,) if isinstance(task, Task) else task
 
 
 def flat(tasks: list[Task | FusedTask]) -> Iterator[Task]:
@@ -91,9 +84,9 @@ def flat(tasks: list[Task | FusedTask]) -> Iterator[Task]:
 class Schedule(ABC):
     """The order in which each rank of a pipeline runs its tasks; a subclass returns it from `tasks`.
 
-    A rank is a group of devices, which holds one stage of the model or several. What a subclass returns is checked by
-    `simulate` before anything is compiled: each microbatch goes forward and backward once through each stage, on the
-    rank that holds it, and no rank waits for ever.
+    A rank is a group of devices, which holds one or more stages of the model. `simulate` checks the tasks before
+    anything is compiled: each microbatch goes forward and backward once through each stage, on the rank that holds it,
+    and no rank waits for ever.
 
     Args:
         num_stages: Stages of the model.
@@ -141,7 +134,7 @@ class Schedule(ABC):
 
 
 class Interleaved1F1B(Schedule):
-    """One forward, one backward, on ranks that hold several stages each: `num_stages / mpmd_dim`.
+    """One forward, one backward, on ranks that hold `num_stages / mpmd_dim` stages each.
 
     Each rank first runs forwards until the last stage's gradients can come back, then a forward and a backward in
     turn. The more stages a rank has, the smaller is the bubble, and the more is sent between ranks. Two forwards are
@@ -343,38 +336,28 @@ class ZBV(Schedule):
     ) -> Task | None:
         """Return what a rank begins now, or None if it waits."""
         down, back = rank, self.num_stages - 1 - rank
-
-        def done(stage: int, mb: int, kind: Kind) -> bool:
-            return begun.get(Task(stage, mb, kind), clock) < clock
-
         live = sum(counts[stage, Kind.FWD] - counts[stage, Kind.BWD_WEIGHT] for stage in (down, back))
         for kind, stage in itertools.product((Kind.BWD_INPUT, Kind.FWD, Kind.BWD_WEIGHT), (back, down)):
             if (mb := counts[stage, kind]) == count:
                 continue
-            if kind is Kind.FWD:
-                # One place is kept for the way back, without which nothing would ever leave.
-                room = live < self.num_stages - (stage == down)
-                ready = room and (stage == 0 or done(stage - 1, mb, kind))
-            elif kind is Kind.BWD_WEIGHT:
-                ready = done(stage, mb, Kind.BWD_INPUT)
-            else:
-                last = stage + 1 == self.num_stages
-                ready = done(stage, mb, Kind.FWD) and (last or done(stage + 1, mb, kind))
-            if ready:
-                return Task(stage, mb, kind)
+            # A forward pass leaves one place for the way back, without which nothing would ever leave.
+            if kind is Kind.FWD and live >= self.num_stages - (stage == down):
+                continue
+            task = Task(stage, mb, kind)
+            if all(begun.get(x, clock) < clock for x in _needs(task, self.num_stages, lambda _: True)):
+                return task
         return None
 
 
-SCHEDULES: Mapping[str, Callable[[int], Schedule]] = MappingProxyType(
-    {
-        "gpipe": GPipe,
-        "1f1b": Std1F1B,
-        "eager_1f1b": Eager1F1B,
-        "interleaved_1f1b": lambda ranks: Interleaved1F1B(2 * ranks, ranks),
-        "zb_h1": ZeroBubbleH1,
-        "zbv": lambda ranks: ZBV(2 * ranks, ranks),
-    }
-)  # by name: the schedule of so many ranks
+# By name, functions of a number of ranks.
+SCHEDULES: Mapping[str, Callable[[int], Schedule]] = {
+    "gpipe": GPipe,
+    "1f1b": Std1F1B,
+    "eager_1f1b": Eager1F1B,
+    "interleaved_1f1b": lambda ranks: Interleaved1F1B(2 * ranks, ranks),
+    "zb_h1": ZeroBubbleH1,
+    "zbv": lambda ranks: ZBV(2 * ranks, ranks),
+}
 
 
 def count_of(num_microbatches: int, schedule: Schedule) -> int:
@@ -440,13 +423,14 @@ def simulate(
     start, end = dict[Task, float](), dict[Task, float]()
     begun: list[tuple[float, int, int]] = []  # when each program of a rank began
     at, free = [0] * len(programs), [0.0] * len(programs)
-    waiting: dict[Task, list[int]] = {}  # ranks, by the task they wait for
+    waiting: dict[Task, list[int]] = {}  # ranks, by the task that they wait for
     ready = [*range(len(programs))]
     while ready:
         rank = ready.pop()
         while at[rank] < len(programs[rank]):
             program = parts(programs[rank][at[rank]])
-            needed = [x for task in program for x in _needs(task, schedule.num_stages, every) if x not in program]
+            needed = [x for task in program for x in _needs(task, schedule.num_stages, every.__contains__)]
+            needed = [x for x in needed if x not in program]
             if missing := next((x for x in needed if x not in end), None):
                 waiting.setdefault(missing, []).append(rank)
                 break
@@ -471,7 +455,7 @@ def simulate(
     return Simulation(makespan, busy, bubble, peaks, start, order)
 
 
-def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
+def _needs(task: Task, num_stages: int, exists: Callable[[Task], bool]) -> list[Task]:
     """Return the tasks that a task waits for."""
     stage, mb = task.stage, task.mb
     if task.kind is Kind.FWD:
@@ -481,7 +465,7 @@ def _needs(task: Task, num_stages: int, every: set[Task]) -> list[Task]:
     needed = [Task(stage, mb, Kind.FWD)]
     if stage + 1 < num_stages:  # whose backward is in one part or in two
         part = Task(stage + 1, mb, Kind.BWD_INPUT)
-        needed.append(part if part in every else Task(stage + 1, mb, Kind.BWD))
+        needed.append(part if exists(part) else Task(stage + 1, mb, Kind.BWD))
     return needed
 
 
@@ -530,13 +514,13 @@ def chart(schedule: Schedule, num_microbatches: int) -> str:
     simulation = simulate(schedule, num_microbatches)
     share = schedule.num_ranks / schedule.num_stages
     unit = min(LATENCY.values()) * share
-    several = schedule.num_stages > schedule.num_ranks
+    shows_stages = schedule.num_stages > schedule.num_ranks
     lines = []
     for tasks in schedule.tasks(num_microbatches):
         line = ["."] * round(simulation.makespan / unit)
         for task in flat(tasks):
             begin, length = round(simulation.start[task] / unit), round(LATENCY[task.kind] * share / unit)
-            label = f"{task.stage if several else ''}{_LETTER[task.kind]}{task.mb}"
+            label = f"{task.stage if shows_stages else ''}{_LETTER[task.kind]}{task.mb}"
             line[begin : begin + length] = [label] * length
         lines.append(line)
     width = max(len(label) for line in lines for label in line)

@@ -1,9 +1,4 @@
-"""From marks in a program to the stages of a pipeline.
-
-Marks in a model where a pipeline's stages may end.
-
-Marks that are put into a model for the user: after the layers that a list holds.
-"""
+"""Where the stages of a pipeline may end: marks in a model, from the user or after layers, and what is between them."""
 
 import contextlib
 import functools
@@ -11,17 +6,15 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.programs.costs import count_flops
-from jaxlit.programs.jaxpr import bodies, equations, walk
+from jaxlit.programs.jaxpr import bodies, equations, follow
 
 T = TypeVar("T")
 
@@ -98,17 +91,17 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
         ArgumentError: There are too few marks, or one is inside a loop.
     """
     marks, count = _number(jaxpr)
-    if count + 1 < num_stages:
+    if (parts := count + 1) < num_stages:
         raise ArgumentError(
             f"Pipeline cuts a model into {num_stages} stages, and its training_step has {count} marks, so "
-            f"{count + 1} part{'s' * bool(count)}. Call jl.pipeline_yield(x) between layers, name the list of layers "
+            f"{parts} part{'s' * bool(count)}. Call jl.pipeline_yield(x) between layers, name the list of layers "
             "(layers='blocks'; each is marked where it is called, module(x)), or take fewer stages."
         )
-    parts = count + 1
     if balance == "flops":
         sizes = _by_cost(_costs(jaxpr, marks, parts), num_stages)
     elif balance == "count":
-        sizes = _evenly(parts, num_stages)  # what follows a mark after the last layer goes to the last stage
+        # What follows a mark after the last layer goes to the last stage.
+        sizes = [parts // num_stages + (stage >= num_stages - parts % num_stages) for stage in range(num_stages)]
     else:
         sizes = list(balance)
         if len(sizes) != num_stages or sum(sizes) not in (parts, parts - 1):
@@ -121,17 +114,13 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
     return Segments({mark: stages[segment] for mark, segment in marks.items()}, stages)
 
 
-def _segment_of(x: Any, values: dict[Any, int]) -> int:
-    return 0 if isinstance(x, Literal) else values.get(x, 0)
-
-
 def _number(jaxpr: Any) -> tuple[dict[int, int], int]:
     """Return the segment after each mark, and how many marks there are."""
     segments, count, last = dict[int, int](), 0, None
 
-    def rule(eqn: Any, given: list[int]) -> list[int]:
+    def rule(eqn: Any, operands: list[int]) -> list[int]:
         nonlocal count, last
-        segment = max(given, default=0)
+        segment = max(operands, default=0)
         if (name := mark_of(eqn)) is not None:
             # The arrays of one call have its name, and so have those of a layer that jax traces once for several.
             if name != last or segment >= count:
@@ -145,7 +134,7 @@ def _number(jaxpr: Any) -> tuple[dict[int, int], int]:
             )
         return [segment] * len(eqn.outvars)
 
-    walk(jaxpr.eqns, {}, rule, _segment_of)
+    follow(jaxpr, [0] * len(jaxpr.invars), rule, 0)
     return segments, count
 
 
@@ -154,20 +143,16 @@ def holds_mark(eqn: Any) -> bool:
     return any(mark_of(x) is not None for inner in bodies(eqn) for x in equations(inner))
 
 
-def _evenly(parts: int, stages: int) -> list[int]:
-    return [parts // stages + (stage >= stages - parts % stages) for stage in range(stages)]
-
-
 def _costs(jaxpr: Any, marks: dict[int, int], parts: int) -> list[int]:
     """Return the operations of each segment."""
     costs = [0] * parts
 
-    def rule(eqn: Any, given: list[int]) -> list[int]:
-        segment = marks.get(id(eqn), max(given, default=0))
+    def rule(eqn: Any, operands: list[int]) -> list[int]:
+        segment = marks.get(id(eqn), max(operands, default=0))
         costs[segment] += count_flops(jaxpr.replace(eqns=[eqn])).count
         return [segment] * len(eqn.outvars)
 
-    walk(jaxpr.eqns, {}, rule, _segment_of)
+    follow(jaxpr, [0] * len(jaxpr.invars), rule, 0)
     return costs
 
 
@@ -176,15 +161,15 @@ def _by_cost(costs: list[int], stages: int) -> list[int]:
     total = [0, *itertools.accumulate(costs)]
 
     @functools.cache
-    def best(end: int, count: int) -> tuple[float, int, list[int]]:
-        """Return the cost of the most expensive of so many stages, where the last begins, and how many each has."""
+    def best(end: int, count: int) -> tuple[float, list[int]]:
+        """Return the cost of the most expensive of so many stages, and how many segments each has."""
         if count == 1:
-            return total[end], 0, [end]
+            return total[end], [end]
         begins = range(count - 1, end)
         cost, begin = min((max(best(begin, count - 1)[0], total[end] - total[begin]), begin) for begin in begins)
-        return cost, begin, [*best(begin, count - 1)[2], end - begin]
+        return cost, [*best(begin, count - 1)[1], end - begin]
 
-    return best(len(costs), stages)[2]
+    return best(len(costs), stages)[1]
 
 
 class Layers:
@@ -196,9 +181,8 @@ class Layers:
     """
 
     def __init__(self, layers: str | Sequence[str] | None, *, owner: str) -> None:
-        several = isinstance(layers, Sequence) and all(isinstance(x, str) for x in layers)
-        known = layers is None or isinstance(layers, str) or several
-        if not known:
+        are_paths = isinstance(layers, Sequence) and all(isinstance(x, str) for x in layers)
+        if layers is not None and not are_paths:  # a str is a sequence of str too
             raise ArgumentTypeError(
                 f"{owner}(layers=...) takes the path of a list of modules, such as 'blocks', or paths of single ones, "
                 f"got {layers!r}."
@@ -218,12 +202,14 @@ class Layers:
         return module
 
     def _layers(self, module: Any) -> list[Any]:
-        several = [self.layers] if isinstance(self.layers, str) else self.layers or []
-        named = [self._at(module, path) for path in several]
-        layers = [*named[0]] if isinstance(self.layers, str) and isinstance(named[0], Iterable) else named
+        if is_list := isinstance(self.layers, str):
+            named = self._at(module, self.layers)
+            layers = [*named] if isinstance(named, Iterable) else [named]
+        else:
+            layers = [self._at(module, path) for path in self.layers or []]
         # Functions between the layers of a list cannot be marked, and nothing comes after the last.
         modules = [x for x in layers if isinstance(x, nnx.Module)]
-        chosen = modules[:-1] if isinstance(self.layers, str) else modules
+        chosen = modules[:-1] if is_list else modules
         if self.layers is not None and not (chosen and all(map(callable, layers))):
             raise ArgumentError(
                 f"{self.owner}(layers={self.layers!r}) names {', '.join(type(x).__name__ for x in layers)}. Give "
@@ -245,7 +231,7 @@ class Layers:
         return value
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def _marking(cls: type) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return pipeline_yield(cls.__call__(self, *args, **kwargs))  # type: ignore[operator]

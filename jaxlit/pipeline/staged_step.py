@@ -1,6 +1,7 @@
-"""A training step as passes of microbatches: the rank of each array, and the programs of each stage.
+"""A training step as passes of microbatches.
 
-The stages of a pipeline as a table.
+`placement_of` finds the stage of each array, `Microbatched` compiles the programs of each stage and runs a batch, and
+`stage_table` shows the stages.
 """
 
 import itertools
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.core.derived_steps import MicrobatchStep
-from jaxlit.core.replica import num_rows
+from jaxlit.core.replica import abstract_batch, num_rows
 from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
@@ -29,34 +30,11 @@ from jaxlit.texts import leaf_name, size, table
 
 
 class StageFacts(NamedTuple):
-    """What is known about a stage.
+    """The parameters and the operations of a stage."""
 
-    Attributes:
-        names: The parameters that it holds.
-        params: Their elements.
-        flops: Operations of a forward pass of one microbatch.
-    """
-
-    names: list[str]
-    params: int
-    flops: int
-
-
-def facts_of(cut: Cut, names: Sequence[str], stages: Sequence[int], leaves: Sequence[Any]) -> list[StageFacts]:
-    """Return what is known about each stage.
-
-    Args:
-        cut: The user's step, cut.
-        names: The names of the parameters.
-        stages: The stage that holds each.
-        leaves: Their shapes.
-    """
-    facts = []
-    for piece in cut.pieces:
-        mine = [i for i, stage in enumerate(stages) if stage == piece.stage]
-        flops = count_flops(cut.closed.jaxpr.replace(eqns=piece.eqns)).count
-        facts.append(StageFacts([names[i] for i in mine], sum(leaves[i].size for i in mine), flops))
-    return facts
+    names: list[str]  # of the parameters that it holds
+    params: int  # their elements
+    flops: int  # of a forward pass of one microbatch
 
 
 def stage_table(
@@ -64,17 +42,13 @@ def stage_table(
 ) -> str:
     """Return a row for each stage, and the predicted bubble.
 
-    Args:
-        facts: Of each stage.
-        residuals: Bytes that a microbatch keeps on each for its backward pass; None until the step is built.
-        schedule: The schedule.
-        num_microbatches: Into how many microbatches a batch is split.
+    `residuals` has the bytes that a microbatch keeps on each stage for its backward pass, None until the step is built.
     """
     simulation = simulate(schedule, num_microbatches)
     rows = [("stage", "rank", "layers", "params", "GFLOP", "kept a microbatch", "live at most")]
     for stage, (names, params, flops) in enumerate(facts):
-        rank, kept = schedule.rank_of(stage), "-" if residuals is None else size(residuals[stage])
-        figures = f"{params:,}", f"{flops / 1e9:.3g}", kept, str(simulation.peak_live[rank])
+        rank, residual = schedule.rank_of(stage), "-" if residuals is None else size(residuals[stage])
+        figures = f"{params:,}", f"{flops / 1e9:.3g}", residual, str(simulation.peak_live[rank])
         rows.append((str(stage), str(rank), layers_of(names), *figures))
     lines = "\n".join(table(rows, texts=3))
     return f"{lines}\npredicted bubble {simulation.bubble:.1%}: the part of their time in which ranks wait"
@@ -92,26 +66,19 @@ def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:
     sizes = []
     for stage in stages:
         inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
-        outs, _, kept = jax.eval_shape(stage.forward, inputs, ins)
+        outs, _, residuals = jax.eval_shape(stage.forward, inputs, ins)
         sent |= dict(zip(stage.piece.outs, outs, strict=True))
-        sizes.append(stage.keep(inputs, ins, kept).nbytes)
+        sizes.append(stage.keep(inputs, ins, residuals).nbytes)
     return sizes
 
 
 class Placement(NamedTuple):
-    """The ranks and stages of a module's arrays.
+    """The ranks and stages of a module's arrays."""
 
-    Attributes:
-        ranks: The rank of each array of (params, frozen, model_state).
-        sizes: How many of the parts between marks each stage has; None without the user's step.
-        facts: What is known about the stages; None without the user's step.
-        stages: The stage of each parameter by its name.
-    """
-
-    ranks: tuple[Any, Any, Any]
-    sizes: list[int] | None
-    facts: list[StageFacts] | None
-    stages: dict[str, int]
+    ranks: tuple[Any, Any, Any]  # of each array of (params, frozen, model_state)
+    sizes: list[int] | None  # how many of the parts between marks each stage has; None without the user's step
+    facts: list[StageFacts] | None  # of each stage; None without the user's step
+    stages: dict[str, int]  # of each parameter by its name
 
 
 def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: Any) -> Placement:
@@ -131,8 +98,12 @@ def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: An
     if closed is None:
         stages = _by_bytes(leaves, schedule.num_stages)
     else:
-        pieces, stages = _by_use(closed, schedule.num_stages, balance, num_weights, names)
-        sizes, facts = pieces.sizes, facts_of(pieces, names[:num_weights], stages[:num_weights], leaves)
+        cut, stages = _by_use(closed, schedule.num_stages, balance, num_weights, names)
+        sizes, facts = cut.sizes, list[StageFacts]()
+        for piece in cut.pieces:
+            held = [i for i, stage in enumerate(stages[:num_weights]) if stage == piece.stage]
+            flops = count_flops(cut.closed.jaxpr.replace(eqns=piece.eqns)).count
+            facts.append(StageFacts([names[i] for i in held], sum(leaves[i].size for i in held), flops))
     ranks = jax.tree.unflatten(treedef, [schedule.rank_of(stage) for stage in stages])
     return Placement(ranks, sizes, facts, dict(zip(names[:num_weights], stages, strict=False)))
 
@@ -142,15 +113,15 @@ def _by_use(
 ) -> tuple[Cut, list[int]]:
     """Return the user's step, cut, and the stage of each array of the module."""
     closed = inline(closed, also=holds_mark)
-    jaxpr, count, inputs = closed.jaxpr, len(names), []
-    for i, var in enumerate(jaxpr.invars):
-        update = None if i >= count or jaxpr.outvars[1 + i] is var else 1 + i
-        role = Role.BATCH if i >= count else Role.WEIGHT if i < num_weights else Role.STATE
-        inputs.append(Input(role, update=update))
-    pieces = _cut(closed, inputs, num_stages, balance, names)
-    # An array that nothing uses goes to the stage of the one before it.
-    last = next((x for x in pieces.home_of[:count] if x is not None), 0)
-    return pieces, [last := last if stage is None else stage for stage in pieces.home_of[:count]]
+    jaxpr, count = closed.jaxpr, len(names)
+    roles = [Role.WEIGHT] * num_weights + [Role.STATE] * (count - num_weights)
+    arrays = zip(roles, jaxpr.invars, jaxpr.outvars[1:], strict=False)
+    inputs = [Input(role, None if out is var else 1 + i) for i, (role, var, out) in enumerate(arrays)]
+    inputs += [Input(Role.BATCH)] * (len(jaxpr.invars) - count)
+    result = _cut(closed, inputs, num_stages, balance, names)
+    # An array that nothing uses goes to the stage of the array before it.
+    last = next((x for x in result.home_of[:count] if x is not None), 0)
+    return result, [last := last if stage is None else stage for stage in result.home_of[:count]]
 
 
 def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
@@ -179,7 +150,7 @@ class Microbatched:
         passes: The functions of a pass.
         specs: The spec of each array of the state.
         finish: The program after the last pass.
-        outputs: The outputs of the user's step: whether each has a row for each of the batch.
+        outputs: The outputs of the user's step: whether each has a row for each row of the batch.
     """
 
     def __init__(
@@ -204,7 +175,9 @@ class Microbatched:
         run = BatchRun(self, leaves, microbatches, sets)
         written, grads, tables, outputs = run.run(self._order(len(microbatches)))
         rows = [x.rows for x in microbatches]
-        joined = self._joined(outputs, rows)
+        rows_of, treedef = jax.tree.flatten(self._outputs)
+        pairs = zip(outputs, rows_of, strict=False)
+        joined = treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
         return self._finish(leaves, written, grads, np.float32(sum(rows)), self._combine(tables), joined)
 
     def prepare(self, leaves: Sequence[Any], batch: Any) -> tuple[list[Microbatch], list[StageSet]]:
@@ -214,7 +187,7 @@ class Microbatched:
         return microbatches, [self._set(x, batch) for x in microbatches]
 
     def estimate(self, leaves: Sequence[Any], batch: Any) -> ProgramCost:
-        """Return what a call takes, of arrays or of their shapes, dtypes and shardings."""
+        """Return the cost of a call, given arrays or their shapes, dtypes and shardings."""
         return estimate(self, leaves, batch)
 
     def _check_outputs(self) -> None:
@@ -229,18 +202,16 @@ class Microbatched:
                     "log the number: self.log(name, value, reduce_fx='sum')."
                 )
 
-    # The batch --------------------------------------------------------------------------------------
-
     def _split(self, batch: Any) -> list[Microbatch]:
         leaves, rows = jax.tree.leaves(batch), num_rows(batch)
         count = min(self.strategy.num_microbatches, rows)
         ends = np.cumsum([0, *(rows // count + (i < rows % count) for i in range(count))])
         microbatches = []
         for begin, end in itertools.pairwise(ends):
-            mine = [x[begin:end] if np.ndim(x) and x.shape[0] == rows else x for x in leaves]
+            arrays = [x[begin:end] if np.ndim(x) and x.shape[0] == rows else x for x in leaves]
             factor = rows / (end - begin) if self.strategy.loss_reduction == "sum" else 1
-            shape = tuple((np.shape(x), np.dtype(x.dtype)) for x in mine), factor
-            microbatches.append(Microbatch(mine, int(end - begin), shape))
+            shape = tuple((np.shape(x), np.dtype(x.dtype)) for x in arrays), factor
+            microbatches.append(Microbatch(arrays, int(end - begin), shape))
         return microbatches
 
     def _order(self, count: int) -> Sequence[Task | FusedTask]:
@@ -270,14 +241,6 @@ class Microbatched:
         shardings = [[sharding(rank, x, num_rows(xs)) for x in xs] for rank, xs in zip(ranks, groups, strict=True)]
         return self.places.put(groups, shardings)
 
-    def _joined(self, outputs: list[list[Any]], rows: list[int]) -> Any:
-        """Return a batch's outputs from those of its microbatches."""
-        rows_of, treedef = jax.tree.flatten(self._outputs)
-        pairs = zip(outputs, rows_of, strict=False)
-        return treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
-
-    # Programs ---------------------------------------------------------------------------------------
-
     def _set(self, microbatch: Microbatch, batch: Any) -> StageSet:
         if microbatch.shape not in self._sets:
             self._sets[microbatch.shape] = self._build(microbatch, jax.tree.structure(batch))
@@ -286,13 +249,12 @@ class Microbatched:
     def _build(self, microbatch: Microbatch, treedef: Any) -> StageSet:
         strategy, passes, count = self.strategy, self.passes, len(self._shapes)
         replica = replace(strategy.replica, passes=microbatch.shape[1])
-        shapes = [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in microbatch.leaves]
+        shapes = abstract_batch(microbatch.leaves)
 
         def forward(*args: Any) -> Any:
             return passes.forward(replica, list(args[:count]), treedef.unflatten(args[count:]))
 
-        closed = jax.make_jaxpr(strategy.in_mesh(forward))(*self._shapes, *shapes)
-        closed = inline(closed, also=holds_mark)
+        closed = inline(jax.make_jaxpr(strategy.in_mesh(forward))(*self._shapes, *shapes), also=holds_mark)
         weights = {*jax.tree.leaves((passes.at.params, passes.at.frozen))}
         updates = {place: 1 + k for k, place in enumerate(passes.written)}
         inputs = [Input(Role.WEIGHT if i in weights else Role.STATE, update=updates.get(i)) for i in range(count)]
@@ -300,15 +262,13 @@ class Microbatched:
         names = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(passes.at)]
         cut = _cut(closed, inputs, self.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
-        stages = []
-        for piece in cut.pieces:
-            stages.append(Stage(cut, piece, flow, passes, self._jit_of(piece.stage), strategy.remat))
+        stages = [Stage(cut, x, flow, passes, self._jit_of(x.stage), strategy.remat) for x in cut.pieces]
         self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
         return StageSet(cut, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:
         rank = self.schedule.rank_of(stage)
-        return lambda fn, what, **options: self.places.jit(rank, fn, f"{self.name}_{what}_{stage}", **options)
+        return lambda fn, task, **options: self.places.jit(rank, fn, f"{self.name}_{task}_{stage}", **options)
 
     def zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
         """Return zeros for the gradients of parameters, on a rank."""
@@ -316,7 +276,10 @@ class Microbatched:
         if key not in self._zeros_of:
             shardings = [self.places.on(self._specs[i].sharding, rank) for i in params]
             shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
-            make = lambda: [jnp.zeros(shape, dtype) for shape in shapes]  # noqa: E731
+
+            def make() -> list[jax.Array]:
+                return [jnp.zeros(shape, dtype) for shape in shapes]
+
             self._zeros_of[key] = self.places.jit(rank, make, "zeros", out_shardings=shardings)
         return self._zeros_of[key]()
 

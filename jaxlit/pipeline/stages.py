@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from jaxlit.core.derived_steps import MicrobatchStep
 from jaxlit.pipeline.cut import Cut, Piece
@@ -28,29 +27,25 @@ class Flow:
 
 def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
     """Return the flow of the gradient of a program's first output, given the indices of the parameters."""
-    is_real = lambda x: not isinstance(x, Literal) and jnp.issubdtype(x.aval.dtype, jnp.inexact)  # noqa: E731
-    depends = {x: i in {*params} for i, x in enumerate(jaxpr.invars)}
-    read = lambda x, values: not isinstance(x, Literal) and values.get(x, False)  # noqa: E731
-    walk(jaxpr.eqns, depends, lambda eqn, given: [any(given) and is_real(x) for x in eqn.outvars], read)
+    depends = dict.fromkeys(jaxpr.constvars, False) | {x: i in {*params} for i, x in enumerate(jaxpr.invars)}
+    walk(jaxpr.eqns, depends, lambda eqn, ins: [any(ins) and _is_real(x) for x in eqn.outvars], lambda _: False)
     below = {x for x, is_below in depends.items() if is_below}
-    above = dict.fromkeys(x for x in jaxpr.outvars[:1] if is_real(x))
-    walk_back(jaxpr.eqns, above, lambda eqn, used: any(map(is_real, used)) and eqn.primitive.name != "stop_gradient")
+    above = dict.fromkeys(x for x in variables(jaxpr.outvars[:1]) if _is_real(x))
+    walk_back(jaxpr.eqns, above, lambda eqn, used: any(map(_is_real, used)) and eqn.primitive.name != "stop_gradient")
     return Flow(frozenset(below & above.keys()), frozenset(i for i in params if jaxpr.invars[i] in above))
+
+
+def _is_real(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 @dataclass
 class Kept:
-    """The values that a forward pass keeps for its backward pass.
+    """The values that a forward pass keeps for its backward pass."""
 
-    Attributes:
-        inputs: The stage's inputs, None for those that are not needed again.
-        ins: The same for the values of other stages.
-        residuals: The values that it computed.
-    """
-
-    inputs: list[Any]
-    ins: list[Any]
-    residuals: list[jax.Array]
+    inputs: list[Any]  # the stage's inputs, None for those that are not needed again
+    ins: list[Any]  # the same for the values of other stages
+    residuals: list[jax.Array]  # the values that it computed
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +75,7 @@ class Stage:
         self.outs = [k for k, x in enumerate(piece.outs) if x in flow.values]
         self.ends = 0 in piece.results  # the objective, whose gradient begins here
         self._treedef: Any = None
-        self._where: list[tuple[str, int] | None] = []
+        self._sources: list[tuple[str, int] | None] = []  # of each array of a pullback: an input, None for a residual
         self.forward = jit(self._forward, "fwd")
         self.backward = jit(self._backward, "bwd", donate_argnums=(3,))
         self.fused = jit(self._fused, "fwd_bwd", donate_argnums=(2,))
@@ -89,20 +84,18 @@ class Stage:
 
     def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
         """Return the values of a forward pass that its backward pass needs."""
-        used = set(self._where)
-        inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
-        return Kept(inputs, [x if ("ins", i) in used else None for i, x in enumerate(ins)], residuals)
+        used = set(self._sources)
+        needed_inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
+        needed_ins = [x if ("ins", i) in used else None for i, x in enumerate(ins)]
+        return Kept(needed_inputs, needed_ins, residuals)
 
     def _pass(self, inputs: list[Any], ins: list[Any]) -> tuple[Any, Any, Any]:
-        """Return what is differentiated, its pullback, and the other results."""
+        """Return the differentiated results, their pullback, and the other results."""
 
-        def run(params: list[Any], given: list[Any]) -> tuple[list[Any], Any]:
-            all_inputs, all_ins = list(inputs), list(ins)
-            for k, x in zip(self.wrt, params, strict=True):
-                all_inputs[k] = x
-            for k, x in zip(self.ins, given, strict=True):
-                all_ins[k] = x
-            outs, results = self._run(all_inputs, all_ins)
+        def run(params: list[Any], real_ins: list[Any]) -> tuple[list[Any], Any]:
+            all_inputs = dict(enumerate(inputs)) | dict(zip(self.wrt, params, strict=True))
+            all_ins = dict(enumerate(ins)) | dict(zip(self.ins, real_ins, strict=True))
+            outs, results = self._run([*all_inputs.values()], [*all_ins.values()])
             along = [outs[k] for k in self.outs] + ([results[0]] if self.ends else [])
             return along, ([None if k in self.outs else x for k, x in enumerate(outs)], results)
 
@@ -115,16 +108,17 @@ class Stage:
             outs[k] = x
         leaves, self._treedef = jax.tree.flatten(pull)
         # Inputs that the pullback holds are not returned: jit would copy them, the weights once for each microbatch.
-        known = {id(x): (which, i) for which, xs in (("inputs", inputs), ("ins", ins)) for i, x in enumerate(xs)}
-        self._where = [known.get(id(x)) for x in leaves]
-        return outs, results, [x for x, at in zip(leaves, self._where, strict=True) if at is None]
+        known = {id(x): (kind, i) for kind, xs in (("inputs", inputs), ("ins", ins)) for i, x in enumerate(xs)}
+        self._sources = [known.get(id(x)) for x in leaves]
+        return outs, results, [x for x in leaves if id(x) not in known]
 
     def _pull(self, kept: Any, residuals: list[Any], cotangents: list[list[Any]]) -> tuple[list[Any], list[Any]]:
-        """Return the gradients of the parameters, and of what came from other stages."""
-        left, (inputs, ins) = iter(residuals), kept
-        given = {"inputs": inputs, "ins": ins}
-        pull = jax.tree.unflatten(self._treedef, [next(left) if w is None else given[w[0]][w[1]] for w in self._where])
+        """Return the gradients of the parameters, and of the values of other stages."""
+        rest = iter(residuals)
+        arrays: dict[str, Any] = dict(zip(("inputs", "ins"), kept, strict=True))
+        leaves = [next(rest) if source is None else arrays[source[0]][source[1]] for source in self._sources]
         along = [sum(parts[1:], parts[0]) for parts in cotangents]
+        pull = jax.tree.unflatten(self._treedef, leaves)
         return pull(along + ([jnp.ones((), jnp.float32)] if self.ends else []))
 
     def _add(self, totals: list[Any], grads: Sequence[Any], rows: Any, scale: Any) -> list[Any]:
@@ -143,30 +137,38 @@ class Stage:
         grads, sent = pull([jnp.ones((), jnp.float32)])
         return results, sent, self._add(totals, grads, rows, scale)
 
-    # In two parts: the gradients that the stage before waits for, and the rest ----------------------
-
-    def _backward_input(self, kept: Any, residuals: list[Any], cotangents: Any) -> tuple[list[Any], list[Any]]:
-        (first, _), crossing, values, (_, sent) = self._halves(kept, residuals, cotangents)
-        walk(first, values)
-        return [value_of(x, values) for x in sent], [values[x] for x in crossing]
+    def _backward_input(self, *returned: Any) -> tuple[list[Any], list[Any]]:
+        halves = self._halves(*returned)
+        values = walk(halves.first, halves.values)
+        return [value_of(x, values) for x in halves.sent], [values[x] for x in halves.crossing]
 
     def _backward_weight(
-        self, given: tuple[Any, Any, Any], crossing: list[Any], totals: list[Any], rows: Any, scale: Any
+        self, returned: tuple[Any, Any, Any], crossing: list[Any], totals: list[Any], rows: Any, scale: Any
     ) -> list[Any]:
-        (_, second), names, values, (grads, _) = self._halves(*given)
-        values.update(zip(names, crossing, strict=True))
-        walk(second, values)
-        return self._add(totals, [value_of(x, values) for x in grads], rows, scale)
+        halves = self._halves(*returned)
+        values = walk(halves.second, halves.values | dict(zip(halves.crossing, crossing, strict=True)))
+        return self._add(totals, [value_of(x, values) for x in halves.grads], rows, scale)
 
-    def _halves(self, *given: Any) -> tuple[Any, list[Any], dict[Any, Any], tuple[Any, Any]]:
-        """Return the equations of both parts, what the second needs of the first, the inputs, and the results."""
-        args, treedef = jax.tree.flatten(given)
-        closed = jax.make_jaxpr(lambda *x: self._pull(*treedef.unflatten(x)))(*args)
-        jaxpr, consts = (closed := inline(closed, also=lambda _: True)).jaxpr, closed.consts
+    def _halves(self, *returned: Any) -> "_Halves":
+        """Divide a backward pass into the gradients that the stage before waits for, and the rest."""
+        args, treedef = jax.tree.flatten(returned)
+        closed = inline(jax.make_jaxpr(lambda *x: self._pull(*treedef.unflatten(x)))(*args), also=lambda _: True)
+        jaxpr = closed.jaxpr
         grads, sent = jaxpr.outvars[: len(self.wrt)], jaxpr.outvars[len(self.wrt) :]
         first = walk_back(jaxpr.eqns, dict.fromkeys(variables(sent)))
         is_first, wanted = {id(eqn) for eqn in first}, dict.fromkeys(variables(grads))
         second = walk_back([eqn for eqn in jaxpr.eqns if id(eqn) not in is_first], wanted)
         crossing = [x for eqn in reversed(first) for x in eqn.outvars if x in wanted]
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        return (first, second), crossing, values, (grads, sent)
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
+        return _Halves(first, second, crossing, values, grads, sent)
+
+
+class _Halves(NamedTuple):
+    """The two parts of a backward pass."""
+
+    first: list[Any]
+    second: list[Any]
+    crossing: list[Any]  # the variables that the second part needs of the first
+    values: dict[Any, Any]  # the constants and inputs
+    grads: list[Any]
+    sent: list[Any]

@@ -1,12 +1,7 @@
-"""What a compiled program costs.
+"""What a program costs, and what devices can do at most.
 
-What the devices send each other in a compiled program.
-
-The groups of devices of a collective, read off the text of a compiled program.
-
-How many floating-point operations a traced program takes.
-
-What devices can do at most, from their makers' data sheets.
+The operations of a traced program; what devices send each other in a compiled one, read from its text; `ProgramCost`,
+which has both and the memory; and a table of hardware.
 """
 
 import math
@@ -77,29 +72,27 @@ def _of_equation(eqn: Any) -> Flops:
         return count_flops(params["jaxprs"].solve.jaxpr)
     inner = list(map(count_flops, bodies(eqn)))
     if name == "cond":
-        longest = max(inner, key=lambda x: x.count)
-        return replace(longest, exact=all(x.exact for x in inner))
-    total, turns = sum(inner, Flops()), 1  # how often it runs the program in it, on all devices together
+        return replace(max(inner, key=lambda x: x.count), exact=all(x.exact for x in inner))
+    total = sum(inner, Flops())
     if not total.count:  # the grid of a kernel may be a value
         return total
     if name == "while":
         return replace(total, exact=False)
+    # Times how often it runs the program in it, on all devices together.
     if name == "scan":
-        turns = params["length"]
-    elif name == "shard_map":
-        turns = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
-    elif name == "pallas_call":
-        turns = math.prod(params["grid_mapping"].grid)
-    return total * turns
+        return total * params["length"]
+    if name == "shard_map":
+        return total * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    return total * math.prod(params["grid_mapping"].grid) if name == "pallas_call" else total
 
 
 def _kind(eqn: Any) -> str:
-    """Return what its operands are, as `Flops.by_dtype` names it."""
+    """Return the kind of an equation's operands, as `Flops.by_dtype` names it."""
     wider = max((x.aval.dtype for x in eqn.invars[:2]), key=lambda dtype: dtype.itemsize).name
-    asked = eqn.params.get("precision")
-    asked = asked if isinstance(asked, tuple) else (asked,)
-    fast = all(x is None or x == jax.lax.Precision.DEFAULT for x in asked)
-    return f"{wider} fast" if wider == "float32" and fast else wider
+    precision = eqn.params.get("precision")
+    precisions = precision if isinstance(precision, tuple) else (precision,)
+    is_fast = wider == "float32" and all(x in (None, jax.lax.Precision.DEFAULT) for x in precisions)
+    return f"{wider} fast" if is_fast else wider
 
 
 def _dot(eqn: Any) -> int:
@@ -121,7 +114,7 @@ def _size(array: Any, without: tuple[int, ...]) -> int:
 
 
 def _convolution(eqn: Any) -> int:
-    params, (image, kernel), (out,) = eqn.params, (x.aval for x in eqn.invars), (x.aval for x in eqn.outvars)
+    params, (image, kernel), out = eqn.params, (x.aval for x in eqn.invars), eqn.outvars[0].aval
     numbers = params["dimension_numbers"]
     _, features, *spatial = numbers.rhs_spec
     shapes = (image, numbers.lhs_spec[2:]), (kernel, spatial), (out, numbers.out_spec[2:])
@@ -143,177 +136,6 @@ def _pairs(sizes: tuple[int, ...], settings: tuple[Any, ...]) -> int:
 
 
 _PRODUCTS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution}
-
-
-_LISTED = re.compile(r"\breplica_groups=\{\{(.*?)\}\}|\bsource_target_pairs=\{\{(.*?)\}\}")
-_COUNTED = re.compile(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_OF_MESH = re.compile(r"\breplica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
-_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+))?")
-_AXIS = re.compile(r"'([^']*)'(?:=(\d+))?")
-
-
-def groups_of(text: str, devices: int) -> list[list[int]]:
-    """Return the positions of the devices of each group, in the order of the program's devices.
-
-    XLA writes groups in three ways: listed, `{{0,1},{2,3}}`, also the pairs of a permutation; as a reshaped and
-    transposed range, `[2,4]<=[4,2]T(1,0)`; and as axes of a mesh, `mesh['a'=2,'b'=4] {'b'}`,
-    which may have its devices in another order, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`.
-
-    Args:
-        text: The attributes of an instruction.
-        devices: How many devices there are; all are one group where none is named.
-
-    Example:
-        >>> groups_of("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
-        [[0, 2], [1, 3]]
-    """
-    if found := _LISTED.search(text):
-        return [[int(n) for n in group.split(",")] for group in (found[1] or found[2]).split("},{")]
-    if found := _COUNTED.search(text):
-        count, size, *iota = found.groups()
-        return _iota(*iota).reshape(int(count), int(size)).tolist()
-    if found := _OF_MESH.search(text):
-        sizes = {name: int(size) for name, size in _AXIS.findall(found[1])}
-        grouped = [name for name, _ in _AXIS.findall(found[3])]
-        # The devices of the mesh in its order, where it is not that of the program.
-        listed = found[2] and _IOTA.match(found[2])
-        ids = _iota(*listed.groups()) if listed else np.arange(np.prod([*sizes.values()]))
-        if found[2] and not listed:
-            ids = np.array([int(n) for n in found[2].split(",")])
-        order = [i for i, name in enumerate(sizes) if name not in grouped]
-        order += [i for i, name in enumerate(sizes) if name in grouped]
-        ids = ids.reshape([*sizes.values()]).transpose(order)
-        return ids.reshape(-1, int(np.prod([sizes[name] for name in grouped]))).tolist()
-    return [list(range(devices))]
-
-
-def _iota(dims: str, order: str | None) -> np.ndarray:
-    """Return a range in these dims, transposed, as a list."""
-    shape = [int(n) for n in dims.split(",")]
-    ids = np.arange(np.prod(shape)).reshape(shape)
-    return (ids.transpose([int(n) for n in order.split(",")]) if order else ids).ravel()
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What one jax device can do at most, in bytes, seconds and operations; None where its maker gives no number.
-
-    Attributes:
-        half: Operations a second in dense products of 16-bit operands.
-        fast: The same of float32 that may be rounded to fewer bits: TF32 on NVIDIA's, bfloat16 on Google's.
-        full: The same of float32.
-        memory: Bytes of its memory.
-        bandwidth: Bytes a second that its memory reads or writes.
-        link: Bytes a second that it sends to the other devices of its node, or slice.
-        node: How many devices a node has.
-        network: Bytes a second that it sends to devices of other nodes.
-
-    Example:
-        >>> import jaxlit as jl
-        >>> mine = jl.Hardware(half=100e12, fast=50e12, full=25e12, memory=48e9, bandwidth=900e9, link=32e9, node=4)
-    """
-
-    half: float | None
-    fast: float | None
-    full: float | None
-    memory: float | None = None
-    bandwidth: float | None = None
-    link: float | None = None
-    node: int = 8
-    network: float = 12.5e9
-
-
-def _row(
-    half: float | None, fast: float | None, full: float | None, *others: float, node: int = 8, network: float = 12.5
-) -> Hardware:
-    """Return a row, given 10^12 operations, 10^9 bytes and 10^9 bytes a second."""
-    operations = (None if x is None else x * 1e12 for x in (half, fast, full))
-    return Hardware(*operations, *(x * 1e9 for x in others), node=node, network=network * 1e9)
-
-
-# Operations: the data sheets of NVIDIA, without sparsity, and the documentation of Cloud TPU. Then the memory, its
-# bandwidth, and what a device sends to its node: half of the data sheet's NVLink or PCIe, which counts both directions,
-# and Google's bandwidth between chips; to other nodes what NVIDIA's DGX of that device has for each, 100 Gbit/s where
-# there is none. The first name that a device's kind begins with counts, so a longer one comes before a shorter; where
-# a name is of two sizes of memory, the smaller counts. A chip of TPU v2 and v3 is two devices.
-HARDWARE = {
-    "NVIDIA B200": _row(2250, 1125, 75, 180, 7700, 900, network=50),
-    "NVIDIA GH200": _row(989, 494, 67, 96, 4000, 450, node=1, network=50),
-    "NVIDIA H200 NVL": _row(835, 417, 60, 141, 4800, 450, node=4),
-    "NVIDIA H200": _row(989, 494, 67, 141, 4800, 450, network=50),
-    "NVIDIA H100 NVL": _row(835, 417, 60, 94, 3900, 300, node=2),
-    "NVIDIA H100 PCIe": _row(756, 378, 51, 80, 2000, 300, node=2),
-    "NVIDIA H100": _row(989, 494, 67, 80, 3350, 450, network=50),
-    "NVIDIA A100-SXM4-80GB": _row(312, 156, 19.5, 80, 2039, 300, network=25),
-    "NVIDIA A100": _row(312, 156, 19.5, 40, 1555, 300, network=25),
-    "NVIDIA A40": _row(149.7, 74.8, 37.4, 48, 696, 56, node=2),
-    "NVIDIA A10G": _row(70, 35, 31.5, 24, 600, 32),
-    "NVIDIA A10": _row(125, 62.5, 31.2, 24, 600, 32),
-    "NVIDIA L40S": _row(362, 183, 91.6, 48, 864, 32),
-    "NVIDIA L40": _row(181, 90.5, 90.5, 48, 864, 32),
-    "NVIDIA L4": _row(121, 60, 30.3, 24, 300, 32),
-    "Tesla V100-SXM": _row(125, 15.7, 15.7, 16, 900, 150),
-    "Tesla V100-PCIE": _row(112, 14, 14, 16, 900, 16),
-    "Tesla T4": _row(65, 8.1, 8.1, 16, 320, 16),
-    "TPU v6 lite": _row(918, 918, None, 32, 1640, 448, node=256),
-    "TPU v5 lite": _row(197, 197, None, 16, 819, 200, node=256),
-    "TPU v5": _row(459, 459, None, 95, 2765, 600, node=8960),
-    "TPU v4 lite": _row(138, 138, None, 8, 614, 100, node=8),
-    "TPU v4": _row(275, 275, None, 32, 1228, 300, node=4096),
-    "TPU v3": _row(61.5, 61.5, None, 16, 450, 164, node=2048),
-    "TPU v2": _row(23, 23, None, 8, 350, 124, node=512),
-}
-
-GPUS = [row for name, row in HARDWARE.items() if not name.startswith("TPU")]
-
-_FIELDS = {"bfloat16": "half", "float16": "half", "float32 fast": "fast", "float32": "full"}
-
-
-def hardware_of(kind: str) -> Hardware | None:
-    """Return what a device can do, given `device.device_kind`; None if it is not in the table."""
-    return next((row for name, row in HARDWARE.items() if kind.startswith(name)), None)
-
-
-def resolve_hardware(hardware: str | Hardware) -> Hardware:
-    """Return a row of the table by its name, or a row of the user's.
-
-    Raises:
-        ArgumentError: No device has this name.
-        ArgumentTypeError: It is neither.
-    """
-    if isinstance(hardware, Hardware):
-        return hardware
-    if not isinstance(hardware, str):
-        raise ArgumentTypeError(f"hardware takes a name such as 'NVIDIA H100' or a jl.Hardware, got {shown(hardware)}.")
-    if (row := hardware_of(hardware)) is None:
-        names = [*HARDWARE]
-        hint = did_you_mean(hardware, names)
-        raise ArgumentError(f"Unknown hardware {hardware!r}.{hint} Known: {', '.join(names)}. Or pass a jl.Hardware.")
-    return row
-
-
-def peak_flops(kind: str, dtype: str) -> float | None:
-    """Return the most operations a second of one device, None if it is not known.
-
-    Args:
-        kind: `device.device_kind`.
-        dtype: What is multiplied, as `Flops.by_dtype` names it.
-
-    Example:
-        >>> peak_flops("NVIDIA H200", "bfloat16") / 1e12
-        989.0
-        >>> peak_flops("cpu", "bfloat16") is None
-        True
-    """
-    if dtype == "bfloat16" and kind.startswith("Tesla"):  # their fast products are of float16 only
-        return None
-    row = hardware_of(kind)
-    return None if row is None else peak_of(row, dtype)
-
-
-def peak_of(row: Hardware, dtype: str) -> float | None:
-    """Return the most operations a second of products of a dtype, as `Flops.by_dtype` names it."""
-    return getattr(row, _FIELDS[dtype]) if dtype in _FIELDS else None
 
 
 _KINDS = (
@@ -389,22 +211,22 @@ def count_collectives(hlo: str) -> tuple[Collective, ...]:
         return known[name]
 
     def of_instruction(result: str, opcode: str, rest: str) -> Iterable[Collective]:
-        # A collective that is started and waited for apart counts where it is done, whose result is its own.
+        # A collective that is started and waited for apart counts where it is done, since only its done returns arrays.
         if (kind := opcode.removesuffix("-done")) in _KINDS:
             start = starts.get(rest.partition(")")[0].rpartition("%")[2], "") if opcode != kind else ""
             return (_collective(kind, _bytes(result), start or rest, devices),)
         if opcode.endswith(("-done", "-update")):  # its start has run the computation
             return ()
-        targets = [name for several, one in _TARGETS.findall(rest) for name in (several or one).split(",")]
+        targets = [name for names, name_alone in _TARGETS.findall(rest) for name in (names or name_alone).split(",")]
         inside = [of(name.strip().lstrip("%")) for name in targets]
         if opcode == "conditional":  # one branch runs
             return max(inside, key=lambda branch: sum(x.bytes for x in branch), default=())
         inner = _added(x for each in inside for x in each)
         if opcode != "while":
             return inner
-        turns = _TURNS.search(rest)
-        times = int(turns[1]) if turns else 1
-        return (replace(x * times, exact=x.exact and turns is not None) for x in inner)
+        if turns := _TURNS.search(rest):
+            return (x * int(turns[1]) for x in inner)
+        return (replace(x, exact=False) for x in inner)
 
     return of(entry)
 
@@ -446,6 +268,60 @@ def _added(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
     for x in collectives:
         by_kind[x.kind] = by_kind[x.kind] + x if x.kind in by_kind else x
     return tuple(by_kind[kind] for kind in sorted(by_kind))
+
+
+_LISTED = re.compile(r"\breplica_groups=\{\{(.*?)\}\}|\bsource_target_pairs=\{\{(.*?)\}\}")
+_COUNTED = re.compile(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_OF_MESH = re.compile(r"\breplica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}")
+_IOTA = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+))?")
+_AXIS = re.compile(r"'([^']*)'(?:=(\d+))?")
+
+
+def groups_of(text: str, devices: int) -> list[list[int]]:
+    """Return the positions of the devices of each group, in the order of the program's devices.
+
+    XLA writes groups in three ways: listed, `{{0,1},{2,3}}`, also the pairs of a permutation; as a reshaped and
+    transposed range, `[2,4]<=[4,2]T(1,0)`; and as axes of a mesh, `mesh['a'=2,'b'=4] {'b'}`,
+    which may have its devices in another order, `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}`.
+
+    Args:
+        text: The attributes of an instruction.
+        devices: How many devices there are; all are one group where none is named.
+
+    Example:
+        >>> groups_of("replica_groups=[2,2]<=[2,2]T(1,0)", 4)
+        [[0, 2], [1, 3]]
+    """
+    if listed := _LISTED.search(text):
+        return list(map(_ints, (listed[1] or listed[2]).split("},{")))
+    if counted := _COUNTED.search(text):
+        count, size, *iota = counted.groups()
+        return _iota(*iota).reshape(int(count), int(size)).tolist()
+    if (of_mesh := _OF_MESH.search(text)) is None:
+        return [list(range(devices))]
+    axes, device_ids, group_axes = of_mesh.groups()
+    sizes = {name: int(size) for name, size in _AXIS.findall(axes)}
+    grouped = [name for name, _ in _AXIS.findall(group_axes)]
+    if device_ids is None:  # the mesh has the devices in the program's order
+        ids = np.arange(math.prod(sizes.values()))
+    else:
+        iota = _IOTA.match(device_ids)
+        ids = _iota(*iota.groups()) if iota else np.array(_ints(device_ids))
+    order = [i for i, name in enumerate(sizes) if name not in grouped]
+    order += [i for i, name in enumerate(sizes) if name in grouped]
+    ids = ids.reshape([*sizes.values()]).transpose(order)
+    return ids.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Return a range in these dims, transposed, as a list."""
+    shape = _ints(dims)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return (ids.transpose(_ints(order)) if order else ids).ravel()
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 @dataclass(frozen=True)
@@ -492,3 +368,124 @@ def trace(program: Callable[..., Any], *args: Any) -> Traced | None:
         *args: Its arguments, or their shapes, dtypes and shardings.
     """
     return program.trace(*args) if hasattr(program, "trace") else None  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What one jax device can do at most, in bytes, seconds and operations; None where its maker gives no number.
+
+    Attributes:
+        half: Operations a second in dense products of 16-bit operands.
+        fast: The same of float32 that may be rounded to fewer bits: TF32 on NVIDIA's, bfloat16 on Google's.
+        full: The same of float32.
+        memory: Bytes of its memory.
+        bandwidth: Bytes a second that its memory reads or writes.
+        link: Bytes a second that it sends to the other devices of its node, or slice.
+        node: How many devices a node has.
+        network: Bytes a second that it sends to devices of other nodes.
+
+    Example:
+        >>> import jaxlit as jl
+        >>> mine = jl.Hardware(half=100e12, fast=50e12, full=25e12, memory=48e9, bandwidth=900e9, link=32e9, node=4)
+    """
+
+    half: float | None
+    fast: float | None
+    full: float | None
+    memory: float | None = None
+    bandwidth: float | None = None
+    link: float | None = None
+    node: int = 8
+    network: float = 12.5e9
+
+
+def _row(
+    half: float, fast: float, full: float | None, *figures: float, node: int = 8, network: float = 12.5
+) -> Hardware:
+    """Return a row, given 10^12 operations, 10^9 bytes and 10^9 bytes a second."""
+    full = None if full is None else full * 1e12
+    return Hardware(half * 1e12, fast * 1e12, full, *(x * 1e9 for x in figures), node=node, network=network * 1e9)
+
+
+# Operations: the data sheets of NVIDIA, without sparsity, and the documentation of Cloud TPU. Then the memory, its
+# bandwidth, and what a device sends to its node: half of the data sheet's NVLink or PCIe, which counts both directions,
+# and Google's bandwidth between chips; to other nodes what NVIDIA's DGX of that device has for each, 100 Gbit/s where
+# there is none. The first name that a device's kind begins with counts, so a longer one comes before a shorter; where
+# a name is of two sizes of memory, the smaller counts. A chip of TPU v2 and v3 is two devices.
+HARDWARE = {
+    "NVIDIA B200": _row(2250, 1125, 75, 180, 7700, 900, network=50),
+    "NVIDIA GH200": _row(989, 494, 67, 96, 4000, 450, node=1, network=50),
+    "NVIDIA H200 NVL": _row(835, 417, 60, 141, 4800, 450, node=4),
+    "NVIDIA H200": _row(989, 494, 67, 141, 4800, 450, network=50),
+    "NVIDIA H100 NVL": _row(835, 417, 60, 94, 3900, 300, node=2),
+    "NVIDIA H100 PCIe": _row(756, 378, 51, 80, 2000, 300, node=2),
+    "NVIDIA H100": _row(989, 494, 67, 80, 3350, 450, network=50),
+    "NVIDIA A100-SXM4-80GB": _row(312, 156, 19.5, 80, 2039, 300, network=25),
+    "NVIDIA A100": _row(312, 156, 19.5, 40, 1555, 300, network=25),
+    "NVIDIA A40": _row(149.7, 74.8, 37.4, 48, 696, 56, node=2),
+    "NVIDIA A10G": _row(70, 35, 31.5, 24, 600, 32),
+    "NVIDIA A10": _row(125, 62.5, 31.2, 24, 600, 32),
+    "NVIDIA L40S": _row(362, 183, 91.6, 48, 864, 32),
+    "NVIDIA L40": _row(181, 90.5, 90.5, 48, 864, 32),
+    "NVIDIA L4": _row(121, 60, 30.3, 24, 300, 32),
+    "Tesla V100-SXM": _row(125, 15.7, 15.7, 16, 900, 150),
+    "Tesla V100-PCIE": _row(112, 14, 14, 16, 900, 16),
+    "Tesla T4": _row(65, 8.1, 8.1, 16, 320, 16),
+    "TPU v6 lite": _row(918, 918, None, 32, 1640, 448, node=256),
+    "TPU v5 lite": _row(197, 197, None, 16, 819, 200, node=256),
+    "TPU v5": _row(459, 459, None, 95, 2765, 600, node=8960),
+    "TPU v4 lite": _row(138, 138, None, 8, 614, 100, node=8),
+    "TPU v4": _row(275, 275, None, 32, 1228, 300, node=4096),
+    "TPU v3": _row(61.5, 61.5, None, 16, 450, 164, node=2048),
+    "TPU v2": _row(23, 23, None, 8, 350, 124, node=512),
+}
+
+GPUS = [row for name, row in HARDWARE.items() if not name.startswith("TPU")]
+
+_FIELDS = {"bfloat16": "half", "float16": "half", "float32 fast": "fast", "float32": "full"}
+
+
+def hardware_of(kind: str) -> Hardware | None:
+    """Return what a device can do, given `device.device_kind`; None if it is not in the table."""
+    return next((row for name, row in HARDWARE.items() if kind.startswith(name)), None)
+
+
+def resolve_hardware(hardware: str | Hardware) -> Hardware:
+    """Return a row of the table by its name, or a row of the user's.
+
+    Raises:
+        ArgumentError: No device has this name.
+        ArgumentTypeError: It is neither.
+    """
+    if isinstance(hardware, Hardware):
+        return hardware
+    if not isinstance(hardware, str):
+        raise ArgumentTypeError(f"hardware takes a name such as 'NVIDIA H100' or a jl.Hardware, got {shown(hardware)}.")
+    if (row := hardware_of(hardware)) is None:
+        hint = f"{did_you_mean(hardware, HARDWARE)} Known: {', '.join(HARDWARE)}."
+        raise ArgumentError(f"Unknown hardware {hardware!r}.{hint} Or pass a jl.Hardware.")
+    return row
+
+
+def peak_flops(kind: str, dtype: str) -> float | None:
+    """Return the most operations a second of one device, None if it is not known.
+
+    Args:
+        kind: `device.device_kind`.
+        dtype: What is multiplied, as `Flops.by_dtype` names it.
+
+    Example:
+        >>> peak_flops("NVIDIA H200", "bfloat16") / 1e12
+        989.0
+        >>> peak_flops("cpu", "bfloat16") is None
+        True
+    """
+    if dtype == "bfloat16" and kind.startswith("Tesla"):  # their fast products are of float16 only
+        return None
+    row = hardware_of(kind)
+    return None if row is None else peak_of(row, dtype)
+
+
+def peak_of(row: Hardware, dtype: str) -> float | None:
+    """Return the most operations a second of products of a dtype, as `Flops.by_dtype` names it."""
+    return getattr(row, _FIELDS[dtype]) if dtype in _FIELDS else None

@@ -1,8 +1,12 @@
-"""Walking through traced programs: one list of calls, one walk forward, one backward, and what they show."""
+"""Traced programs: their parts, walks forward and backward through their equations, and what these walks find.
+
+`run`, `follow` and `inline` are built on the walk forward. `origins` returns which outputs are unchanged inputs,
+`sources` which inputs an output depends on, and `described` a text that is the same in every process.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from operator import or_
+from operator import attrgetter, or_
 from typing import Any
 
 import jax
@@ -20,12 +24,22 @@ CALLS = (*JITS, *REMATS, "custom_jvp_call", "custom_vjp_call")
 # A function of an equation and of what is known of its inputs to what is known of its outputs.
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
 COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier")
+_PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the programs that an equation runs, closed ones with their constants."""
-    params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple) else (value,))]
-    return [x for x in params if isinstance(x, (core.Jaxpr, core.ClosedJaxpr))]
+    return [x for param in eqn.params.values() for x in programs_in(param)]
+
+
+def programs_in(param: Any) -> list[Any]:
+    """Return the programs in a parameter of an equation."""
+    return [x for x in (param if isinstance(param, tuple) else (param,)) if isinstance(x, _PROGRAMS)]
+
+
+def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a program without its constants, and the constants; a `Jaxpr` has none."""
+    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 def bodies(eqn: Any) -> list[Any]:
@@ -52,8 +66,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def numbers_of(closed: Any) -> Iterator[Any]:
     """Yield the constants and literals of a program, and of those that it runs."""
     for program in (closed, *(x for eqn in equations(closed.jaxpr) for x in inner_jaxprs(eqn))):
-        jaxpr = getattr(program, "jaxpr", program)
-        yield from getattr(program, "consts", ())
+        jaxpr, consts = parts_of(program)
+        yield from consts
         for atom in (*(x for eqn in jaxpr.eqns for x in eqn.invars), *jaxpr.outvars):
             if isinstance(atom, core.Literal):
                 yield atom.val
@@ -64,9 +78,9 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
     return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
-def value_of(atom: Any, values: dict[Any, Any]) -> Any:
+def value_of(atom: Any, values: dict[Any, Any], literal: Callable[[Any], Any] = attrgetter("val")) -> Any:
     """Return the value of a variable or a literal."""
-    return atom.val if isinstance(atom, core.Literal) else values[atom]
+    return literal(atom) if isinstance(atom, core.Literal) else values[atom]
 
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
@@ -80,19 +94,19 @@ def walk(
     eqns: Sequence[Any],
     values: dict[Any, Any],
     rule: Rule = bind,
-    read: Callable[[Any, dict[Any, Any]], Any] = value_of,
+    literal: Callable[[Any], Any] = attrgetter("val"),
 ) -> dict[Any, Any]:
-    """Go through equations in order, and return `values` with what the rule makes of each.
+    """Go through equations in order, and return `values` with what the rule returns for each.
 
     Args:
         eqns: The equations.
-        values: What is known of variables: arrays, or whatever the rule works on.
-        rule: A function of (equation, values of its inputs) to the values of its outputs; by default it is run.
-        read: A function of (variable or literal, values) to a value.
+        values: The values of variables: arrays, or whatever the rule works on.
+        rule: A function of (equation, values of its inputs) to the values of its outputs; runs the equation by default.
+        literal: A function of a literal to its value.
     """
     for eqn in eqns:
         with eqn.ctx.manager:  # the settings that the user's code had here, such as a precision of products
-            results = rule(eqn, [read(x, values) for x in eqn.invars])
+            results = rule(eqn, [value_of(x, values, literal) for x in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
     return values
 
@@ -102,19 +116,16 @@ def walk_back(
     needed: dict[Any, None],
     takes: Callable[[Any, list[Any]], bool] = lambda _, used: bool(used),
 ) -> list[Any]:
-    """Return the equations that make what is needed, in order, and add to `needed` what they read.
+    """Return the equations that compute variables, in order, and add to `needed` the variables that they read.
 
-    Args:
-        eqns: The equations to choose from.
-        needed: Variables.
-        takes: A function of (equation, its outputs that are needed) to whether the equation is taken.
+    `takes` is a function of (equation, its outputs that are needed) to whether the equation is chosen.
     """
-    taken = []
+    chosen = []
     for eqn in reversed(eqns):
         if takes(eqn, [x for x in eqn.outvars if x in needed]):
-            taken.append(eqn)
+            chosen.append(eqn)
             needed.update(dict.fromkeys(variables(eqn.invars)))
-    return taken[::-1]
+    return chosen[::-1]
 
 
 def run(
@@ -122,25 +133,17 @@ def run(
     consts: Sequence[Any],
     args: Sequence[Any],
     rule: Rule = bind,
-    read: Callable[[Any, dict[Any, Any]], Any] = value_of,
+    literal: Callable[[Any], Any] = attrgetter("val"),
 ) -> list[Any]:
     """Return a program's outputs, given its constants and inputs; see `walk`."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    walk(jaxpr.eqns, values, rule, read)
-    return [read(x, values) for x in jaxpr.outvars]
+    walk(jaxpr.eqns, values, rule, literal)
+    return [value_of(x, values, literal) for x in jaxpr.outvars]
 
 
 def follow(jaxpr: Any, inputs: Sequence[Any], rule: Rule, other: Any) -> list[Any]:
-    """Return what is known of a program's outputs, given that of its inputs.
-
-    Args:
-        jaxpr: The program.
-        inputs: What is known of each input.
-        rule: See `walk`.
-        other: What is known of constants and literals.
-    """
-    read = lambda x, values: other if isinstance(x, core.Literal) else values[x]  # noqa: E731
-    return run(jaxpr, [other] * len(jaxpr.constvars), inputs, rule, read)
+    """Return the values of a program's outputs, given those of its inputs; constants and literals have `other`."""
+    return run(jaxpr, [other] * len(jaxpr.constvars), inputs, rule, lambda _: other)
 
 
 def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, selects: bool = False) -> Any:
@@ -156,12 +159,12 @@ def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, select
         name = eqn.primitive.name
         if name in JITS or (name in REMATS and also(eqn)):
             (inner,) = inner_jaxprs(eqn)
-            return run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args, rule)
+            return run(*parts_of(inner), args, rule)
         if name == "cond" and selects:
             branches = [run(x.jaxpr, x.consts, args[1:], rule) for x in eqn.params["branches"]]
             last = len(branches) - 1
-            which = args[0] != 0 if last == 1 else jnp.clip(args[0], 0, last)
-            return [jax.lax.select_n(which, *cases) for cases in zip(*branches, strict=True)]
+            index = args[0] != 0 if last == 1 else jnp.clip(args[0], 0, last)
+            return [jax.lax.select_n(index, *cases) for cases in zip(*branches, strict=True)]
         return bind(eqn, args)
 
     shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=None) for x in closed.jaxpr.invars]
@@ -174,9 +177,25 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     By shapes, as jax's releases name them differently: a scanned or stacked array has one dim more outside.
     """
     (body,) = bodies(eqn)
-    same_ndim = lambda outer, inner: outer.aval.ndim == inner.aval.ndim  # noqa: E731
-    carries = sum(map(same_ndim, eqn.outvars, body.outvars))
-    return sum(map(same_ndim, eqn.invars, body.invars)) - carries, carries
+    carries, unscanned = (
+        sum(outer.aval.ndim == inner.aval.ndim for outer, inner in zip(*pair, strict=True))
+        for pair in ((eqn.outvars, body.outvars), (eqn.invars, body.invars))
+    )
+    return unscanned - carries, carries
+
+
+def rerun_scan(eqn: Any, args: Sequence[Any], body: Callable[..., Sequence[Any]]) -> list[Any]:
+    """Run a scan with another body, a function of the same inputs to the same outputs."""
+    num_consts, num_carries = scan_counts(eqn)
+    first = num_consts + num_carries
+
+    def turn(carry: Any, xs: Any) -> tuple[Any, Any]:
+        results = body(*args[:num_consts], *carry, *xs)
+        return results[:num_carries], results[num_carries:]
+
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, stacked = jax.lax.scan(turn, list(args[num_consts:first]), list(args[first:]), **params)
+    return [*carry, *stacked]
 
 
 def overwrites(eqn: Any) -> bool:
@@ -190,19 +209,18 @@ def overwrites(eqn: Any) -> bool:
 def origins(jaxpr: Any, rounded: tuple[Any, ...] = ()) -> list[int | None]:
     """Return for each output of a program which input it is, unchanged; None for one that is computed.
 
-    Args:
-        jaxpr: The program.
-        rounded: Two dtypes; a cast from one to the other counts as the value itself.
+    A cast between the two dtypes of `rounded` counts as the value itself.
     """
 
-    def rule(eqn: Any, given: list[Any]) -> list[Any]:
-        if eqn.primitive.name == "transpose":  # nnx.scan moves the scanned dim to the front and back
-            return [given[0] and (given[0][0], tuple(given[0][1][i] for i in eqn.params["permutation"]))]
-        return [None if i is None else given[i] for i in _origins_in(eqn, rounded)]
+    def rule(eqn: Any, inputs: list[Any]) -> list[Any]:
+        if eqn.primitive.name == "transpose" and inputs[0]:  # nnx.scan moves the scanned dim to the front and back
+            place, dims = inputs[0]
+            return [(place, tuple(dims[i] for i in eqn.params["permutation"]))]
+        return [None if i is None else inputs[i] for i in _origins_in(eqn, rounded)]
 
-    dims = [tuple(range(getattr(x.aval, "ndim", 0))) for x in jaxpr.invars]
-    outputs = follow(jaxpr, list(enumerate(dims)), rule, None)
-    return [x[0] if x is not None and x[1] == dims[x[0]] else None for x in outputs]
+    dims_of = [tuple(range(getattr(x.aval, "ndim", 0))) for x in jaxpr.invars]
+    outputs = follow(jaxpr, list(enumerate(dims_of)), rule, None)
+    return [x[0] if x is not None and x[1] == dims_of[x[0]] else None for x in outputs]
 
 
 def _origins_in(eqn: Any, rounded: tuple[Any, ...]) -> list[int | None]:
@@ -228,7 +246,7 @@ def _origins_in(eqn: Any, rounded: tuple[Any, ...]) -> list[int | None]:
         return [*carry[:carries], *stacked[carries:]]
     if name == "while":
         skipped, consts = params["cond_nconsts"], params["body_nconsts"]
-        inner_origins = origins(getattr(params["body_jaxpr"], "jaxpr", params["body_jaxpr"]), rounded)
+        inner_origins = origins(parts_of(params["body_jaxpr"])[0], rounded)
         return [skipped + x if x == consts + i else None for i, x in enumerate(inner_origins)]
     return [None] * len(eqn.outvars)
 
@@ -236,9 +254,7 @@ def _origins_in(eqn: Any, rounded: tuple[Any, ...]) -> list[int | None]:
 def sources(jaxpr: Any, *, gradient: bool = False) -> list[int]:
     """Return for each output of a program the inputs that it may depend on, as the bits of an int.
 
-    Args:
-        jaxpr: The program.
-        gradient: Only those inputs that a gradient of the output may reach.
+    With `gradient` these are the inputs that a gradient of the output may reach.
     """
     return _sources(jaxpr, [1 << i for i in range(len(jaxpr.invars))], gradient)
 
@@ -261,35 +277,37 @@ def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> li
 
 
 def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
-    def rule(eqn: Any, given: list[int]) -> list[int]:
-        through = _sources_through(eqn, given, gradient)
+    def rule(eqn: Any, ins: list[int]) -> list[int]:
+        outs = _sources_through(eqn, ins, gradient)
+        if not gradient:
+            return outs
         # No gradient passes through integers or comparisons. A token has no dtype.
         dtypes = [getattr(var.aval, "dtype", jnp.bool_) for var in eqn.outvars]
-        pairs = zip(dtypes, through, strict=True)
-        return [x if not gradient or jnp.issubdtype(dtype, jnp.inexact) else 0 for dtype, x in pairs]
+        return [x if jnp.issubdtype(dtype, jnp.inexact) else 0 for dtype, x in zip(dtypes, outs, strict=True)]
 
     return follow(jaxpr, inputs, rule, 0)
 
 
-def _sources_through(eqn: Any, given: list[int], gradient: bool) -> list[int]:
+def _sources_through(eqn: Any, ins: list[int], gradient: bool) -> list[int]:
     name, inner = eqn.primitive.name, bodies(eqn)
     if gradient and name == "stop_gradient":
         return [0]
     if name == "scan":
         consts, carries = scan_counts(eqn)
-        while True:  # a carry depends on what the turn before made of it
-            made = _sources(inner[0], given, gradient)
-            carry = [a | b for a, b in zip(given[consts : consts + carries], made[:carries], strict=True)]
-            if carry == given[consts : consts + carries]:
-                return [*carry, *made[carries:]]  # a scan of no turns returns what came in
-            given = [*given[:consts], *carry, *given[consts + carries :]]
+        before, carry, xs = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
+        while True:  # a carry depends on what the turn before returned
+            outs = _sources(inner[0], [*before, *carry, *xs], gradient)
+            after = list(map(or_, carry, outs[:carries]))
+            if after == carry:
+                return [*carry, *outs[carries:]]  # a scan of no turns returns what came in
+            carry = after
     if name == "cond":
-        branches = zip(*(_sources(x, given[1:], gradient) for x in inner), strict=True)
-        return [reduce(or_, x, 0 if gradient else given[0]) for x in branches]
-    # The backward pass of a custom rule is a function of its own, which may read every input.
+        branches = zip(*(_sources(x, ins[1:], gradient) for x in inner), strict=True)
+        return [reduce(or_, x, 0 if gradient else ins[0]) for x in branches]
+    # The backward pass of a custom rule is another function, which may read every input.
     if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
-        return _sources(body, given, gradient)
-    return [reduce(or_, given, 0)] * len(eqn.outvars)
+        return _sources(body, ins, gradient)
+    return [reduce(or_, ins, 0)] * len(eqn.outvars)
 
 
 def described(closed: Any) -> Iterator[tuple[str, Any]]:
@@ -298,7 +316,8 @@ def described(closed: Any) -> Iterator[tuple[str, Any]]:
     The texts are the same in all traces of one program, in any process. An equation is followed by those of the
     programs that it runs. Each program numbers its variables from 0: jax's caches decide whether calls share a program.
     """
-    jaxpr, numbers = getattr(closed, "jaxpr", closed), dict[Any, str]()
+    jaxpr, consts = parts_of(closed)
+    numbers = dict[Any, str]()
 
     def name(atom: Any) -> str:
         if isinstance(atom, core.Literal):
@@ -306,20 +325,16 @@ def described(closed: Any) -> Iterator[tuple[str, Any]]:
         return numbers.setdefault(atom, f"v{len(numbers)}")
 
     yield f"inputs {' '.join(f'{name(x)}:{x.aval}' for x in jaxpr.invars)}", None
-    for var, x in zip(jaxpr.constvars, getattr(closed, "consts", jaxpr.constvars), strict=True):
+    for var, x in zip(jaxpr.constvars, consts or jaxpr.constvars, strict=True):
         yield f"{name(var)} = constant {array_text(x) if hasattr(x, 'dtype') else var.aval}", None
     for eqn in jaxpr.eqns:
-        inputs, inner = [name(x) for x in eqn.invars], inner_jaxprs(eqn)
-        params = [f"{key}={_param_text(x)}" for key, x in eqn.params.items() if x is not None and not _runs(x)]
-        outputs = " ".join(f"{name(x)}:{x.aval}" for x in eqn.outvars)
+        inputs = [name(x) for x in eqn.invars]
+        params = [f"{key}={_param_text(x)}" for key, x in eqn.params.items() if x is not None and not programs_in(x)]
+        outputs = " ".join([f"{name(x)}:{x.aval}" for x in eqn.outvars])
         yield " ".join([outputs, "=", eqn.primitive.name, *inputs, *params]), eqn
-        for program in inner:
+        for program in inner_jaxprs(eqn):
             yield from described(program)
     yield f"outputs {' '.join(map(name, jaxpr.outvars))}", None
-
-
-def _runs(x: Any) -> bool:
-    return any(isinstance(y, (core.Jaxpr, core.ClosedJaxpr)) for y in (x if isinstance(x, tuple) else (x,)))
 
 
 def _param_text(x: Any) -> str:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxlit.programs.jaxpr import JITS, bind, bodies, called, inner_jaxprs, scan_counts, value_of
+from jaxlit.programs.jaxpr import JITS, bind, called, inner_jaxprs, parts_of, programs_in, rerun_scan, value_of
 from jaxlit.texts import is_key, shown
 
 # The place of a number in a program: the index of an equation and of the program that it runs, for each level of
@@ -33,13 +33,13 @@ class DifferentError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """A program that computes what each of several programs does, given the numbers of that program.
+    """A program that computes what each of a list of programs does, given the numbers of that program.
 
     Attributes:
         first: The first program.
         treedef: The structure of its results.
-        inputs: Which of `numbers` takes the place of a number of the first program.
-        numbers: (programs, ...) each.
+        inputs: The index in `numbers` of the number at each place of the first program that differs.
+        numbers: Arrays of shape (programs, ...).
     """
 
     first: Any
@@ -48,19 +48,14 @@ class Lifted:
     numbers: list[np.ndarray]
 
     def __call__(self, numbers: Sequence[Any], *args: Any) -> Any:
-        """Return what one of the programs returns.
-
-        Args:
-            numbers: The numbers of that program.
-            *args: The arguments of the function that was traced.
-        """
-        given = {place: numbers[i] for place, i in self.inputs.items()}
-        entered = {place[:n] for place in given for n in range(2, len(place) - 1, 2)}
-        return self.treedef.unflatten(_Run(given, entered)(self.first, jax.tree.leaves(args), ()))
+        """Return what one program returns for the arguments of the traced function, given the program's numbers."""
+        entered = {place[:n] for place in self.inputs for n in range(2, len(place) - 1, 2)}
+        run = _Run({place: numbers[i] for place, i in self.inputs.items()}, entered)
+        return self.treedef.unflatten(run(self.first, jax.tree.leaves(args), ()))
 
 
 def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lifted:
-    """Return one program for several.
+    """Return one program in place of a list of programs.
 
     Each is compared with the first one, equation by equation. This finds every number that the trace has read, from
     any object. A number may be an array.
@@ -70,24 +65,26 @@ def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lif
         like: For each program the index of the first one that is the same, which may be the program itself.
 
     Raises:
-        DifferentError: One differs from the first in more than numbers, or in numbers that cannot be inputs.
+        DifferentError: A program differs from the first in more than numbers, or in numbers that cannot be inputs.
     """
     first, shapes = trace_of(0)
-    numbers: list[dict[Place, Any]] = [{}]
+    changes: list[dict[Place, Any]] = [{}]  # of each program, by their places
     for i in range(1, len(like)):
         try:
-            numbers.append(numbers[like[i]] if like[i] < i else differences(first, trace_of(i)[0]))
+            changes.append(changes[like[i]] if like[i] < i else differences(first, trace_of(i)[0]))
         except DifferentError as error:
             error.index = i
             raise
-    inputs, columns = dict[Place, int](), dict[Any, tuple[int, np.ndarray]]()
-    for place in dict.fromkeys(place for found in numbers for place in found):
+    inputs, columns = dict[Place, int](), list[np.ndarray]()
+    index_of: dict[Any, int] = {}
+    for place in dict.fromkeys(place for changed in changes for place in changed):
         original = _number_at(first, place)
-        column = np.stack([np.asarray(found.get(place, original)) for found in numbers]).astype(original.dtype)
+        column = np.stack([np.asarray(changed.get(place, original)) for changed in changes]).astype(original.dtype)
         # One rate is in the program once for each parameter: it is one input.
-        key = (str(column.dtype), column.shape, column.tobytes())
-        inputs[place] = columns.setdefault(key, (len(columns), column))[0]
-    return Lifted(first, jax.tree.structure(shapes), inputs, [column for _, column in columns.values()])
+        inputs[place] = index_of.setdefault((str(column.dtype), column.shape, column.tobytes()), len(columns))
+        if inputs[place] == len(columns):
+            columns.append(column)
+    return Lifted(first, jax.tree.structure(shapes), inputs, columns)
 
 
 def differences(first: Any, other: Any) -> dict[Place, Any]:
@@ -97,7 +94,7 @@ def differences(first: Any, other: Any) -> dict[Place, Any]:
         DifferentError: They differ in more than numbers.
     """
     numbers: dict[Place, Any] = {}
-    _Comparison(first, other, (), numbers).compare()
+    _Comparison((), numbers).compare(first, other)
     return numbers
 
 
@@ -110,30 +107,19 @@ def is_same(first: Any, other: Any) -> bool:
 
 
 class _Comparison:
-    """Compares two programs, and the programs that they run.
+    """Compares two programs at a place, and the programs that they run; `numbers` receives those that differ."""
 
-    Args:
-        first: The first program.
-        other: The other program.
-        at: Their place.
-        numbers: The numbers of the other program that differ are added here, by their places.
-    """
+    def __init__(self, at: Place, numbers: dict[Place, Any]) -> None:
+        self.at, self.numbers = at, numbers
+        # The number of each variable, which is the same in both where they correspond.
+        self._number_in_first: dict[Any, int] = {}
+        self._number_in_other: dict[Any, int] = {}
 
-    def __init__(self, first: Any, other: Any, at: Place, numbers: dict[Place, Any]) -> None:
-        self.first, self.other, self.at, self.numbers = first, other, at, numbers
-        self._known: tuple[dict[Any, int], dict[Any, int]] = ({}, {})  # variables by their numbers
-
-    def compare(self) -> None:
-        """Compare the two.
-
-        Raises:
-            DifferentError: They differ in more than numbers.
-        """
-        a, b = (getattr(x, "jaxpr", x) for x in (self.first, self.other))
+    def compare(self, first: Any, other: Any) -> None:
+        (a, consts), (b, other_consts) = parts_of(first), parts_of(other)
         self._define(a.invars, b.invars, "inputs")
         self._define(a.constvars, b.constvars, "constants")
-        pairs = zip(getattr(self.first, "consts", ()), getattr(self.other, "consts", ()), strict=True)
-        for k, (x, y) in enumerate(pairs):
+        for k, (x, y) in enumerate(zip(consts, other_consts, strict=True)):
             self._compare_numbers(x, y, (_CONSTANT, k), "a constant")
         for k, (x, y) in enumerate(zip(a.eqns, b.eqns, strict=False)):
             if x.primitive is not y.primitive or len(x.invars) != len(y.invars):
@@ -147,108 +133,97 @@ class _Comparison:
         for i, (use, other) in enumerate(zip(a.outvars, b.outvars, strict=True)):
             self._use(use, other, (_RESULT, i), "a result")
 
-    def _define(self, a: Sequence[Any], b: Sequence[Any], what: str) -> None:
+    def _define(self, a: Sequence[Any], b: Sequence[Any], kind: str) -> None:
         if len(a) != len(b):
-            raise DifferentError(f"the number of its {what} is {len(b)}, and not {len(a)}")
-        known = self._known
+            raise DifferentError(f"the number of its {kind} is {len(b)}, and not {len(a)}")
         for x, y in zip(a, b, strict=True):
             if x.aval != y.aval:
-                raise DifferentError(f"one of its {what} is {y.aval}, and not {x.aval}")
-            known[0][x] = known[1][y] = len(known[0])
+                raise DifferentError(f"one of its {kind} is {y.aval}, and not {x.aval}")
+            self._number_in_first[x] = self._number_in_other[y] = len(self._number_in_first)
 
-    def _use(self, a: Any, b: Any, place: Place, what: str) -> None:
-        if not any(isinstance(x, core.Literal) for x in (a, b)) and self._known[0][a] == self._known[1][b]:
+    def _use(self, a: Any, b: Any, place: Place, user: str) -> None:
+        are_literals = isinstance(a, core.Literal), isinstance(b, core.Literal)
+        if not any(are_literals) and self._number_in_first[a] == self._number_in_other[b]:
             return
-        if not all(isinstance(x, core.Literal) for x in (a, b)):
-            raise DifferentError(f"{what} takes another value")
+        if not all(are_literals):
+            raise DifferentError(f"{user} takes another value")
         if a.aval != b.aval:
-            raise DifferentError(f"{what} takes {b.val!r} as {b.aval}, and not {a.val!r} as {a.aval}")
-        self._compare_numbers(a.val, b.val, place, what)
+            raise DifferentError(f"{user} takes {b.val!r} as {b.aval}, and not {a.val!r} as {a.aval}")
+        self._compare_numbers(a.val, b.val, place, user)
 
-    def _compare_numbers(self, a: Any, b: Any, place: Place, what: str) -> None:
+    def _compare_numbers(self, a: Any, b: Any, place: Place, user: str) -> None:
         if a is b:
             return
         if is_key(a) or is_key(b):
-            raise DifferentError(f"{what} is a random key that is no Variable: draw it from an nnx.Rngs")
+            raise DifferentError(f"{user} is a random key that is no Variable: draw it from an nnx.Rngs")
         x, y = np.asarray(a), np.asarray(b)
         if x.dtype != y.dtype or x.shape != y.shape:
-            raise DifferentError(f"{what} is {y.dtype}{list(y.shape)}, and not {x.dtype}{list(x.shape)}")
+            raise DifferentError(f"{user} is {y.dtype}{list(y.shape)}, and not {x.dtype}{list(x.shape)}")
         if x.tobytes() != y.tobytes():
             self.numbers[*self.at, *place] = y
 
     def _compare_params(self, x: Any, y: Any, k: int) -> None:
         """Compare the parameters of equation `k`, and the programs that it runs."""
-        before, programs, others = len(self.numbers), inner_jaxprs(x), inner_jaxprs(y)
-        if x.params.keys() != y.params.keys() or len(programs) != len(others):
+        before, programs, other_programs = len(self.numbers), inner_jaxprs(x), inner_jaxprs(y)
+        if x.params.keys() != y.params.keys() or len(programs) != len(other_programs):
             raise DifferentError(f"it computes {_shown(y)} in another way")
-        for j, (program, other) in enumerate(zip(programs, others, strict=True)):
-            _Comparison(program, other, (*self.at, k, j), self.numbers).compare()
+        for j, (program, other) in enumerate(zip(programs, other_programs, strict=True)):
+            _Comparison((*self.at, k, j), self.numbers).compare(program, other)
         if len(self.numbers) > before and called(x) is None and x.primitive.name not in ("scan", "cond"):
             raise DifferentError(f"a number inside of {_shown(x)} differs, and only scan and cond can take it")
-        for name, value in {} if x.primitive.name in _RULES else x.params.items():
-            if not (_runs_programs(value) or _equal(value, y.params[name])):
-                now, was = shown(y.params[name], 80), shown(value, 80)
-                other = (
-                    f"{name}={now}, and not {was}" if now != was else f"another {name}, or one that holds other values"
-                )
-                raise DifferentError(f"{_shown(y)} has {other}")
+        if x.primitive.name in _RULES:
+            return
+        for name, value in x.params.items():
+            if not (programs_in(value) or _equal(value, y.params[name])):
+                texts = shown(y.params[name], 80), shown(value, 80)
+                if texts[0] == texts[1]:
+                    raise DifferentError(f"{_shown(y)} has another {name}, or one that holds other values")
+                raise DifferentError(f"{_shown(y)} has {name}={texts[0]}, and not {texts[1]}")
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Runs a program with some of its numbers replaced.
+    """Runs a program with some of its numbers replaced."""
 
-    Attributes:
-        given: The numbers, by their places.
-        entered: The places of the inner programs that contain some of them.
-    """
-
-    given: dict[Place, Any]
-    entered: set[Place]
+    numbers: dict[Place, Any]
+    entered: set[Place]  # the places of the inner programs that contain some of them
 
     def __call__(self, program: Any, args: Sequence[Any], at: Place) -> list[Any]:
-        jaxpr, given = getattr(program, "jaxpr", program), self.given
+        jaxpr, consts = parts_of(program)
         values = dict(zip(jaxpr.invars, args, strict=True))
-        for k, (var, x) in enumerate(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True)):
-            values[var] = given.get((*at, _CONSTANT, k), x)
+        for k, (var, x) in enumerate(zip(jaxpr.constvars, consts, strict=True)):
+            values[var] = self.numbers.get((*at, _CONSTANT, k), x)
         for k, eqn in enumerate(jaxpr.eqns):
-            pairs = [((*at, k, i), x) for i, x in enumerate(eqn.invars)]
-            inputs = [given[place] if place in given else value_of(x, values) for place, x in pairs]
+            inputs = self._read(eqn.invars, values, (*at, k))
             with eqn.ctx.manager:  # see `jaxlit.programs.jaxpr.walk`
-                has_numbers = any((*at, k, j) in self.entered for j in range(len(bodies(eqn))))
+                has_numbers = any((*at, k, j) in self.entered for j in range(len(inner_jaxprs(eqn))))
                 results = self._enter(eqn, inputs, (*at, k)) if has_numbers else bind(eqn, inputs)
             values.update(zip(eqn.outvars, results, strict=True))
-        pairs = [((*at, _RESULT, i), x) for i, x in enumerate(jaxpr.outvars)]
-        return [given[place] if place in given else value_of(x, values) for place, x in pairs]
+        return self._read(jaxpr.outvars, values, (*at, _RESULT))
+
+    def _read(self, atoms: Sequence[Any], values: dict[Any, Any], at: Place) -> list[Any]:
+        places = [(*at, i) for i in range(len(atoms))]
+        pairs = zip(places, atoms, strict=True)
+        return [self.numbers[place] if place in self.numbers else value_of(x, values) for place, x in pairs]
 
     def _enter(self, eqn: Any, args: list[Any], at: Place) -> list[Any]:
         """Run an equation that runs programs in which numbers are replaced."""
-        programs = inner_jaxprs(eqn)
+        branches = [lambda *xs, j=j, x=x: self(x, xs, (*at, j)) for j, x in enumerate(inner_jaxprs(eqn))]
         if eqn.primitive.name == "cond":
-            branches = [lambda *xs, j=j, x=x: self(x, xs, (*at, j)) for j, x in enumerate(programs)]
             return list(jax.lax.switch(args[0], branches, *args[1:]))
-        if eqn.primitive.name != "scan":  # nothing is differentiated here, so that custom rules and remat are calls
-            return self(programs[0], args, (*at, 0))
-        num_consts, num_carries = scan_counts(eqn)
-        first = num_consts + num_carries
-
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = self(programs[0], [*args[:num_consts], *carry, *xs], (*at, 0))
-            return results[:num_carries], results[num_carries:]
-
-        params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, made = jax.lax.scan(body, args[num_consts:first], args[first:], **params)
-        return [*carry, *made]
+        if eqn.primitive.name == "scan":
+            return rerun_scan(eqn, args, branches[0])
+        return branches[0](*args)  # nothing is differentiated here, so that custom rules and remat are calls
 
 
 def _number_at(program: Any, place: Place) -> np.ndarray:
     """Return the number at a place of a program."""
-    for n in range(0, len(place) - 2, 2):
-        eqn = getattr(program, "jaxpr", program).eqns[place[n]]
-        program = inner_jaxprs(eqn)[place[n + 1]]
-    jaxpr, k, i = getattr(program, "jaxpr", program), place[-2], place[-1]
+    *levels, k, i = place
+    for n in range(0, len(levels), 2):
+        program = inner_jaxprs(parts_of(program)[0].eqns[levels[n]])[levels[n + 1]]
+    jaxpr, consts = parts_of(program)
     if k == _CONSTANT:
-        return np.asarray(program.consts[i])
+        return np.asarray(consts[i])
     atom = jaxpr.outvars[i] if k == _RESULT else jaxpr.eqns[k].invars[i]
     return np.asarray(atom.val, atom.aval.dtype)
 
@@ -276,10 +251,6 @@ def _equal(a: Any, b: Any) -> bool:
 def _parts(function: FunctionType) -> tuple[Any, ...]:
     held = [cell.cell_contents for cell in function.__closure__ or ()]
     return function.__code__, id(function.__globals__), function.__defaults__, function.__kwdefaults__, held
-
-
-def _runs_programs(x: Any) -> bool:
-    return any(isinstance(y, (core.Jaxpr, core.ClosedJaxpr)) for y in (x if isinstance(x, tuple) else (x,)))
 
 
 def _shown(eqn: Any) -> str:

@@ -1,4 +1,4 @@
-"""Arrays that are gathered where a step uses them: those of layers that it scans over one layer at a time."""
+"""Gathers arrays where a step uses them, those of scanned layers one layer at a time; finds what scans take apart."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, follow, inner_jaxprs, run, scan_counts
+from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, follow, inner_jaxprs, parts_of, rerun_scan, run
 
 # What a backward pass computes again: gathered weights, and what only changes their layout.
 _RECOMPUTED = ("sharding_constraint", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
@@ -17,29 +16,18 @@ _ENTERED = (*JITS, *REMATS, "scan")
 
 
 class Stacked(NamedTuple):
-    """An input of a program that is followed through it, or a slice of one.
-
-    Attributes:
-        index: Which input it is.
-        dims: The input's dims that this value has, in its order.
-        is_slice: Whether it is a slice in a scan.
-    """
+    """An input of a program that is followed through it, or a slice of one."""
 
     index: int
-    dims: tuple[int, ...]
-    is_slice: bool = False
+    dims: tuple[int, ...]  # the input's dims that this value has, in its order
+    is_slice: bool = False  # in a scan
 
 
 _Followed = Sequence[Stacked | None]  # of each input of an equation or a program, None for another value
 
 
 def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
-    """Return by input the dims that a scan of the program takes one by one.
-
-    Args:
-        closed: The program.
-        inputs: The inputs to look at.
-    """
+    """Return for those of some inputs that scans of a program take apart the dims that they take one by one."""
     scanned: dict[int, set[int]] = {}
     _follow(closed.jaxpr, _stacked_inputs(closed.jaxpr, inputs), scanned)
     return scanned
@@ -50,26 +38,26 @@ def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
 
 
 def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]]) -> None:
-    def rule(eqn: Any, given: _Followed) -> _Followed:
-        if any(given) and (inner := _entered(eqn)) is not None:
-            inside = _inside(eqn, given)
+    def rule(eqn: Any, ins: _Followed) -> _Followed:
+        if any(ins) and (inner := _entered(eqn)) is not None:
+            inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
-                for outer in itertools.compress(given, inside):
+                for outer in itertools.compress(ins, inside):
                     assert outer is not None
                     scanned.setdefault(outer.index, set()).add(outer.dims[0])
             _follow(inner, inside, scanned)
-        return [_moved(eqn, given)] + [None] * (len(eqn.outvars) - 1)
+        return [_moved(eqn, ins)] + [None] * (len(eqn.outvars) - 1)
 
     follow(jaxpr, inputs, rule, None)
 
 
-def _moved(eqn: Any, given: _Followed) -> Stacked | None:
+def _moved(eqn: Any, ins: _Followed) -> Stacked | None:
     """Return an equation's result as a stacked input, None if it is another value."""
-    if not given or given[0] is None or len(eqn.outvars) != 1:
+    if not ins or (first := ins[0]) is None or len(eqn.outvars) != 1:
         return None
     if eqn.primitive.name == "transpose":
-        return given[0]._replace(dims=tuple(given[0].dims[i] for i in eqn.params["permutation"]))
-    return given[0] if eqn.primitive.name in ("convert_element_type", "copy", "copy_p") else None
+        return first._replace(dims=tuple(first.dims[i] for i in eqn.params["permutation"]))
+    return first if eqn.primitive.name in ("convert_element_type", "copy", "copy_p") else None
 
 
 def _entered(eqn: Any) -> Any:
@@ -78,13 +66,16 @@ def _entered(eqn: Any) -> Any:
     return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) else None
 
 
-def _inside(eqn: Any, given: _Followed) -> _Followed:
+def _inside(eqn: Any, ins: _Followed) -> _Followed:
     """Return the values in the program that an equation runs."""
     if eqn.primitive.name != "scan":
-        return list(given)
-    first = sum(scan_counts(eqn))
-    # A constant of a scan is one array in all turns; a carry is another one in each.
-    return [None] * first + [x and x._replace(dims=x.dims[1:], is_slice=True) for x in given[first:]]
+        return list(ins)
+    # Not constants, which are one array in all turns, nor carries, which are another one in each.
+    inside: list[Stacked | None] = []
+    for x, outer, inner in zip(ins, eqn.invars, _entered(eqn).invars, strict=True):
+        is_scanned = outer.aval.ndim > inner.aval.ndim
+        inside.append(x._replace(dims=x.dims[1:], is_slice=True) if x and is_scanned else None)
+    return inside
 
 
 def by_layer(
@@ -107,9 +98,8 @@ def by_layer(
     def call(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
         inputs = [i for i, x in enumerate(shardings) if x is not None]
-        given, scanned = _stacked_inputs(closed.jaxpr, inputs), frozenset(scanned_dims(closed, inputs))
-        gathering = _Gathering(shardings, scanned, policy)
-        results = gathering.run(closed.jaxpr, closed.consts, jax.tree.leaves(args), given)
+        gathering = _Gathering(shardings, frozenset(scanned_dims(closed, inputs)), policy)
+        results = gathering.run(closed, jax.tree.leaves(args), _stacked_inputs(closed.jaxpr, inputs))
         return jax.tree.structure(shapes).unflatten(results)
 
     return call
@@ -131,73 +121,54 @@ class _Gathering:
     policy: Any
 
     def run(
-        self,
-        jaxpr: Any,
-        consts: Sequence[Any],
-        args: Sequence[Any],
-        stacked: _Followed,
-        gathered: dict[int, Any] | None = None,
+        self, program: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any] | None = None
     ) -> list[Any]:
-        """Run a program.
-
-        Args:
-            jaxpr: The program.
-            consts: Its constants.
-            args: Its inputs.
-            stacked: Which stacked input each of them is.
-            gathered: By the identity of a slice, the slice and what was gathered. It holds the slice, as another value
-                could have its identity otherwise.
-        """
+        """Run a program, given its inputs and which stacked input each of them is."""
+        # By the identity of a slice, the slice and the gathered array. Without the slice another value could have its
+        # identity.
         cache = {} if gathered is None else gathered
+        jaxpr, consts = parts_of(program)
 
         def used(x: _Value) -> Any:
             if x.stacked is None or (x.stacked.index in self.scanned and not x.stacked.is_slice):
                 return x.array
             if id(x.array) not in cache:
-                cache[id(x.array)] = (x.array, self.gather(x.array, x.stacked))
+                cache[id(x.array)] = (x.array, self._gather(x.array, x.stacked))
             return cache[id(x.array)][1]
 
-        def rule(eqn: Any, given: list[_Value]) -> list[_Value]:
-            arrays, kinds = [x.array for x in given], [x.stacked for x in given]
+        def rule(eqn: Any, ins: list[_Value]) -> list[_Value]:
+            arrays, kinds = [x.array for x in ins], [x.stacked for x in ins]
             if (moved := _moved(eqn, kinds)) is not None:
                 return [_Value(bind(eqn, arrays)[0], moved)]
             if _entered(eqn) is not None and any(_inside(eqn, kinds)):
-                return list(map(_Value, self.enter(eqn, arrays, kinds, cache)))
-            return list(map(_Value, bind(eqn, list(map(used, given)))))
+                return list(map(_Value, self._enter(eqn, arrays, kinds, cache)))
+            return list(map(_Value, bind(eqn, list(map(used, ins)))))
 
-        read = lambda x, values: _Value(x.val) if isinstance(x, core.Literal) else values[x]  # noqa: E731
-        inputs = list(map(_Value, args, stacked))
-        return list(map(used, run(jaxpr, list(map(_Value, consts)), inputs, rule, read)))
+        values = run(jaxpr, list(map(_Value, consts)), list(map(_Value, args, stacked)), rule, lambda x: _Value(x.val))
+        return list(map(used, values))
 
-    def enter(self, eqn: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any]) -> list[Any]:
+    def _enter(self, eqn: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any]) -> list[Any]:
         """Run an equation that runs a program."""
-        (closed,) = inner_jaxprs(eqn)
-        inner, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
-        inside = _inside(eqn, stacked)
+        (inner,), inside = inner_jaxprs(eqn), _inside(eqn, stacked)
         if eqn.primitive.name in JITS:
-            return self.run(inner, consts, args, inside, gathered)
-        # Nothing gathered outside is used: a backward pass that runs the program again must gather again.
-        again = lambda *args: self.run(inner, consts, args, inside)  # noqa: E731
+            return self.run(inner, args, inside, gathered)
+
+        def body(*args: Any) -> list[Any]:
+            # Nothing gathered outside is used: a backward pass that runs the program again must gather again.
+            return self.run(inner, args, inside)
+
         if eqn.primitive.name != "scan":
-            return jax.checkpoint(again, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
-        num_consts, num_carries = scan_counts(eqn)
-        first = num_consts + num_carries
+            return jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
         # A layer that its user wraps in a checkpoint gathers again in it; a policy from outside would undo that.
-        # Effects cannot run twice: a layer that calls the host is left as it is.
-        has_remat = any(x.primitive.name in REMATS for x in equations(inner))
+        # Effects cannot run twice: a layer that calls the host is not changed.
+        has_remat = any(x.primitive.name in REMATS for x in equations(parts_of(inner)[0]))
         if not eqn.effects and (self.policy is not None or not has_remat):
-            again = jax.checkpoint(again, prevent_cse=False, policy=self.policy or _all_but_gathered)
+            body = jax.checkpoint(body, prevent_cse=False, policy=self.policy or _all_but_gathered)
+        return rerun_scan(eqn, args, body)
 
-        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
-            results = again(*args[:num_consts], *carry, *xs)
-            return results[:num_carries], results[num_carries:]
-
-        params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, made = jax.lax.scan(body, list(args[num_consts:first]), list(args[first:]), **params)
-        return [*carry, *made]
-
-    def gather(self, x: Any, stacked: Stacked) -> Any:
-        pair = self.shardings[stacked.index]
+    def _gather(self, x: Any, stacked: Stacked) -> Any:
+        """Return an array gathered for use, whose gradient is split again."""
+        pair, constrain = self.shardings[stacked.index], jax.lax.with_sharding_constraint
         assert pair is not None
         if pair[0] == pair[1]:
             return x
@@ -206,17 +177,11 @@ class _Gathering:
             for s in pair
         )
         if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):  # it has no gradient
-            return jax.lax.with_sharding_constraint(x, gathered)
-        return _gather(x, split, gathered)
+            return constrain(x, gathered)
+        gather = jax.custom_vjp(lambda x: constrain(x, gathered))
+        gather.defvjp(lambda x: (constrain(x, gathered), None), lambda _, g: (constrain(g, split),))
+        return gather(x)
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name not in _RECOMPUTED
-
-
-def _gather(x: Any, split: NamedSharding, gathered: NamedSharding) -> Any:
-    """Return an array gathered for use, whose gradient is split again."""
-    constrain = jax.lax.with_sharding_constraint
-    gather = jax.custom_vjp(lambda x: constrain(x, gathered))
-    gather.defvjp(lambda x: (constrain(x, gathered), None), lambda _, g: (constrain(g, split),))
-    return gather(x)
