@@ -1,5 +1,8 @@
-"""What a step's program tells beside its numbers: losses of no parameter, chance, large constants."""
+"""What a step's program tells beside its numbers: losses of no parameter, chance, large constants. What replicas
+write and return becomes what one device computes, or is refused before the first step.
+"""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,11 +13,13 @@ import pytest
 from flax import nnx
 from kit.batches import random
 from kit.by_hand import assert_same
+from kit.journal import Losses, hooks
 from kit.modules import Linear, Net, module
 from kit.refusals import warnings_of
-from kit.trainers import THREE, fit
+from kit.trainers import THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, StateError
 
 
 @pytest.mark.parametrize(
@@ -140,3 +145,411 @@ def test_products_in_the_dtype_of_the_precision_are_not(
 ) -> None:
     fit(Words(dtype), [np.zeros((2, 3), np.int32)], precision=precision)
     assert not [m for m in warnings_of(caplog) if "matrix products" in m]
+
+
+STRATEGIES = ("shard_map", "pmap", "simulate:4")
+SIZES = (8, 8, 7, 3)
+
+
+class Line(jl.TrainModule):
+    """A line, and a Variable for a step to write to."""
+
+    def __init__(self, step: Callable[[Any, Any], Any], held: Any = 0.0) -> None:
+        self.w = nnx.Param(jnp.array([1.0, -1.0, 0.5]))
+        self.held = nnx.Variable(jnp.asarray(held))
+        self.average, self.spread = nnx.metrics.Average(), nnx.metrics.Welford()
+        self.step = step
+
+    def errors(self, batch: Any) -> jax.Array:
+        return (batch["x"] @ self.w[...] - batch["y"]) ** 2
+
+    def training_step(self, batch: Any) -> Any:
+        return self.step(self, batch)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+def make_batches(*sizes: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    return [{"x": draw(n, 3), "y": draw(n), "label": rng.integers(0, 4, size=n)} for n in sizes]
+
+
+def fit_replicas(
+    module: jl.TrainModule, strategy: Any, *callbacks: jl.Callback, sizes: tuple[int, ...] = SIZES
+) -> jl.Trainer:
+    devices = "auto" if str(strategy).startswith("simulate") else 1 if strategy == "single" else 4
+    trainer = make_trainer(*callbacks, strategy=strategy, devices=devices)
+    trainer.fit(module, make_batches(*sizes))
+    return trainer
+
+
+def also(do: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a step that does this with the module and the batch, and returns the mean of the errors."""
+    return lambda module, batch: (do(module, batch), module.errors(batch).mean())[1]
+
+
+def writing(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a step that writes this function of the held value and the batch."""
+    return also(lambda module, batch: module.held.set_value(value(module.held[...], batch)))
+
+
+def counting(module: Any, batch: Any) -> None:
+    module.held[...] += (batch["x"] > 0).sum()
+
+
+WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "a count of batches": (lambda old, b: old + 1, 0),
+    "a count of rows": (lambda old, b: old + b["x"].shape[0], 0),
+    "the rows of the last batch": (lambda old, b: jnp.asarray(b["x"].shape[0], jnp.int32), 0),
+    "a float sum": (lambda old, b: old + (b["x"] > 0).sum(), 0.0),
+    "decayed counts by label": (lambda old, b: 0.9 * old + jax.nn.one_hot(b["label"], 4).sum(0), [1.0] * 4),
+    "whole counts by label": (lambda old, b: old.at[b["label"]].add(1), [0] * 4),
+    "a sum that starts again now and then": (
+        lambda old, b: jax.lax.cond(old > 10, lambda: jnp.zeros(()), lambda: old) + (b["x"] ** 0).sum(),
+        0.0,
+    ),
+    "a running mean": (lambda old, b: 0.9 * old + 0.1 * b["x"].mean(0), [0.0] * 3),
+    "a mean that the rows' number divides": (lambda old, b: b["x"].sum(0) / b["x"].shape[0], [0.0] * 3),
+    "what the rows do not touch": (lambda old, b: jnp.sort(old)[::-1] * 0.5, [3.0, 1.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
+def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
+    cases = {name: case for name, case in WRITES.items() if "now and then" not in name}
+
+    def write(module: Any, batch: Any) -> None:
+        for name, (value, _) in cases.items():
+            module.all[name][...] = value(module.all[name][...], batch)
+
+    module: Any = Line(also(write))
+    module.all = nnx.Dict({name: nnx.Variable(jnp.asarray(held)) for name, (_, held) in cases.items()})
+    fit_replicas(module, strategy)
+    for name, (value, held) in cases.items():
+        expected = jnp.asarray(held)
+        for batch in make_batches(*SIZES):
+            expected = value(expected, jax.tree.map(jnp.asarray, batch))
+        got = np.asarray(module.all[name][...])
+        assert got.dtype == expected.dtype, name
+        np.testing.assert_allclose(got, np.asarray(expected), rtol=1e-6, err_msg=name)
+
+
+REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "a sum that its own value resets": WRITES["a sum that starts again now and then"],
+    "a maximum": (lambda old, b: jnp.maximum(old, b["x"].max()), 0.0),
+    "a variance": (lambda old, b: b["x"].var(0), [0.0] * 3),
+    "a ratio of sums": (lambda old, b: (b["x"][:, 0] * b["label"]).sum() / b["label"].sum(), 0.0),
+    "a queue of rows": (lambda old, b: jnp.concatenate([b["x"][:1, 0], old[1:]]), [0.0] * 3),
+    "a sum and a constant": (lambda old, b: old + 1 + b["x"].sum(), 0.0),
+    "an integer of a mean": (lambda old, b: b["label"].mean().astype(jnp.int32), 0),
+}
+
+
+@pytest.mark.parametrize(("case", "strategy"), [*zip(REFUSED, STRATEGIES * 3, strict=False)])
+def test_what_differs_from_one_device_is_refused_by_name(case: str, strategy: str) -> None:
+    value, held = REFUSED[case]
+    module = Line(writing(value), held)
+    with pytest.raises(StateError, match=r"Line\.training_step writes a value to held .* 4 replicas .*strategy='ddp'"):
+        fit_replicas(module, strategy)
+    np.testing.assert_array_equal(np.asarray(module.held[...]), np.asarray(held))
+    if case == "a maximum":  # one replica sees the whole batch: there is nothing to refuse
+        make_trainer(strategy=strategy.replace("4", "1"), devices=1).fit(module, make_batches(8))
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_metric_reset_in_each_step_holds_the_last_batch(reset: bool) -> None:
+    def update(module: Line, batch: Any) -> None:
+        if reset:
+            module.average.reset()
+        module.average.update(values=batch["x"])
+
+    module = Line(also(update))
+    fit_replicas(module, "shard_map", sizes=(8, 4))
+    x = np.concatenate([batch["x"] for batch in make_batches(8, 4)[reset:]])
+    assert int(module.average.count[...]) == x.size
+    assert float(module.average.compute()) == pytest.approx(x.mean(), rel=1e-5, abs=1e-6)
+
+
+def test_a_statistic_that_replicas_cannot_merge_is_refused() -> None:
+    with pytest.raises(StateError, match=r"writes a value to spread\.m"):
+        fit_replicas(Line(also(lambda module, batch: module.spread.update(values=batch["x"]))), "shard_map")
+
+
+def test_a_step_of_one_size_writes_nothing_unclear() -> None:
+    def add(module: Line, batch: Any) -> None:
+        assert len(batch["x"]) == 2
+        module.held[...] += len(batch["x"])
+
+    with pytest.raises(StateError, match="could not be traced with more rows"):
+        fit_replicas(Line(also(add), 0), "shard_map", sizes=(8,))
+
+
+READS: dict[str, Callable[[Any, Any], Any]] = {
+    "in the loss": lambda m, b: m.errors(b).mean() / jnp.maximum(m.held[...], 1),
+    "in a metric": lambda m, b: (m.log("x", 1 / m.held[...]), m.errors(b).mean())[1],
+    "in an output": lambda m, b: {"loss": m.errors(b).mean(), "out": b["x"] / m.held[...]},
+}
+
+
+@pytest.mark.parametrize("case", thinned(READS, "in a metric"))
+def test_reading_what_replicas_count_in_parts_is_refused(case: str) -> None:
+    with pytest.raises(StateError, match=r"training_step reads held, which adds up over the rows"):
+        fit_replicas(Line(lambda module, batch: (counting(module, batch), READS[case](module, batch))[1]), "shard_map")
+
+
+def test_a_count_that_is_logged_itself_is_that_of_one_device() -> None:
+    log = also(lambda module, batch: (counting(module, batch), module.log("count", module.held[...])))
+    trainer = fit_replicas(Line(log), "shard_map")
+    expected = sum(int((batch["x"] > 0).sum()) for batch in make_batches(*SIZES))
+    assert trainer.callback_metrics["count"] == pytest.approx(expected)
+
+
+def sum_of_errors(module: Line, batch: Any) -> jax.Array:
+    return module.errors(batch).sum() / 10
+
+
+LOSSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "a sum": (sum_of_errors, "mean"),
+    "a mean": (lambda m, b: m.errors(b).mean(), "sum"),
+    "a sum and another term": (lambda m, b: m.errors(b).sum() + 0.1 * (m.w[...] ** 2).sum(), "mean"),
+    "a sum and another term ": (lambda m, b: m.errors(b).sum() + 0.1 * (m.w[...] ** 2).sum(), "sum"),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize("cls", thinned([jl.strategies.ShardMapDDP, jl.strategies.PMap], jl.strategies.PMap))
+def test_a_loss_of_another_reduction_is_refused(kind: str, cls: Any) -> None:
+    step, reduction = LOSSES[kind]
+    words = rf"Line\.training_step returns {kind.strip()} over the rows .*loss_reduction='{reduction}'.*strategies"
+    with pytest.raises(ModuleError, match=words):
+        fit_replicas(Line(step), cls(loss_reduction=reduction))
+
+
+SUMMED = [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Simulated, 1)]
+
+
+@pytest.mark.parametrize(("cls", "accumulate"), thinned(SUMMED, SUMMED[1]))
+def test_a_sum_trains_as_on_one_device_under_loss_reduction_sum(cls: Any, accumulate: int) -> None:
+    result = []
+    for strategy, devices in (("single", 1), (cls(loss_reduction="sum"), 4)):
+        module, losses = Line(sum_of_errors), Losses()
+        arguments = {"strategy": strategy, "devices": devices, "accumulate_grad_batches": accumulate}
+        make_trainer(losses, max_epochs=2, **arguments).fit(module, make_batches(*SIZES))
+        result.append((np.asarray(module.w[...]), losses.losses))
+    np.testing.assert_allclose(result[1][0], result[0][0], rtol=1e-5)
+    np.testing.assert_allclose(result[1][1], result[0][1], rtol=1e-5)
+
+
+def test_a_loss_that_may_not_be_a_mean_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    fit_replicas(Line(lambda m, b: (m.errors(b) * b["label"]).sum() / b["label"].sum()), "shard_map")
+    assert "Line.training_step: the loss may differ from one device" in caplog.text
+    caplog.clear()
+    fit_replicas(Line(lambda m, b: m.errors(b).mean()), "shard_map")
+    assert "may differ" not in caplog.text
+
+
+def test_a_loss_reduction_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"PMap\(loss_reduction=\.\.\.\) takes one of 'mean', 'sum', got 'max'"):
+        jl.strategies.PMap(loss_reduction="max")
+
+
+BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "a floor": lambda x, n: x.sum() / max(n, 4),
+    "a branch": lambda x, n: x.mean() if n >= 8 else 2 * x.mean(),
+    "a slice": lambda x, n: x[: min(n, 4)].mean(),
+}
+
+
+@pytest.mark.parametrize("case", BY_ROWS)
+@pytest.mark.parametrize("rows", thinned([8, 16], 8, full=()))
+def test_no_loss_that_branches_on_its_rows_is_silently_wrong(
+    case: str, rows: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = lambda m, b: BY_ROWS[case](m.errors(b), len(b["x"]))  # noqa: E731
+    modules = [Line(step), Line(step)]
+    fit_replicas(modules[0], "single", sizes=(rows,))
+    try:
+        fit_replicas(modules[1], "shard_map", sizes=(rows,))
+    except ModuleError as error:
+        assert "returns a sum over the rows" in str(error)
+    else:
+        assert np.allclose(modules[0].w[...], modules[1].w[...], rtol=1e-5) or "the loss may differ" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["a floor", "a branch", "a slice"])
+def test_a_write_that_branches_on_its_rows_is_refused(case: str) -> None:
+    with pytest.raises(StateError, match=r"writes a value to held that depends on the rows of a batch"):
+        fit_replicas(Line(writing(lambda old, b: BY_ROWS[case](b["y"], len(b["y"])))), "shard_map", sizes=(8,))
+
+
+def logging_step(m: Any, b: Any) -> jax.Array:
+    errors, n = m.errors(b), len(b["y"])
+    m.log("floor", errors.sum() / max(n, 4))
+    m.log("root", jnp.sqrt(errors.mean()))
+    m.log("mean", errors.mean())
+    m.log("sum", errors.sum(), reduce_fx="sum")
+    m.log("max", errors.max(), reduce_fx="max")
+    m.log("masked", (errors * b["label"]).sum() / b["label"].sum(), batch_size=b["label"].sum())
+    return errors.mean()
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "simulate:4"))
+def test_logged_values_that_replicas_may_change_are_named(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit_replicas(Line(logging_step), strategy, sizes=(8,))
+    (message,) = [m for m in warnings_of(caplog) if "may differ" in m]
+    assert "the logged 'floor', the logged 'root' may differ from one device" in message
+
+
+COUPLED: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "softmax over the batch": lambda x: jax.nn.softmax(x, 0),
+    "ranks": lambda x: x.argsort(0).argsort(0),
+    "centred": lambda x: x - x.mean(0),
+    "cumulative": lambda x: jnp.cumsum(x, 0),
+    "reversed": lambda x: x[::-1],
+}
+
+
+@pytest.mark.parametrize("case", COUPLED)
+@pytest.mark.parametrize("stage", ["predict", "training"])
+def test_outputs_whose_rows_depend_on_others_are_named(case: str, stage: str, caplog: pytest.LogCaptureFixture) -> None:
+    def step(module: Any, batch: Any) -> Any:
+        x = batch["x"] @ module.w[...]
+        outputs = {"own": jax.nn.softmax(batch["x"]) * x[:, None], "coupled": COUPLED[case](x)}
+        return outputs if stage == "predict" else {"loss": module.errors(batch).mean(), **outputs}
+
+    class Predicts(Line):
+        predict_step = Line.training_step
+
+    trainer = make_trainer(strategy="shard_map", devices=4)
+    (trainer.predict if stage == "predict" else trainer.fit)(Predicts(step), make_batches(8))
+    (message,) = warnings_of(caplog)
+    assert f"Predicts.{stage}_step: the output 'coupled' may differ from one device" in message
+
+
+@pytest.mark.parametrize("rows", thinned([4, 8], full=[4]))
+def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pytest.LogCaptureFixture) -> None:
+    class Layers(jl.TrainModule):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.attend = nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=rngs)
+            self.conv, self.norm = nnx.Conv(4, 4, (3,), rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+            self.rnn, self.first = nnx.RNN(nnx.LSTMCell(4, 4, rngs=rngs)), nnx.Param(jnp.zeros((1, 1, 4)))
+
+        def predict_step(self, batch: Any) -> Any:
+            x = jnp.repeat(batch["x"][..., None], 4, -1)
+            x = jnp.concatenate([jnp.tile(self.first[...], (len(x), 1, 1)), x], 1)
+            x = self.rnn(self.norm(self.conv(x + self.attend(x))))[:, -1]
+            turned, ordered = jnp.real(jnp.fft.fft(x) * 1j), jax.vmap(jnp.sort)(x)
+            return {"x": jax.nn.log_softmax(x), "class": x.argmax(-1), "sorted": ordered, "fft": turned}
+
+        def training_step(self, batch: Any) -> Any:
+            x = self.predict_step(batch)["x"]
+            self.log("accuracy", (x.argmax(-1) == batch["label"]).mean())
+            return -jnp.take_along_axis(x, batch["label"][:, None], 1).mean()
+
+        def configure_optimizers(self) -> optax.GradientTransformation:
+            return optax.sgd(0.1)
+
+    trainer = make_trainer(strategy="shard_map", devices=4)
+    module = Layers(nnx.Rngs(0))
+    trainer.fit(module, make_batches(rows, 12))
+    trainer.predict(module, make_batches(rows, 12))
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
+def test_logged_sums_and_means_are_those_of_the_batch(strategy: str) -> None:
+    of: dict[str, Callable[[Any], Any]] = {
+        "sum": lambda x: x.sum(),
+        "mean": lambda x: x.mean(),
+        "rows": lambda x: x.shape[0],
+        "one": lambda x: 1.0,
+    }
+    names = [(name, fx) for name in of for fx in ("mean", "sum", "min", "max")]
+
+    def log(module: Line, batch: Any) -> None:
+        for name, fx in names:
+            module.log(f"{name} {fx}", of[name](batch["x"]), reduce_fx=fx, batch_size=2, on_step=False, on_epoch=True)
+
+    trainer = fit_replicas(Line(also(log)), strategy)
+    x = [batch["x"].astype(np.float64) for batch in make_batches(*SIZES)]
+    expected = {f"{name} {fx}": getattr(np, fx)([of[name](part) for part in x]) for name, fx in names}
+    assert dict(trainer.callback_metrics) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
+def test_a_mean_of_all_rows_is_not_weighted_per_replica(strategy: str) -> None:
+    given = {"on_epoch": True, "on_step": False}
+    log = also(lambda m, batch: m.log("x", batch["x"].mean(), batch_size=batch["label"].sum(), **given))
+    trainer, batches = fit_replicas(Line(log), strategy), make_batches(*SIZES)
+    weights = [batch["label"].sum() for batch in batches]
+    expected = np.average([batch["x"].mean(dtype=np.float64) for batch in batches], weights=weights)
+    assert trainer.callback_metrics["x"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
+def test_returned_sums_are_those_of_the_batch(strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        count = (batch["x"] > 0).sum()
+        return {"loss": module.errors(batch).mean(), "count": count, "sums": batch["x"].sum(0)}
+
+    seen = []
+    keep = hooks(on_train_batch_end=lambda t, m, o, b, i: seen.append((dict(o), b)))
+    fit_replicas(Line(step), strategy, keep)
+    for outputs, batch in seen:
+        assert int(outputs["count"]) == (batch["x"] > 0).sum()
+        np.testing.assert_allclose(np.asarray(outputs["sums"]), batch["x"].sum(0), rtol=1e-5, atol=1e-6)
+
+
+def noise(key: Any, batch: Any) -> jax.Array:
+    return jax.random.normal(key, batch["x"].shape)
+
+
+def from_raw(module: Line, batch: Any) -> Any:
+    module.held[...], sub = jax.random.split(module.held[...])
+    return (module.errors(batch | {"x": batch["x"] + noise(sub, batch)})).mean()
+
+
+def from_constant(module: Line, batch: Any) -> Any:
+    key = jax.random.fold_in(jax.random.key(0), module.global_step)
+    return (module.errors(batch | {"x": batch["x"] + noise(key, batch)})).mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "held", "strategy"),
+    [(from_raw, jax.random.PRNGKey(0), "shard_map"), (from_constant, 0.0, "pmap"), (from_constant, 0.0, "simulate:4")],
+)
+def test_the_same_noise_for_the_rows_of_each_replica_is_refused(step: Any, held: Any, strategy: str) -> None:
+    with pytest.raises(StateError, match="draws random numbers for its rows from a key that is the same on every"):
+        fit_replicas(Line(step, held), strategy)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES[:2], "pmap"))
+def test_a_users_key_differs_between_replicas_and_continues(strategy: str) -> None:
+    def step(module: Line, batch: Any) -> Any:
+        key, sub = jax.random.split(module.held[...])
+        module.held[...] = key
+        return {"loss": module.errors(batch).mean(), "noise": noise(sub, batch)}
+
+    seen = []
+    keep = hooks(on_train_batch_end=lambda t, m, o, b, i: seen.append(np.asarray(o["noise"])))
+    module = Line(step, jax.random.key(3))
+    fit_replicas(module, strategy, keep)
+    assert len({row.tobytes() for part in seen for row in part}) == sum(SIZES)
+    key = jax.random.key(3)
+    for _ in SIZES:
+        key, _ = jax.random.split(key)
+    for held in jax.random.key_data(module.held[...]).addressable_shards:  # on every device, not on the first alone
+        np.testing.assert_array_equal(held.data, jax.random.key_data(key))
+
+
+def test_a_validation_that_draws_alike_everywhere_is_refused() -> None:
+    class Validated(Line):
+        def validation_step(self, batch: Any) -> None:
+            self.log("val", noise(jax.random.key(0), batch).mean())
+
+    module = Validated(lambda m, b: m.errors(b).mean())
+    trainer = jl.Trainer(strategy="shard_map", devices=4, max_epochs=1, logger=False)
+    with pytest.raises(JaxlitError, match=r"Validated\.validation_step draws random numbers for its rows"):
+        trainer.fit(module, make_batches(8), make_batches(8))

@@ -1,20 +1,27 @@
-"""Where an iteration stands: it continues after the last batch that was used, of the same data only."""
+"""Where an iteration stands: it continues after the last batch that was used, of the same data only. Grain's
+loaders: every epoch has an order of its own, which is that of a repetition of the data. Memory that someone
+else fills again is trained on, evaluated and seen by hooks as it was when it came.
+"""
 
 import copy
 import itertools
 import json
+import mmap
+from types import SimpleNamespace
 
 import grain
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from kit import trainers
+from kit import by_hand, trainers
 from kit.batches import Stream, rows_of
 from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
 from kit.inside import position_of, prefetcher_of
 from kit.journal import Batches, hooks
-from kit.modules import Mean
+from kit.modules import Mean, module
 from kit.refusals import refuses
-from kit.trainers import thinned
+from kit.trainers import BARE, STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.data.loaders import source_of
@@ -22,7 +29,7 @@ from jaxlit.errors import DataError
 from jaxlit.loop.snapshot import load_loader
 
 
-def fit(loader, val=None, *callbacks, **arguments):
+def fit_seen(loader, val=None, *callbacks, **arguments):
     seen, given = Batches(), {"max_epochs": 3, "num_sanity_val_steps": 0} | arguments
     return trainers.fit(Mean(), loader, val, seen, *callbacks, **given), seen
 
@@ -159,12 +166,12 @@ def test_an_endless_loader_goes_on_across_its_epochs(kind, used, prefetch):
 
 def test_only_training_moves_the_position():
     skip = hooks(on_train_batch_start=lambda t, m, batch, idx: -1 if idx == 2 else None)
-    position = position_of(fit(batches(), None, skip, max_epochs=1, prefetch=3)[0])
+    position = position_of(fit_seen(batches(), None, skip, max_epochs=1, prefetch=3)[0])
     assert (position.epoch, position.data) == (1, None)
-    trainer, _ = fit(batches(), batches()[:3], max_epochs=-1, max_steps=2, val_check_interval=1)
+    trainer, _ = fit_seen(batches(), batches()[:3], max_epochs=-1, max_steps=2, val_check_interval=1)
     assert position_of(trainer).data == 2
     loader, given = arrays(), {"val_check_interval": 2, "max_epochs": -1, "max_steps": 7}
-    trainer, _ = fit(loader, loader, **given)  # one loader for both
+    trainer, _ = fit_seen(loader, loader, **given)  # one loader for both
     source = source_of(arrays(), "loader")
     source.load_state_dict(source.state_dict(1, position_of(trainer).data))
     assert rows_of([next(source.epoch(1))[0]]) == np.random.default_rng((3, 1)).permutation(18)[8:12].tolist()
@@ -295,7 +302,7 @@ def numbers(epochs):
 
 @pytest.mark.parametrize("prefetch", thinned([0, 2], 2))
 def test_each_batch_is_given_once_whatever_the_loaders_habits(prefetch):
-    train = lambda loader, **given: numbers(fit(loader, prefetch=prefetch, **({"max_epochs": 2} | given))[1].train)  # noqa: E731
+    train = lambda loader, **given: numbers(fit_seen(loader, prefetch=prefetch, **({"max_epochs": 2} | given))[1].train)  # noqa: E731
     assert train(Indexed()) == [[0, 1, 2]] * 2
     assert train(Promised()) == [[0, 1, 2], [3, 4, 0]]
     assert train(Goes(), max_epochs=1) == [[0, 1, 2, 3, 4]]
@@ -307,9 +314,9 @@ def test_each_batch_is_given_once_whatever_the_loaders_habits(prefetch):
 @pytest.mark.parametrize("sanity", [0, 2])
 def test_one_iterator_may_train_and_validate(sanity):
     loader = OwnIterator()
-    _, seen = fit(loader, loader, max_epochs=2, num_sanity_val_steps=sanity)
+    _, seen = fit_seen(loader, loader, max_epochs=2, num_sanity_val_steps=sanity)
     assert [sorted(x) for x in numbers([*seen.train, seen.val[-1]])] == [[0, 1, 2, 3, 4]] * 3
-    _, seen = fit(batches(), (batch for batch in batches()), max_epochs=1, num_sanity_val_steps=sanity)
+    _, seen = fit_seen(batches(), (batch for batch in batches()), max_epochs=1, num_sanity_val_steps=sanity)
     assert rows_of(seen.val[-1]) == [*range(ROWS)]
 
 
@@ -330,6 +337,258 @@ def test_a_dataset_with_workers_reshuffles_and_continues():
 def test_an_endless_loader_continues_after_an_epochs_checkpoint(kind):
     save = hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("end"))
     whole, resumed, given = Batches(), Batches(), {"max_epochs": 3, "limit_train_batches": 3}
-    fit(ENDLESS[kind](), None, whole, save, **given)
-    fit(ENDLESS[kind](), None, resumed, ckpt_path="end", **given)
+    fit_seen(ENDLESS[kind](), None, whole, save, **given)
+    fit_seen(ENDLESS[kind](), None, resumed, ckpt_path="end", **given)
     assert list(map(rows_of, resumed.train)) == list(map(rows_of, whole.train[1:]))
+
+
+def ahead(rows):
+    return grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2)
+
+
+def window_shuffled():
+    rows = grain.MapDataset.source(records()).to_iter_dataset()
+    return grain.experimental.WindowShuffleIterDataset(rows, window_size=10, seed=1).batch(BATCH)
+
+
+def parts():
+    return [shuffled(seed).to_iter_dataset() for seed in (1, 2)]
+
+
+SHUFFLES = {
+    "MapDataset": lambda: shuffled().map(double).batch(BATCH).map(dict),
+    "MapDataset with random_map": lambda: shuffled().random_map(add_noise).batch(BATCH),
+    "MapDataset shuffled in batches": lambda: grain.MapDataset.source(records()).batch(BATCH).seed(1).shuffle(),
+    "IterDataset": lambda: shuffled().batch(BATCH).to_iter_dataset().map(double),
+    "IterDataset with filter": lambda: shuffled().to_iter_dataset().filter(lambda x: x["x"] >= 0).batch(BATCH),
+    "IterDataset with prefetch": lambda: ahead(shuffled().to_iter_dataset().batch(BATCH)),
+    "IterDataset with a window shuffle": window_shuffled,
+    "mixed MapDatasets": lambda: grain.MapDataset.mix([shuffled(), shuffled()], [0.5, 0.5])[:ROWS].batch(BATCH),
+    "mixed IterDatasets": lambda: grain.IterDataset.mix(parts(), [0.5, 0.5]).batch(BATCH),
+    "mixed by interleaving": lambda: grain.experimental.InterleaveIterDataset(parts(), cycle_length=2).batch(BATCH),
+    "DataLoader": data_loader,
+    "ArrayLoader": lambda: jl.ArrayLoader({"x": np.arange(ROWS, dtype=np.float32)[:, None]}, BATCH, shuffle=True),
+}
+
+
+def epochs_of(loader, count=3):
+    source = source_of(loader, "loader")
+    return [[everything(batch) for batch, _ in source.epoch(epoch)] for epoch in range(count)]
+
+
+@pytest.mark.parametrize("kind", thinned(SHUFFLES, *[*SHUFFLES][::3]))
+def test_each_epoch_has_its_own_repeatable_order(kind):
+    loader = SHUFFLES[kind]()
+    before = kind != "ArrayLoader" and [everything(batch) for batch in loader]
+    epochs = epochs_of(loader)
+    orders = [rows_of(epoch) for epoch in epochs]
+    assert len({*map(tuple, orders)}) == 3
+    if "mixed" not in kind:
+        assert [sorted(order) for order in orders] == [[*range(ROWS)]] * 3
+    assert epochs_of(loader) == epochs_of(SHUFFLES[kind]()) == epochs, "one loader in two runs, and an equal one"
+    assert not before or before == [everything(batch) for batch in loader], "the user's own is as it was"
+    if kind.startswith(("MapDataset", "mixed MapDatasets")):
+        assert [*itertools.chain(*epochs)] == [everything(batch) for batch in SHUFFLES[kind]().repeat(3)]
+
+
+@pytest.mark.parametrize(
+    "kind", thinned(["MapDataset", "IterDataset with filter", "DataLoader", "ArrayLoader"], "MapDataset", "DataLoader")
+)
+def test_validation_keeps_one_order(kind):
+    seen, orders = Batches(), [rows_of(epoch) for epoch in epochs_of(SHUFFLES[kind]())]
+    fit(Mean(), SHUFFLES[kind](), SHUFFLES[kind](), seen, max_epochs=3, num_sanity_val_steps=0)
+    assert [rows_of(epoch) for epoch in seen.train] == orders
+    assert [rows_of(epoch) for epoch in seen.val] == [orders[0]] * 3
+
+
+STREAMS = {
+    "map": (lambda: shuffled().map(double), lambda rows: rows.map(dict).batch(BATCH)),
+    "filter": (shuffled, lambda rows: rows.filter(is_no_fifth).batch(BATCH)),  # 16 rows an epoch
+    "MapDataset's random_map": (lambda: shuffled().random_map(add_noise), lambda rows: rows.batch(BATCH)),
+    "batched before": (lambda: shuffled().batch(BATCH), lambda rows: rows.map(double)),
+    "prefetch": (shuffled, lambda rows: ahead(rows.batch(BATCH))),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_epochs_of_an_iter_dataset_equal_repeated_rows(kind):
+    rows, stages = STREAMS[kind]
+    expected = [everything(batch) for batch in stages(rows().repeat(3).to_iter_dataset())]
+    assert [*itertools.chain(*epochs_of(stages(rows().to_iter_dataset())))] == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: rows.random_map(add_noise).to_iter_dataset().batch(BATCH),
+        lambda rows: rows.to_iter_dataset().random_map(add_noise).batch(BATCH),
+        lambda rows: rows.to_iter_dataset().batch(BATCH).random_map(add_noise),
+        lambda rows: rows.to_iter_dataset().seed(5).random_map(add_noise).batch(BATCH),
+    ],
+    ids=["MapDataset, streamed", "IterDataset", "IterDataset of batches", "IterDataset with a seed"],
+)
+def test_random_maps_draw_anew_in_each_epoch(make):
+    noise = [[batch["noise"] for batch in epoch] for epoch in epochs_of(make(shuffled()))]
+    draws = [{float(x) for batch in epoch for x in np.ravel(batch)} for epoch in noise]
+    assert not draws[0] & draws[1] | draws[1] & draws[2] | draws[2] & draws[0], "no record draws as another one did"
+
+
+def test_an_endless_dataset_with_workers_is_known():
+    rows = shuffled().repeat().to_iter_dataset().batch(BATCH)
+    assert source_of(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader").is_endless
+
+
+COPIED_ROWS, COLUMNS = 16, 4
+BYTES = COPIED_ROWS * COLUMNS * 4
+
+
+def aligned(rows=COPIED_ROWS):
+    """Return memory at an address that a CPU device takes as its own."""
+    raw = np.empty(rows * COLUMNS * 4 + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + rows * COLUMNS * 4].view(np.float32).reshape(rows, COLUMNS)
+
+
+def ring(count):
+    memory = aligned(count * COPIED_ROWS).reshape(count, COPIED_ROWS, COLUMNS)
+    return lambda k: memory[k % count]
+
+
+def shared_memory():
+    memory = mmap.mmap(-1, BYTES)  # each array is another object, and the memory belongs to no array
+    return lambda k: np.ndarray((COPIED_ROWS, COLUMNS), np.float32, buffer=memory)
+
+
+MEMORY = {"one array": lambda: ring(1), "a ring": lambda: ring(3), "shared memory": shared_memory}
+
+
+def content(k):
+    return np.arange(COPIED_ROWS * COLUMNS, dtype=np.float32).reshape(COPIED_ROWS, COLUMNS) / 8 + k % 31
+
+
+def contents(count=20):
+    """Return the batches; the last is of fewer rows."""
+    return [content(k)[: COPIED_ROWS if k < count - 1 else COPIED_ROWS - 3] for k in range(count)]
+
+
+class Refilling:
+    """Writes each batch over an earlier one; the last is a view of the same memory."""
+
+    def __init__(self, memory):
+        self.memory, self.drawn = memory, 0
+
+    def __iter__(self):
+        for x in contents():
+            memory = self.memory(self.drawn)
+            self.drawn += 1
+            memory[: len(x)] = x
+            yield {"x": memory[: len(x)]}
+
+
+def step(self, batch):
+    return {"loss": jnp.mean(self.error(batch) ** 2), "seen": batch["x"] + 0}
+
+
+def slow_step(self, batch):
+    """Take so long that steps are in flight when the next batch is prepared."""
+    x = batch["x"]
+    slow = jax.lax.fori_loop(0, 200, lambda _, y: jnp.tanh(y @ (x.T @ x)), x)
+    return {"loss": jnp.mean(self.error(batch) ** 2), "seen": x + 0 * slow.sum()}
+
+
+def assert_same(result, expected):
+    assert len(result) == len(expected)
+    assert [k for k, (a, b) in enumerate(zip(result, expected, strict=True)) if not np.array_equal(a, b)] == []
+
+
+def assert_trained(made, batches):
+    np.testing.assert_allclose(made.w[...], by_hand.mean([[x.mean(dtype=np.float64)] for x in batches]), rtol=1e-6)
+
+
+CASES = [("single", "one array", 0), ("single", "shared memory", "auto"), ("single", "a ring", 2)]
+CASES += [("fsdp", "shared memory", 0), *[(strategy, "one array", 2) for strategy in STRATEGIES[1:]]]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "memory", "prefetch"), thinned(CASES, *CASES[1:3], ("shard_map", "one array", 2), full=CASES[::2])
+)
+def test_memory_that_a_loader_refills_is_copied(strategy, memory, prefetch, monkeypatch):
+    # Every draw takes seconds, for which "auto" starts a thread.
+    monkeypatch.setattr("jaxlit.data.prefetcher.time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    steps, starts, kept, made = [], [], [], module(step)
+    watch = hooks(
+        on_train_batch_start=lambda t, m, batch, idx: (starts.append(np.array(batch["x"])), kept.append(batch["x"])),
+        on_train_batch_end=lambda t, m, outputs, batch, idx: steps.append(outputs["seen"]),  # read when all is over
+    )
+    fit(made, Refilling(MEMORY[memory]()), None, watch, strategy=strategy, prefetch=prefetch, max_epochs=2, **BARE)
+    for result in (steps, starts, kept):
+        assert_same(result, contents() * 2)
+    assert_trained(made, contents() * 2)
+
+
+@pytest.mark.parametrize(("memory", "prefetch"), [("one array", 0), ("shared memory", 2)])
+def test_memory_that_a_loader_fills_again_is_evaluated_as_it_was(memory, prefetch):
+    made = module(predict=lambda self, batch: batch["x"])  # what is predicted may alias what came
+    trainer = make_trainer(prefetch=prefetch)
+    assert_same(trainer.predict(made, Refilling(MEMORY[memory]())), contents())
+    (metrics,) = trainer.validate(made, Refilling(MEMORY[memory]()))
+    np.testing.assert_allclose(metrics["val"], np.concatenate(contents()).mean(dtype=np.float64), rtol=1e-6)
+
+
+CASES = [("single", 0), ("single", 2), ("ddp", 2), ("pmap", 0)]
+
+
+@pytest.mark.parametrize(("strategy", "prefetch"), thinned(CASES, ("single", 0), ("ddp", 2)))
+def test_memory_that_a_transfer_hook_refills_is_copied(strategy, prefetch):
+    memory, steps, batches = aligned(64 * COPIED_ROWS), [], contents(12)[:11]
+
+    def prepare(self, batch, dataloader_idx):
+        memory[...] = np.tile(batch["x"], (64, 1))
+        return {"x": memory}
+
+    made = module(slow_step, on_before_batch_transfer=prepare)
+    watch = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: steps.append(outputs["seen"]))
+    fit(made, [{"x": x} for x in batches], None, watch, strategy=strategy, prefetch=prefetch)
+    assert_same([np.asarray(x)[:COPIED_ROWS] for x in steps], batches)
+    assert_trained(made, batches)
+
+
+@pytest.mark.parametrize("strategy", thinned(["single", "shard_map"], "single"))
+def test_a_callers_arrays_are_never_changed(strategy):
+    batches, whole = [{"x": ring(1)(0)} for _ in range(6)], aligned(6 * COPIED_ROWS)
+    for k, batch in enumerate(batches):
+        batch["x"][...] = content(k)
+    whole[...] = np.concatenate([content(k) for k in range(6)])
+    trainer = make_trainer(strategy=strategy, max_epochs=2)
+    trainer.fit(Mean(), batches, jl.ArrayLoader({"x": whole}, COPIED_ROWS))
+    trainer.fit(Mean(), jl.ArrayLoader({"x": whole}, COPIED_ROWS), batches)
+    assert_same(
+        [*[b["x"] for b in batches], whole], [*map(content, range(6)), np.concatenate([*map(content, range(6))])]
+    )
+
+
+class Tensor:
+    """Another library's: numpy sees its memory, which is filled again for each batch."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __array__(self, dtype=None, copy=None):
+        return self.memory
+
+
+class Tensors:
+    def __iter__(self):
+        memory = np.zeros((4, 1), np.float32)
+        for k in range(6):
+            memory[:] = k
+            yield {"x": Tensor(memory)}
+
+
+@pytest.mark.parametrize(("make", "prefetch"), [(Tensors, 0), (Tensors, 2)])
+def test_memory_of_other_libraries_is_copied(make, prefetch):
+    seen, made = [], Mean()
+    watch = hooks(on_train_batch_end=lambda t, m, outputs, batch, idx: seen.append(float(batch["x"][0, 0])))
+    fit(made, make(), None, watch, prefetch=prefetch)
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert float(made.w[0]) == pytest.approx(by_hand.mean([[k] for k in range(6)]), rel=1e-6)

@@ -1,24 +1,42 @@
-"""The job that the environment names, what only process 0 does, and reads that one process alone makes."""
+"""The job that the environment names, what only process 0 does, and reads that one process alone makes. How
+several processes start, and which rows are whose; tests/distributed/test_processes.py starts real ones.
+Processes that run different trainings are refused in each of them, by name and with the values of both.
+"""
 
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import flax
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax._src.distributed import global_state
-from kit.batches import random
+from kit.batches import random, sized
+from kit.journal import hooks
 from kit.modules import Linear
-from kit.processes import Ended, launch, say
-from kit.trainers import BARE, fit, make_trainer
+from kit.modules import module as made
+from kit.processes import CHEAP, Ended, launch, say
+from kit.refusals import refuses
+from kit.stages import Layered
+from kit.threads import as_processes
+from kit.trainers import BARE, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
+from jaxlit.distributed import job as file
 from jaxlit.distributed import job as start
-from jaxlit.distributed.job import job_size
-from jaxlit.distributed.team import fetch
-from jaxlit.errors import ProcessError
+from jaxlit.distributed.job import environment, job_size, same_job, same_program
+from jaxlit.distributed.team import _MultiProcess, fetch
+from jaxlit.errors import ArgumentError, ProcessError
+from jaxlit.strategies import Pipeline
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "here", "SLURM_NTASKS": "4", "SLURM_PROCID": "1"}
 JOBS = {
@@ -106,3 +124,427 @@ def test_debug_names_the_callback_that_reads_in_one_process(tmp_path: Path) -> N
     for one in ended:
         assert "at 'Reader.on_train_batch_end reads an array that all processes hold parts of'" in one.errors
         assert "at 'the end of step 2'" in one.errors
+
+
+def test_own_rows_are_parts_that_differ_by_one_row_at_most(monkeypatch):
+    assert [start.own_rows(n) for n in (64, 7)] == [slice(0, 64), slice(0, 7)], "alone all are one's own"
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    for rows in (9, 7, 2):
+        parts = [[*range(rows)][start.own_rows(rows, process)] for process in range(3)]
+        assert [row for part in parts for row in part] == [*range(rows)] and max(map(len, parts)) - min(
+            map(len, parts)
+        ) <= 1
+
+
+@pytest.mark.parametrize("given", [("a:1", None, 0), ("a", 2, 0), ("a:1", 2, 2), ("a:1", 2, -1)])
+def test_initialize_refuses_arguments_that_do_not_fit(given):
+    assert jax.devices()  # so that what is not refused here is refused later
+    words = ("'host:port'", "counts from 0", re.escape(", ".join(map(repr, given))), "all three, or none")
+    refuses(ArgumentError, lambda: jl.distributed.initialize(*given), *words)
+
+
+@pytest.mark.parametrize("given", [("a:1", "2", "2"), ("a", "2", "0"), ("a:1", "2", ""), ("a:1", "two", "0")])
+def test_a_job_that_the_environment_names_wrongly_is_refused(given, monkeypatch):
+    for name, value in zip(("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID"), given, strict=True):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    refuses(ArgumentError, jl.distributed.initialize, f"got {given[0]!r}, ", "JAX_NUM_PROCESSES and JAX_PROCESS_ID")
+
+
+def test_initialize_takes_the_job_that_the_environment_names(monkeypatch):
+    calls = []
+    monkeypatch.setattr(start, "jax_runs", lambda: False)
+    monkeypatch.setattr(start, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: calls.append(given[:3]))
+    for name, value in (("COORDINATOR_ADDRESS", "node0:1234"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    jl.distributed.initialize()
+    assert calls == [("node0:1234", 4, 3)]
+    jl.distributed.initialize("node1:1234", 2, 0)
+    assert calls[1:] == [("node1:1234", 2, 0)], "arguments come first"
+
+
+def test_initialize_after_the_first_use_of_jax_is_refused(monkeypatch):
+    assert jax.devices()
+    for _ in range(2):
+        jl.distributed.initialize()
+    assert not jax.distributed.is_initialized()
+    words = "distributed.initialize came after the first use of jax"
+    refuses(ProcessError, lambda: jl.distributed.initialize("127.0.0.1:1", 2, 1, timeout=5), words)
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")  # which jax would find
+    refuses(ProcessError, jl.distributed.initialize, words)
+
+
+def test_a_coordinator_that_is_not_there_is_named_in_time(monkeypatch):
+    monkeypatch.setattr(start, "jax_runs", lambda: False)
+    unused = "127.0.0.1:9"  # the discard service, which nobody runs
+    refuses(ProcessError, lambda: jl.distributed.initialize(unused, 2, 1, timeout=0), f"did not meet at {unused}")
+
+
+(ROWS,) = sized(32, seed=1)
+
+
+class Model(Linear):
+    """Takes everything that a process may have otherwise."""
+
+    def __init__(self, width: int = 8, *, hidden: dict[str, Any] | None = None, rngs: nnx.Rngs) -> None:
+        self.hidden = {"width": 8, "dtype": jnp.float32, "rate": 0.1, "factor": 1.0, "scale": 1.0} | (hidden or {})
+        kinds = {"param_dtype": self.hidden["dtype"], "rngs": rngs}
+        scaled = nnx.initializers.normal(self.hidden["scale"])
+        self.inner = nnx.Linear(3, self.hidden["width"], kernel_init=scaled, **kinds)
+        self.outer = nnx.Linear(self.hidden["width"], 1, **kinds)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(jnp.tanh(self.inner(x)))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return self.loss(batch) * self.hidden["factor"]
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val", self.loss(batch) * self.hidden.get("validation", 1.0))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return self.hidden.get("tx", optax.sgd)(self.hidden["rate"])
+
+
+class Mean(jl.Callback):
+    """Keeps the weights of the last step."""
+
+    def init_arrays(self, params: Any) -> Any:
+        return params
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+        return params, params
+
+
+class Norm(Mean):
+    """Keeps the gradients of the last step."""
+
+    def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
+        return grads, params
+
+
+Run = dict[str, Any]  # the arguments of the Trainer, and `model` and `callbacks`
+HERE = r"\(\S*test_same_job\.py:\d+\)"
+
+
+def module(seed: int = 0, **hidden: Any) -> Model:
+    # Arguments that are kept would name the difference before the program does, which is what is tested.
+    return Model(hidden=hidden | {"unkept": object()}, rngs=nnx.Rngs(seed))
+
+
+def stages(rate: float) -> Any:
+    init = lambda self: Layered.__init__(self, rngs=nnx.Rngs(0))  # noqa: E731
+    return made(base=Layered, tx=optax.sgd(rate), init=init)
+
+
+def plateaus(rate: float) -> optax.GradientTransformation:
+    """Return an optimizer whose rate is in its state, not in the step's program."""
+    return optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
+
+
+def with_config(odd: bool) -> Run:
+    jax.config.update("jax_default_matmul_precision", "float32" if odd else None)
+    return {}
+
+
+def with_version(odd: bool) -> Run:
+    flax.__version__ = "0.0.1" if odd else REAL_VERSION
+    return {}
+
+
+REAL_VERSION = flax.__version__
+# What a process is given, of whether it is the odd one, and what the refusal says of one after the other.
+CASES: dict[str, tuple[Callable[[bool], Run], str, str]] = {
+    "max_steps": (lambda odd: {"max_steps": 60 if odd else 4}, r"Trainer\(max_steps=\): 4", "60"),
+    "accumulation": (
+        lambda odd: {"accumulate_grad_batches": 1 + odd},
+        r"Trainer\(accumulate_grad_batches=\): 1",
+        "2",
+    ),
+    "clip": (lambda odd: {"gradient_clip_val": 0.5 if odd else None}, r"Trainer\(gradient_clip_val=\): None", "0.5"),
+    "precision": (
+        lambda odd: {"precision": "bf16-mixed" if odd else "32-true"},
+        r"Trainer\(precision=\): '?32-true'?",
+        "'?bf16-mixed'?",
+    ),
+    "strategy": (
+        lambda odd: {"strategy": "fsdp" if odd else "ddp"},
+        r"Trainer\(strategy=\): '?ddp'?",
+        "'?fsdp'?",
+    ),
+    "checkpoints": (
+        lambda odd: {"enable_checkpointing": odd},
+        r"Trainer\(enable_checkpointing=\): False",
+        "True",
+    ),
+    "loggers": (lambda odd: {"logger": odd}, r"Trainer\(logger=\): none", "some"),
+    "folder": (
+        lambda odd: {"default_root_dir": Path("here").absolute() if odd else None},
+        r"Trainer\(default_root_dir=\): None",
+        "a path",
+    ),
+    "seed": (
+        lambda odd: {"model": jl.lazy(Model), "seed": 3 if odd else 5},
+        r"Trainer\(seed=\): 5",
+        "3",
+    ),
+    "hyperparameter": (
+        lambda odd: {"model": Model(16 if odd else 8, rngs=nnx.Rngs(0))},
+        r"Model\(width=\): 8",
+        "16",
+    ),
+    "lazy argument": (lambda odd: {"model": jl.lazy(Model, 16 if odd else 8)}, r"Model\(width=\): 8", "16"),
+    "early stopping": (
+        lambda odd: {"callbacks": [jl.callbacks.EarlyStopping("val", patience=5 if odd else 4)]},
+        r"Trainer\(callbacks=\): EarlyStopping\('val', patience=4\)",
+        r"EarlyStopping\('val', patience=5\)",
+    ),
+    "version": (with_version, rf"flax: {re.escape(REAL_VERSION)}", "0.0.1"),
+    "matmul precision": (with_config, "jax_default_matmul_precision: None", "float32"),
+    "width": (
+        lambda odd: {"model": module(width=16 if odd else 8)},
+        r"module\.inner\.kernel: float32\[3, 8\] in \w+\(\)",
+        r"float32\[3, 16\] in \w+\(\)",
+    ),
+    "dtype": (
+        lambda odd: {"model": module(dtype=jnp.bfloat16 if odd else jnp.float32)},
+        r"module\.inner\.kernel: float32\[3, 8\] in \w+\(\)",
+        r"bfloat16\[3, 8\] in \w+\(\)",
+    ),
+    "weights": (
+        lambda odd: {"model": module(int(odd))},
+        r"values of module\.inner\.kernel: float32\[3, 8\] with checksum \w{8}",
+        r"float32\[3, 8\] with checksum \w{8}",
+    ),
+    "order": (
+        lambda odd: {"callbacks": [Norm(), Mean()] if odd else [Mean(), Norm()]},
+        "callbacks with arrays: Mean, Norm",
+        "Norm, Mean",
+    ),
+    "optimizer": (
+        lambda odd: {"model": module(tx=optax.adam if odd else optax.sgd)},
+        "the optimizer: .*",
+        ".*ScaleByAdamState.*",
+    ),
+    "lazy rngs": (
+        lambda odd: {"model": jl.lazy(Model, rngs=nnx.Rngs(int(odd)))},
+        r"equation \d+ of create_state: v\d+ = constant key<fry>\[\] with checksum \w{8}",
+        r"v\d+ = constant key<fry>\[\] with checksum \w{8}",
+    ),
+    "initial rate": (
+        lambda odd: {"model": module(tx=plateaus, rate=0.3 if odd else 0.1)},
+        r"equation \d+ of create_state: .*\b0\.1.*",
+        r".*\b0\.3.*",
+    ),
+    "rate": (
+        lambda odd: {"model": module(rate=0.3 if odd else 0.1)},
+        r"equation \d+ of train_step: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
+        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+    ),
+    "code": (
+        lambda odd: {"model": module(factor=2.0 if odd else 1.0)},
+        rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
+        rf"\S+ = mul v\d+ 2\.0 {HERE}",
+    ),
+    "pipeline": (
+        lambda odd: {"model": stages(0.3 if odd else 0.1), "strategy": Pipeline(2, microbatches=2, layers="layers")},
+        r"equation \d+ of train_step_end: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
+        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+    ),
+    "validation": (
+        lambda odd: {"model": module(validation=2.0 if odd else 1.0)},
+        rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
+        rf"\S+ = mul v\d+ 2\.0 {HERE}",
+    ),
+}
+
+
+def run(given: Run) -> jl.Trainer:
+    model = given.pop("model", None) or module()
+    given = {"strategy": "ddp", "max_epochs": None, "max_steps": 4} | BARE | given
+    trainer = make_trainer(*given.pop("callbacks", []), **given)
+    trainer.fit(model, jl.ArrayLoader(ROWS, 16), jl.ArrayLoader(ROWS, 16))
+    return trainer
+
+
+def compile_with(rate: float) -> None:
+    """Take a step of a loop without a Trainer."""
+    batch = {key: x[:8] for key, x in ROWS.items()}
+    state, step = jl.compile_step(module(rate=rate), batch=batch, strategy="fsdp")
+    step(state, batch)
+
+
+def validate(count: int) -> None:
+    make_trainer(strategy="ddp", limit_val_batches=count, **BARE).validate(module(), jl.ArrayLoader(ROWS, 8))
+
+
+# What else a process may call, given whether it is the odd one.
+OTHER_CALLS: dict[str, tuple[Callable[[bool], Any], str, str]] = {
+    "compile_step": (
+        lambda odd: compile_with(0.3 if odd else 0.1),
+        r"equation \d+ of train_step: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
+        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+    ),
+    "validate": (lambda odd: validate(1 + odd), r"Trainer\(limit_val_batches=\): 1", "2"),
+}
+
+
+def refused(name: str, work: Callable[[], Any]) -> None:
+    """Tell the test how what a process does is refused, and which steps it has taken before."""
+    try:
+        work()
+        say(name, "was not refused")
+    except ProcessError as error:
+        say(name, str(error))
+
+
+def train_otherwise() -> None:
+    index, began = jax.process_index(), list[int]()
+    for name, (make, _, _) in CASES.items():
+        given = make(index == 1)
+        watch = hooks(on_train_batch_end=lambda trainer, *_: began.append(trainer.global_step))
+        given["callbacks"] = [*given.get("callbacks", []), watch]
+        refused(name, lambda given=given: run(given))
+        with_version(False), with_config(False)
+    say("steps", began)
+    for name, (call, _, _) in OTHER_CALLS.items():
+        refused(name, lambda call=call: call(index == 1))
+    loggers = [jl.callbacks.CSVLogger(), jl.callbacks.CSVLogger("second.csv")]
+    mine = {"default_root_dir": Path(f"run{index}").absolute(), "prefetch": index, "logger": loggers[index:]}
+    say("may differ", run(mine | {"enable_progress_bar": index == 0}).global_step)
+    run({"model": module(factor=1.0 + index)})  # which ends both
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What two processes have said, that differ in one thing after the other."""
+    return launch(train_otherwise, tmp_path_factory.mktemp("same_job"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [*CASES, *OTHER_CALLS])
+def test_what_differs_is_refused_in_both_with_both_values(case: str, two: Any) -> None:
+    _, first, second = (CASES | OTHER_CALLS)[case]
+    for process in two:
+        message = process.said.get(case, process.errors)
+        assert re.search(rf"^  {first} in process 0 \(\S+\); {second} in process 1 \(\S+\)$", message, re.M), message
+
+
+@pytest.mark.full
+def test_no_step_is_taken_and_both_end_but_paths_may_differ(two: Any) -> None:
+    for process in two:
+        assert process.said["steps"] == []
+        assert process.said["may differ"] == 4
+        assert process.code == 1, process.errors
+        assert "ProcessError: The processes do not run the same training." in process.errors
+
+
+def messages(monkeypatch: pytest.MonkeyPatch, items: list[dict[str, str]]) -> list[str]:
+    """Return of each process with such items what it is refused with."""
+    work = lambda index: same_job("the arguments", lambda: items[index])  # noqa: E731
+    errors = as_processes(monkeypatch, work, len(items))
+    assert [type(error) for error in errors] == [ProcessError] * len(items)
+    return list(map(str, errors))
+
+
+def test_processes_that_agree_exchange_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, agree = list[Any](), _MultiProcess.agree
+
+    def noting(self: _MultiProcess, topic: str, value: Any, **named: Any) -> list[Any]:
+        given.append(value)
+        return agree(self, topic, value, **named)
+
+    monkeypatch.setattr(_MultiProcess, "agree", noting)
+    items = [{"a": "1" * 10_000, "b": "2"}, {"b": "2", "a": "1" * 10_000}, {"a": "1" * 10_000, "b": "2"}]
+    assert as_processes(monkeypatch, lambda index: same_job("the arguments", lambda: items[index]), 3) == [None] * 3
+    assert len(given) == 3 and len(set(given)) == 1 and len(given[0]) == 16
+
+
+def test_one_process_makes_no_items() -> None:
+    def fail() -> Any:
+        raise AssertionError
+
+    same_job("the arguments", fail)
+    same_program("a program", fail)
+
+
+def test_every_process_names_what_differs_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file.socket, "gethostname", lambda: f"host{jax.process_index()}")
+    items = [{"same": "0", "steps": "4", "rate": "1"}, {"same": "0", "steps": "60"}, {"same": "0", "steps": "4"}]
+    first, *others = messages(monkeypatch, items)
+    assert others == [first] * 2
+    assert first.splitlines()[1:] == [
+        "  steps: 4 in process 0 (host0), process 2 (host2); 60 in process 1 (host1)",
+        "  rate: 1 in process 0 (host0); nothing in process 1 (host1), process 2 (host2)",
+    ]
+
+
+def test_a_long_message_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = "x" * 1000
+    one, two = {"text": f"{long}1{long}"}, {"text": f"{long}2{long}"}
+    (line,) = messages(monkeypatch, [one, two])[0].splitlines()[1:]
+    values = re.fullmatch(r"  text: \.\.\.(x+1x+)\.\.\. in process 0 .*; \.\.\.(x+2x+)\.\.\. in process 1 .*", line)
+    assert values is not None and [len(x) for x in values.groups()] == [160, 160]
+    many = [{f"item {i}": str(process) for i in range(30)} for process in range(2)]
+    lines = messages(monkeypatch, many)[0].splitlines()[1:]
+    assert len(lines) == 9 and lines[-1] == "  and 22 more"
+
+
+def test_what_is_dumped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.local_devices()  # XLA ends the process at such flags if it reads them
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b --xla_dump_to=dumps --xla_a=1")
+    assert environment()["XLA_FLAGS"] == "--xla_a=1 --xla_b"
+
+
+def like_another(note: Callable[..., Any]) -> Any:
+    """Return what stands for `team`: the processes are this one and its equal, and each topic and digest is noted."""
+    agree = staticmethod(lambda topic, digest: note(topic, digest) or [digest] * 2)
+    return type("Equals", (), {"size": 2, "index": 0, "agree": agree})
+
+
+@pytest.mark.parametrize("strategy", thinned(THREE, "shard_map", full=()))
+def test_comparing_traces_no_step_again(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = list[Any]()
+
+    def count(team: Any) -> int:
+        calls = list[int]()
+        step = lambda self, batch: calls.append(0) or self.loss(batch)  # noqa: E731
+        monkeypatch.setattr(file, "team", team)
+        run({"strategy": strategy, "model": made(step, base=Linear, validation=step)})
+        return len(calls)
+
+    alone = file.team
+    counts = [count(alone), count(like_another(lambda *noted: digests.append(noted)))]
+    assert counts[0] == counts[1]
+    assert "the program train_step" in [topic for topic, _ in digests]
+
+
+def print_digests() -> None:
+    """Print the digest of all that this process would compare, in trainings with much to compare."""
+    file.team = like_another(print)
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "nan_policy": "skip"}
+    for strategy in ("fsdp", "hsdp", "shard_map"):
+        kept = [Mean(), Norm(), jl.callbacks.EMA(0.9), jl.callbacks.GradientNorm()]
+        run({"strategy": splitting(strategy), "model": module(tx=optax.adamw), "callbacks": kept} | options)
+    run({"strategy": "ddp", "model": jl.lazy(Model, hidden={"names": {"b", "a", "c"}})})
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [pytest.param((0, 1), marks=pytest.mark.full), pytest.param(range(20), marks=pytest.mark.sweep)],
+    ids=["two", "many"],
+)
+def test_what_is_compared_depends_on_no_hash_seed(seeds: Sequence[int], tmp_path: Path) -> None:
+    code = "import sys, importlib.util as u; s = u.spec_from_file_location('child', sys.argv[1]); "
+    code += "m = u.module_from_spec(s); sys.modules['child'] = m; s.loader.exec_module(m); m.print_digests()"
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"{CHEAP['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+    printed = []
+    for seed in seeds:
+        environment = os.environ | CHEAP | paths | flags | {"PYTHONHASHSEED": str(seed)}
+        command = [sys.executable, "-c", code, __file__]
+        ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        printed.append(ended.stdout)
+    assert len(set(printed)) == 1
+    assert len(printed[0].splitlines()) > 15

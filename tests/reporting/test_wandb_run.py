@@ -1,23 +1,34 @@
-"""A run whose server fails or hangs: nothing waits for it, and one line says so."""
+"""A run whose server fails or hangs: nothing waits for it, and one line says so. Runs that are offline or not
+opened at all: nothing waits for them, and one line says which it is.
+"""
 
 import errno
 import json
 import os
+import re
 import shutil
+import signal
+import sys
 import threading
 import time
 from itertools import count
 from pathlib import Path
 
+import jax
 import pytest
 import wandb
-from kit.journal import raising
+from kit.journal import hooks, raising
+from kit.processes import say
 from kit.refusals import refuses
 from kit.waiting import held, interrupts
-from kit.wandb_runs import STEP, FakeRun
+from kit.wandb_runs import STEP, FakeRun, Wide, data, run_files, start, summary, trainer_of
+from wandb.errors import UsageError
 
+from jaxlit.callbacks import WandbLogger
+from jaxlit.errors import JaxlitError
 from jaxlit.reporting import wandb_run
-from jaxlit.reporting.wandb_run import WandbError, WandbRun
+from jaxlit.reporting import wandb_run as wandb_start
+from jaxlit.reporting.wandb_run import WandbError, WandbRun, open_run
 
 SYNC = "later: wandb sync /there"
 fail = raising(RuntimeError, "the service is gone\nand more")
@@ -167,3 +178,170 @@ def test_a_checkpoint_that_cannot_be_read_is_printed_once(capsys):
     result.finish(failed=False)
     assert capsys.readouterr().out == "W&B: step_00000001 was not sent (No such file or directory)\n"
     assert run.sent == []
+
+
+SETTINGS = {"init_timeout": 25.0, "finish_timeout": 5.0}
+FAIL = raising(RuntimeError, "the service is gone\nand more")
+
+
+def opened(**given):
+    return open_run({"id": "wanted", "dir": str(Path.cwd())}, SETTINGS, **({"offline": False, "raises": False} | given))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The arguments of each `wandb.init`, and functions that answer it."""
+    calls, answers = [], []
+    monkeypatch.setattr(wandb_start, "MARGIN", 0.0)
+    monkeypatch.setattr(wandb_start, "_open_runs", [])
+    monkeypatch.setattr(wandb, "setup", lambda settings: None)
+    monkeypatch.setattr(wandb, "teardown", lambda: closed.append(threading.current_thread()))
+    monkeypatch.setattr(wandb, "init", lambda **given: calls.append(given) or answers.pop(0)())
+    closed = []
+    return calls, answers, closed
+
+
+def test_an_init_that_hangs_is_left_and_the_run_is_offline(asked, monkeypatch, capsys):
+    calls, answers, closed = asked
+    monkeypatch.setitem(SETTINGS, "init_timeout", 0.5)
+    run = FakeRun()
+    run.offline = True
+    with held() as release:
+        answers += [lambda: release.wait(30), lambda: run]
+        assert opened() is run
+    assert [(given["mode"], given["id"]) for given in calls] == [(None, "wanted"), ("offline", "wanted")]
+    assert len(closed) == 1  # so that the end of the process does not wait for it
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"W&B offline \(no answer after .*\) \N{MIDDLE DOT} upload: wandb sync /there", line)
+
+
+def test_ctrl_c_leaves_a_run_that_opens_and_tries_nothing_else(asked, capsys):
+    calls, answers, closed = asked
+    with held() as release, interrupts() as interrupt:
+        answers.append(lambda: interrupt() or release.wait(30))
+        with pytest.raises(KeyboardInterrupt):
+            opened()
+    assert len(calls) == len(closed) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_where_no_run_can_be_opened_there_is_none(asked, capsys):
+    asked[1].extend([FakeRun, *[FAIL] * 2])
+    assert opened().url == FakeRun.url
+    assert capsys.readouterr().out == f"W&B {FakeRun.url}\n"
+    assert opened() is None
+    assert capsys.readouterr().out == "W&B: off for this run (the service is gone)\n"
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_failure_to_open_a_run_is_raised_if_asked(asked, offline):
+    asked[1].append(FAIL)
+    with pytest.raises(RuntimeError, match="the service is gone"):
+        opened(raises=True, offline=offline)
+
+
+@pytest.mark.parametrize("whose", ["the user's", "another logger's"])
+def test_the_service_of_another_open_run_is_not_closed(asked, monkeypatch, whose):
+    if whose == "the user's":
+        monkeypatch.setattr(wandb, "run", FakeRun())
+    else:
+        asked[1].append(FakeRun)
+        other = opened()
+    asked[1].extend([FAIL] * 2)
+    assert opened() is None
+    assert asked[2] == []
+    if whose != "the user's":  # the last one closes it
+        wandb_start.end_run(other, failed=True)
+        assert len(asked[2]) == 1
+
+
+def test_without_a_key_a_run_is_offline_which_one_line_says(capfd):
+    run = opened()
+    run.finish()
+    assert run.id == "wanted" and run.offline
+    out, err = capfd.readouterr()
+    (line,) = out.splitlines()
+    assert line.startswith("W&B offline (") and "api key" in line.lower().replace("_", " ")
+    assert err == ""
+    assert Path(line.partition("wandb sync ")[2]).resolve() == run_files(".")[0].parent.resolve()
+    with pytest.raises(UsageError, match="(?i)api.key"):
+        opened(raises=True)
+
+
+def test_a_mode_that_is_set_later_counts(monkeypatch, capsys):
+    wandb.setup()  # which reads the environment
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)  # not the lack of a key
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    opened(raises=True).finish()
+    assert capsys.readouterr().out.startswith("W&B offline \N{MIDDLE DOT} upload") and len(run_files(".")) == 1
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    run = opened(raises=True, offline=True)
+    run.finish()  # what is open would be used by others
+    assert run.disabled and capsys.readouterr().out == "W&B disabled\n"
+
+
+def test_without_the_package_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refuses(JaxlitError, opened, "pip install wandb")
+
+
+def fit_test_and_hang():
+    """Train and test with a server that cannot be reached, and before that without W&B.
+
+    Then stop the SDK's own process, which answers nothing any more: at its end the SDK would wait for it.
+    """
+    plain = trainer_of(default_root_dir="../plain", max_epochs=2)
+    plain.fit(Wide(), data(), data())
+    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0), []
+    note = lambda *_: runs.append((logger.experiment.id, logger.experiment.offline))  # noqa: E731
+    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), default_root_dir="../run", max_epochs=2)
+    trainer.fit(Wide(), data(), data())
+    trainer.test(dataloaders=data())
+    say("id", logger.id)
+    say("runs", runs)
+    say("same", all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (plain.state, trainer.state)), strict=True)))
+    wandb_run.MARGIN = 0.0
+    stop = lambda *all: os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)  # noqa: E731
+    logger, given = WandbLogger(offline=True, finish_timeout=0.5), {"max_epochs": 0, "default_root_dir": "../hangs"}
+    trainer_of(logger, hooks(on_fit_end=stop), **given).fit(Wide(), data())
+    say("ended", True)
+
+
+@pytest.fixture(scope="module")
+def unreachable(tmp_path_factory):
+    """A training whose server is out of reach, and whose service hangs at the end."""
+    folder = tmp_path_factory.mktemp("unreachable")
+    secrets = {"MY_SECRET": "planted", "WANDB_API_KEY": "planted1" * 5, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    (ended,) = start(fit_test_and_hang, folder / "here", log_to=None, **secrets)
+    assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
+    return folder, ended
+
+
+@pytest.mark.full
+def test_a_server_out_of_reach_changes_no_number(unreachable):
+    folder, ended = unreachable
+    assert ended.said["same"]
+    rows = lambda name: [x.rstrip(",") for x in (folder / name / "metrics.csv").read_text().splitlines()[1:]]  # noqa: E731
+    assert rows("run")[:-1] == rows("plain")  # the last is the test's
+    assert ended.said["ended"], "a service that hangs keeps the process"
+
+
+@pytest.mark.full
+def test_a_run_on_disk_has_one_id_and_lines_to_send_it(unreachable):
+    folder, ended = unreachable
+    name, files = ended.said["id"], run_files(folder / "run")
+    assert ended.said["runs"] == [[name, True]] * 2
+    assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
+    (state,) = folder.glob("run/checkpoints/step_*/state.json")
+    assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
+    assert summary(folder / "run")["config"]["api_key"] == "<redacted>"
+    written = [path for path in (folder / "run/wandb").rglob("*") if path.is_file()]
+    assert [path for path in written if b"planted" in path.read_bytes()] == []
+    first, second, third, hung = [line for line in ended.output.splitlines() if "W&B" in line]
+    assert first.startswith("W&B offline (")
+    assert second.startswith("W&B offline \N{MIDDLE DOT} ")
+    assert third.startswith("W&B offline")
+    assert hung.startswith("W&B: the upload did not finish (no end after")
+    folders = [(folder / "here" / line.partition("wandb sync ")[2]).resolve() for line in (first, second)]
+    assert folders == [path.parent.resolve() for path in files]

@@ -1,6 +1,9 @@
-"""Histograms computed on the device count what numpy counts, and only the counts leave the devices."""
+"""Histograms computed on the device count what numpy counts, and only the counts leave the devices. What a user
+logs as an image, as the pixels that it becomes.
+"""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +16,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kit.inside import lowered
 from kit.modules import module
+from kit.refusals import refuses
 from kit.trainers import BARE, fit, splitting
+from kit.wandb_runs import PIXELS
+from PIL import Image
 
 import jaxlit as jl
-from jaxlit.reporting.media import BINS, count, histogram, unpack
+from jaxlit.errors import ArgumentError
+from jaxlit.reporting.media import BINS, as_image, count, histogram, unpack
 
 rng = np.random.default_rng(0)
 NORMAL = rng.normal(size=(40, 25)).astype(np.float32)
@@ -153,3 +160,38 @@ def test_histograms_of_a_sharded_step_gather_nothing():
             np.testing.assert_allclose(packed[:2], other[:2], rtol=1e-4)
             assert packed[2:].sum() == other[2:].sum() == start.size
             assert np.abs(np.cumsum(packed[2:]) - np.cumsum(other[2:])).max() <= 2  # those on an edge
+
+
+GRAYS = np.linspace(0, 1, 20, dtype=np.float32).reshape(4, 5)
+ALPHA = np.dstack([PIXELS, PIXELS[..., :1]])
+WILD = np.array([[-1.0, 0.0, 0.5], [2.0, np.nan, np.inf]])
+
+
+def test_arrays_become_the_pixels_that_they_mean_and_are_copied():
+    for given, expected in (
+        (PIXELS, PIXELS),
+        (ALPHA, ALPHA),
+        (PIXELS[..., :1], PIXELS[..., 0]),
+        (PIXELS / 255, PIXELS),
+        (jnp.asarray(GRAYS), np.uint8(np.round(GRAYS * 255))),
+        (np.ones((2, 3), jnp.bfloat16), np.full((2, 3), 255, np.uint8)),
+        (np.eye(3, dtype=bool), np.eye(3, dtype=np.uint8) * 255),
+        (WILD, np.array([[0, 0, 128], [255, 0, 255]], np.uint8)),
+    ):
+        result = as_image("here", given)
+        assert result.dtype == np.uint8 and not np.shares_memory(result, given)
+        np.testing.assert_array_equal(result, expected)
+    picture = Image.fromarray(PIXELS)
+    copy = as_image("here", picture)
+    picture.putpixel((0, 0), (9, 9, 9))
+    np.testing.assert_array_equal(np.asarray(copy), PIXELS)
+    picture.convert("P").save("a.png")  # of a palette
+    np.testing.assert_array_equal(as_image("here", Path("a.png")), np.asarray(picture.convert("P").convert("RGBA")))
+
+
+def test_an_array_that_is_no_image_is_refused():
+    for shape in ((3,), (2, 3, 4, 5), (4, 5, 2), (3, 4, 5), (0, 5)):
+        array = np.zeros(shape, np.uint8)
+        refuses(ArgumentError, lambda array=array: as_image("key", array), "^key takes", f"{list(shape)}"[1:-1])
+    for array in (np.zeros((4, 5), np.int32), np.zeros((4, 5), np.complex64), np.array([["a"]])):
+        refuses(ArgumentError, lambda array=array: as_image("key", array), f"got {array.dtype}")

@@ -1,4 +1,6 @@
-"""What state.json may hold: numbers and names of the right kind at the right places, or it is refused by the place."""
+"""What state.json may hold: numbers and names of the right kind at the right places, or it is refused by the
+place.
+"""
 
 import copy
 import shutil
