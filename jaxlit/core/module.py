@@ -140,7 +140,7 @@ class Hparams(dict[str, Any]):
         added = {}
         for name, value in self.items():
             try:
-                encoded, secrets = encode(value), list[str]()
+                encoded, secrets = encode(value), []
                 hide({name: readable(value)}, secrets)
                 tell(secrets)
                 if secrets:
@@ -281,7 +281,7 @@ def _recorded(cls: type, init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named(
-    classes: Iterable[type], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, defaults: bool
+    classes: Iterable[type], owner: Any, args: tuple, kwargs: dict[str, Any], *, defaults: bool
 ) -> dict[str, Any]:
     """Return a constructor's arguments by name; what it hands on as `*args, **kwargs` has the names of its base."""
     cls, *bases = [cls for cls in classes if hasattr(vars(cls).get("__init__"), "__code__")] or [type(owner)]
@@ -503,7 +503,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         return self.trainer.logger
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list:
         """The Trainer's loggers."""
         return self.trainer.loggers
 
@@ -557,7 +557,7 @@ def tell_taken(caller: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> N
         say(f"{caller}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")
 
 
-def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
+def load_module(cls: type, path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
     parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
     if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
@@ -566,7 +566,7 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
     if Path(path).absolute() != checkpoint.path:
         tell_taken("load_from_checkpoint", checkpoint, skipped)
     recorded = checkpoint.state["module"]["hparams"]
-    arguments, missing = dict(overrides), dict[str, str]()
+    arguments, missing = dict(overrides), {}
     for name, value in recorded.items():
         if value != DEFAULT and name not in overrides:
             try:
@@ -582,7 +582,7 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
         )
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
-    args: list[Any] = []
+    args: list = []
     varargs = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
     if varargs in arguments and (rest := arguments.pop(varargs)):  # with all before it by position
         before = list(parameters.values())[1 : list(parameters).index(varargs)]

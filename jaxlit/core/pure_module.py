@@ -115,7 +115,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _bodies: dict[Any, Callable] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -147,7 +147,7 @@ class Layout:
             leaves[i] = jax.random.key_data(leaves[i])
         return leaves
 
-    def unflatten(self, leaves: list[Any]) -> Any:
+    def unflatten(self, leaves: list) -> Any:
         """Return the tree of `leaves`, raw data as keys."""
         if self.key_impls:
             leaves = list(leaves)

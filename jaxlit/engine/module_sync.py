@@ -42,7 +42,7 @@ class ModuleSync:
         self.stale, self.touched = True, False
         self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
         self._graphdef = nnx.graphdef(module)
-        self._arrays: list[Any] = []  # those that the module was given last
+        self._arrays: list = []  # those that the module was given last
         self._originals = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
 
@@ -75,7 +75,7 @@ class ModuleSync:
         else:
             self._arrays = arrays
 
-    def _set_arrays(self, arrays: list[Any]) -> None:
+    def _set_arrays(self, arrays: list) -> None:
         for (_, variable), array in zip(self._variables, arrays, strict=True):
             variable.set_raw_value(array)  # at each touch of a batch hook: set_value takes twice as long
 
