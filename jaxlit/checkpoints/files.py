@@ -76,7 +76,7 @@ class Checkpoint:
 
     @property
     def weights_only(self) -> bool:
-        """Whether it has the module's arrays alone, so that no training continues from it."""
+        """Whether it has only the module's arrays, so that no training can continue from it."""
         return all(name.startswith("module.") for name, _, _ in self.specs)
 
     @property
@@ -197,7 +197,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     Raises:
         CheckpointError: There are some, and none of them verifies.
     """
-    skipped: dict[str, str] = {}
+    skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
     while names := [
         x for x in team().agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped
@@ -305,7 +305,7 @@ def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> No
     known = known or {}
     paths = [path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in known]
     files = {**known, **on_disk(folder, paths)}
-    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
+    body: dict = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
     body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
     write(folder / MANIFEST, _canonical(body))
     for path, _, _ in os.walk(folder, topdown=False):
@@ -513,7 +513,7 @@ class FolderLock:
         # Checkpoints may be in the run's folder itself, so the two have different locks.
         self._name = os.path.join(os.path.realpath(folder), ".run-lock" if of_run else ".lock")
         self._file: TextIO | None = None
-        # Before the file is opened: closing it again would let go of the lock.
+        # Before the file is opened: closing it again would release the lock.
         if self._name in _held:
             raise CheckpointError(
                 f"Two {'fits' if of_run else 'ModelCheckpoints'} of this program would write to {folder}. Wait for the "
@@ -567,7 +567,7 @@ class FolderLock:
             file.flush()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._file is not None:
             _held.discard(self._name)
             with contextlib.suppress(OSError):

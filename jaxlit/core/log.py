@@ -35,7 +35,7 @@ for _stage in ("validation", "test"):
 
 @dataclass(frozen=True)
 class Metric:
-    """How one logged name is reduced and where it shows."""
+    """How one logged name is reduced, and where it appears."""
 
     name: str
     prog_bar: bool = False
@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def names(self) -> set[str]:
-        """Every name under which its values show."""
+        """Every name under which its values appear."""
         return {self.name, *([self.step_name] * self.on_step), *([self.epoch_name] * self.on_epoch)}
 
 
@@ -83,7 +83,7 @@ def metric_of(caller: str, name: Any, **how: Any) -> Metric:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {caller}: there is no step there. Leave on_step out.")
-    options: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    options: dict = {"on_step": bool(by_step), "on_epoch": by_epoch}
     options |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
     metric = Metric(name, **options)
     if not metric.on_step and not metric.on_epoch:
@@ -255,7 +255,7 @@ class Table:
 
     @property
     def has_steps(self) -> bool:
-        """Whether a metric shows the values of single steps."""
+        """Whether a metric has values of single steps."""
         return any(m.on_step for m in self.metrics)
 
     def empty(self) -> np.ndarray:

@@ -102,7 +102,7 @@ def _by_label(
     transforms: Mapping[str, optax.GradientTransformation], groups: Mapping[str, str], names: Collection[str]
 ) -> optax.GradientTransformation:
     labels = {groups[name] for name in names}
-    used: dict[Any, optax.GradientTransformation] = {label: tx for label, tx in transforms.items() if label in labels}
+    used: dict = {label: tx for label, tx in transforms.items() if label in labels}
     return optax.partition(used, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
 
 

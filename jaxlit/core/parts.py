@@ -54,7 +54,7 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     names_in_parts = {name for part in parts for name in part.names}
     txs = [optimizer.tx_of(optimizer.groups.keys() - names_in_parts)]
     txs += [optimizer.tx_of(part.names) if part.tx is None else part.tx for part in parts]
-    transforms: dict[Any, optax.GradientTransformation] = dict(enumerate(txs))
+    transforms: dict = dict(enumerate(txs))
     # A function, as the parameters may be masked themselves.
     split = optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _at(parts, path), params))
 

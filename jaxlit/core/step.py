@@ -421,7 +421,7 @@ def _needs(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) 
 
 
 class Choice(NamedTuple):
-    """What an output of the update is selected by."""
+    """The condition by which an output of the update is selected, and its old value."""
 
     is_good: jax.Array  # () bool, whether to take the new array
     old: Any
@@ -429,7 +429,7 @@ class Choice(NamedTuple):
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list:
     """Run a program whose first outputs are selected by `choices`, each as soon as it is computed."""
-    places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
+    places: dict = {}  # by variable, the indices of the outputs that it is
     for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
         if not isinstance(var, Literal):
             places.setdefault(var, []).append(i)

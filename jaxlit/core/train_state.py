@@ -120,10 +120,9 @@ class TrainState:
 
 
 class Layout:
-    """How a pytree of arrays is held as a flat list of raw arrays.
+    """The flat form of a pytree: a list of raw arrays.
 
-    Typed PRNG keys leave jit's C++ fast path, so a key is held as its raw `key_data` and wrapped again
-    inside the trace.
+    Typed PRNG keys leave jit's C++ fast path, so the list has their raw `key_data`, which the trace wraps again.
 
     Args:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.

@@ -76,7 +76,7 @@ class CompiledProgram:
 
     @cached_property
     def cost(self) -> ProgramCost:
-        """What a call like the first one costs; nothing is traced or compiled that jax still has of it."""
+        """What a call like the first one costs; what jax has in its caches is not traced or compiled again."""
         if hasattr(self.program, "estimate"):  # it runs in parts
             return self.program.estimate(*self._arguments)  # type: ignore[attr-defined]
         if (traced := self._trace()) is None:
@@ -177,7 +177,7 @@ def _warn(reason: str) -> None:
 
 
 class Bound:
-    """Keeps the steps in flight bounded by one wait a period: a wait each step costs more than a step's Python.
+    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python.
 
     Args:
         limit: The most steps in flight.

@@ -198,7 +198,7 @@ class Engine:
         return results
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
-        """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
+        """Take an optimizer step from a state of the caller; return the next one and the table of metrics."""
         # Nothing of the engine is touched: compile_step hands the state from call to call.
         leaves, logs, _, _ = self._programs["train_step"].run(leaves, batch)
         return leaves, logs
@@ -357,7 +357,7 @@ class Engine:
 
     @property
     def programs(self) -> list[CompiledProgram]:
-        """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
+        """The programs that this engine's run has called; an evaluator has none of the training."""
         training = {} if self.evaluates_only else self._programs
         return [x for x in (*training.values(), *(x.program for x in self._evaluations.values())) if x.ran]
 

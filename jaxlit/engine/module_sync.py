@@ -161,7 +161,7 @@ class ModuleSync:
             return now.nodes != self._graphdef.nodes
 
     def _follow_replaced(self) -> None:
-        """Take the Variables that a batch hook put in the place of others, without what it wrote."""
+        """Follow a batch hook that has replaced Variables, without what it wrote to them."""
         before, self._variables = self._variables, self.engine.state.variables(self.module)
         pairs = zip(self._variables, before, strict=True)
         if replaced := [name for (name, now), (_, old) in pairs if isinstance(now, nnx.Variable) and now is not old]:
@@ -170,7 +170,7 @@ class ModuleSync:
 
     @contextmanager
     def registered(self) -> Iterator["ModuleSync"]:
-        """Keep the module in sync inside the block, and leave it the newest arrays."""
+        """Keep the module in sync inside the block, and give it the newest arrays at the end."""
         outer = watchers.get(id(self.module))  # of a run whose hook started this one
         watchers[id(self.module)] = self
         try:

@@ -199,7 +199,7 @@ def place(source: Any, like: Any) -> jax.Array:
     # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(read((slice(None),) * like.ndim))
-    shards: dict[str, np.ndarray] = {}  # devices with the same shard share one read
+    shards = {}  # devices with the same shard share one read
 
     def shard(index: Any) -> np.ndarray:
         if (key := str(index)) not in shards:

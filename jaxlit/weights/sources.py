@@ -195,7 +195,7 @@ def write_safetensors(
     Raises:
         OSError: The file cannot be written.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape, dtype in specs:
         start, end = end, end + math.prod(shape) * dtype.itemsize

@@ -130,10 +130,9 @@ def assign(
         CheckpointError: Two arrays are assigned to the same leaf, or an array of a stack is missing.
     """
     rules, idle = _compiled(rename), dict.fromkeys(rename)
-    parts_of: dict[str, dict[int | None, np.ndarray]] = {}  # by leaf
-    origins: dict[str, list[str]] = {}
+    parts_of, origins = {}, {}  # by leaf: its parts by index, and the descriptions of their arrays
     for name, x in arrays.items():
-        parts: list[tuple[str, int | None, np.ndarray]] = [(name, None, x)]
+        parts: list = [(name, None, x)]
         if match := next((match for pattern in rules if (match := pattern.fullmatch(name))), None):
             idle.pop(match.re.pattern, None)
             parts = [] if (rule := rules[match.re]) is None else rule.parts(match, x, shapes)
