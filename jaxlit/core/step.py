@@ -429,7 +429,7 @@ class Choice(NamedTuple):
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list:
     """Run a program whose first outputs are selected by `choices`, each as soon as it is computed."""
-    places: dict = {}  # by variable, the indices of the outputs that it is
+    places: dict[Any, list[int]] = {}  # by variable, the indices of the outputs that it is
     for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
         if not isinstance(var, Literal):
             places.setdefault(var, []).append(i)
