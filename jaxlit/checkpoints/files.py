@@ -1,16 +1,10 @@
 """Checkpoints on the disk: their names and folders, and how they are verified and read.
 
-A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for everything else, and `MANIFEST.json`, written
-last. Of several processes, those after the first have the states of their loaders in a file each, in `loaders/`. It
-contains data only: nothing in it is imported, called or unpickled.
-
-The manifest of a checkpoint: its files' sizes and hashes, written last. The manifest guards against damage, not against
-forgery: a program that can write the files can write a manifest that fits. So all that is read here is data, and is
-checked before it is used.
-
-The part of a checkpoint's name after its step: `{epoch}-{val/loss:.3f}` with the values in it.
-
-One training at a time writes into a folder.
+A checkpoint is a folder: `arrays/` as orbax writes them, `state.json` for everything else, and `MANIFEST.json` with the
+sizes and hashes of its files, written last. Of several processes, those after the first have the states of their
+loaders in a file each, in `loaders/`. It contains data only: nothing in it is imported, called or unpickled. The
+manifest guards against damage, not against forgery, so all that is read here is checked before it is used. At the end:
+the lock of a folder that one training at a time writes into, and the names of `ModelCheckpoint(filename=...)`.
 """
 
 import contextlib
@@ -48,6 +42,254 @@ _WAITS_S = (0.1, 0.5, 2.0)
 
 _logger = logging.getLogger("jaxlit")
 
+FOLDER = "checkpoints"  # in a run's folder
+ARRAYS, LOADERS = "arrays", "loaders"
+_NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
+TEMPORARY, _TRASH = ".tmp-", ".trash-"
+_KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
+_LEFT = re.compile(r"\.(tmp|trash)-step_\d{8,15}.*-[0-9a-f]{8}")  # by a crash
+_REPLACED = re.compile(r"(step_\d{8,15}.*)-replaced_[0-9a-f]{8}")
+
+
+def name_of(step: int, suffix: str = "") -> str:
+    """Return the name of the checkpoint of an optimizer step."""
+    return f"step_{step:08d}{suffix}"
+
+
+def step_of(path: Path) -> int | None:
+    """Return the optimizer step in a checkpoint's name, None if it is no such name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint.
+
+    Attributes:
+        path: Its folder.
+        state: What is no array, see `jaxlit.loop.snapshot`.
+    """
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether it has only the module's arrays, so that no training can continue from it."""
+        return all(name.startswith("module.") for name, _, _ in self.specs)
+
+    @property
+    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The (name, shape, dtype) of each array."""
+        return [(name, tuple(shape), dtype) for name, shape, dtype in self.state["arrays"]]
+
+    @property
+    def weights(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """The same, but a parameter's name is that of what validations saw in its place, such as an average."""
+        evaluated = self.state.get("evaluated") or {}
+        names = evaluated | {average: name for name, average in evaluated.items()}
+        return [(names.get(name, name), shape, dtype) for name, shape, dtype in self.specs]
+
+    def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
+        """Read some of the arrays, each straight into its sharding.
+
+        Args:
+            wanted: By index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
+
+        Raises:
+            CheckpointError: What is stored is not what `specs` says.
+        """
+        from orbax.checkpoint import v1 as ocp
+
+        folder, arrays, target = str(self.path / ARRAYS), {}, {}
+        try:
+            stored = ocp.metadata(folder).metadata
+            for i, (name, shape, dtype) in enumerate(self.specs):
+                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
+                if not math.prod(shape):  # what has no elements is not stored
+                    arrays[i] = np.zeros(shape, dtype)
+                    continue
+                # Before anything is allocated: the files may not ask for more than the shape.
+                array, expected = stored[str(i)], f"{kind}{list(shape)}"
+                actual = f"{array.dtype}{list(array.shape)}"
+                chunk = getattr(array.storage_metadata, "chunk_shape", None) or shape
+                if actual != expected or len(chunk) != len(shape) or any(np.greater(chunk, shape)):
+                    raise CheckpointError(f"{self.path}: {name} is stored as {actual}, not as {expected}.")
+                spec = wanted.get(i, ocp.PLACEHOLDER)
+                target[str(i)] = np.zeros(shape, kind) if spec is None else spec
+            if any(x is not ocp.PLACEHOLDER for x in target.values()):
+                arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{self.path}: its arrays cannot be read: {error}") from error
+        return {i: arrays[i] for i in wanted}
+
+
+def read(path: Path) -> Checkpoint:
+    """Verify a checkpoint and return it; in several processes all must come here.
+
+    Raises:
+        CheckpointError: It is damaged, incomplete, or of another format.
+    """
+    path, state, problem = Path(os.path.abspath(path)), {}, None
+    try:
+        # Each process reads its share of the files.
+        entries = verify(path, index=jax.process_index(), count=jax.process_count())
+        state = read_json(path / STATE)
+        check_state(state, f"{path / STATE}: the state")
+        state["loaders"] = _loaders(path, state, entries)
+    except CheckpointError as error:
+        problem = error
+    except OSError as error:  # the others would wait for this process
+        problem = CheckpointError(f"{path} cannot be read: {error}.")
+    team().same_error(f"verifying {path.name}", problem)
+    return Checkpoint(path, state)
+
+
+def loaders_of(process: int) -> str:
+    """Return the name of the file with the states of the loaders of a process after the first."""
+    return f"{LOADERS}/process_{process}.json"
+
+
+def _loaders(path: Path, state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of this process's loaders if as many processes as now have saved them, else of all."""
+    index, same = jax.process_index(), state["processes"] == jax.process_count()
+    names = [name for name in entries if name.startswith(f"{LOADERS}/") and (not same or name == loaders_of(index))]
+    parts = [] if same and names else [state["loaders"]]
+    for name in {str(entries[name]): name for name in names}.values():  # those that are equal are read once
+        parts.append(read_json(path / name))
+        check_loaders(parts[-1], f"{path / name}: the state")
+    loaders = {}
+    for stage in state["loaders"]:
+        saved = [part[stage] for part in parts if part[stage] is not None]
+        states = [x for loader in saved for x in loader["states"]]
+        if same and not names:  # older checkpoints have the states of all processes in state.json
+            states = states[index : index + 1]
+        if saved and not states:
+            raise CheckpointError(f"{path} has no state of the {stage} loader of process {index}.")
+        loaders[stage] = saved[0] | {"states": states} if saved else None
+    return loaders
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Return what is named like a checkpoint in a folder, the one written last first.
+
+    Those whose manifest has no order come before all: reading them raises what is wrong.
+    """
+    keys = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (step := step_of(path)) is not None:
+            order = order_of(path)
+            keys[path] = (math.inf if order is None else order, step, path.name)
+    return sorted(keys, key=lambda path: keys[path], reverse=True)
+
+
+def last_order(folder: Path) -> int:
+    """Return the order of the checkpoint that was written last in a folder, 0 if there is none."""
+    return max([0, *(order_of(path) or 0 for path in candidates(folder))])
+
+
+def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
+
+    Raises:
+        CheckpointError: There are some, and none of them verifies.
+    """
+    skipped = {}
+    # While one is read, a training may replace it by a newer one: then there is another list.
+    while names := [
+        x for x in team().agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped
+    ]:
+        for name in names:
+            try:
+                return read(folder / name), [*skipped.values()]
+            except CheckpointError as error:
+                skipped[name] = str(error)
+    if reasons := "\n  ".join(skipped.values()):
+        raise CheckpointError(
+            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  {reasons}\nTraining does not "
+            "start again in their folder. Restore one from a copy, move them away, or pass another "
+            "Trainer(default_root_dir=...)."
+        )
+    return None, []
+
+
+def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
+    """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
+
+    Args:
+        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` at the end.
+        argument: The name of the argument, for messages.
+
+    Returns:
+        The checkpoint, and why newer ones of the folder were skipped.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    if not isinstance(path, (str, Path)):
+        raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
+    place, checkpoint, skipped = Path(path), None, []
+    has_word = place.name in ("best", "last") and place.parent.is_dir() and not place.exists()
+    wants_best = has_word and place.name == "best"
+    place = place.parent if has_word else place
+    if place.is_file():
+        raise CheckpointError(
+            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights in a file are given "
+            "to a module by jl.load_weights(module, path), or by fit(init_from=path)."
+        )
+    if (place / MANIFEST).exists() or step_of(place) is not None:
+        checkpoint = read(place) if place.exists() else None
+    elif place.is_dir():
+        checkpoint, skipped = newest(_checkpoints_in(place))
+    if checkpoint is not None:
+        return best_of(checkpoint) if wants_best else checkpoint, skipped
+    near, hint = place, ""
+    while not near.is_dir():
+        near, hint = near.parent, did_you_mean(near.name, [p.name for p in near.parent.glob("*")])
+    if names := ", ".join(p.name for p in candidates(_checkpoints_in(near))[:5]):
+        hint += f" In {near} there are: {names}."
+    raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{hint}")
+
+
+def _checkpoints_in(folder: Path) -> Path:
+    return folder / FOLDER if (folder / FOLDER).is_dir() else folder
+
+
+def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
+    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`.
+
+    Raises:
+        CheckpointError: It knows none, or the best is damaged.
+    """
+    states = newest.state["callbacks"]
+    for state in (states.get(key, {}), *states.values()):
+        if isinstance(name := state.get("best_model"), str) and name:
+            return read(newest.path.parent / Path(name).name)
+    raise CheckpointError(
+        f"{newest.path} knows no best checkpoint. Train with ModelCheckpoint(monitor=...), or pass 'last'."
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; a crash meanwhile leaves it complete, or nothing that a resume reads."""
+    if path.exists():
+        trash = path.parent / f"{_TRASH}{path.name}-{secrets.token_hex(4)}"
+        os.rename(path, trash)
+        shutil.rmtree(trash)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what crashes have left in a folder of checkpoints."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        replaced = _REPLACED.fullmatch(path.name)
+        if _LEFT.fullmatch(path.name) or (replaced and (folder / replaced[1] / MANIFEST).exists()):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(PROBE):
+            path.unlink(missing_ok=True)
+
 
 def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> None:
     """Put every file of a folder onto the disk, and write the manifest after them.
@@ -60,11 +302,10 @@ def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> No
     Raises:
         OSError: The disk is full, or the like.
     """
-    files = dict(known or {})
-    files |= on_disk(
-        folder, (path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in files)
-    )
-    body: dict[str, Any] = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
+    known = known or {}
+    paths = [path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in known]
+    files = {**known, **on_disk(folder, paths)}
+    body: dict = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": files}
     body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
     write(folder / MANIFEST, _canonical(body))
     for path, _, _ in os.walk(folder, topdown=False):
@@ -72,7 +313,7 @@ def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> No
 
 
 def on_disk(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
-    """Put some files of a folder onto the disk, and return by name what the manifest says of each."""
+    """Put some files of a folder onto the disk, and return by name the entry of each in the manifest."""
     entries = {}
     for path in paths:
         entries[path.relative_to(folder).as_posix()] = [path.stat().st_size, _digest(path)]
@@ -87,7 +328,7 @@ def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1)
         folder: The folder.
         hashes: Read the files too; otherwise only their sizes are compared.
         index: Which share of the files is compared, of about as many bytes as any other.
-        count: How many shares there are. In the first one it is also looked for files that the manifest lacks.
+        count: How many shares there are. The first one also looks for files that the manifest lacks.
 
     Returns:
         By name the size and hash of every file.
@@ -145,7 +386,7 @@ def write(path: Path, data: bytes) -> None:
     fsync(path)
 
 
-def patiently(work: Callable[..., Any], *arguments: Any) -> Any:
+def patiently(work: Callable, *arguments: Any) -> Any:
     """Return `work(*arguments)`, tried again where a network file system asks for patience.
 
     Raises:
@@ -260,7 +501,7 @@ class FolderLock:
     """Holds a folder until it is closed, or until the process ends in whatever way.
 
     Args:
-        folder: The folder; it is made if it is not there.
+        folder: The folder; it is created if it does not exist.
         of_run: Whether it is the folder of a run: the first write raises if nothing can be written there. Otherwise it
             is for checkpoints.
 
@@ -272,11 +513,12 @@ class FolderLock:
         # Checkpoints may be in the run's folder itself, so the two have different locks.
         self._name = os.path.join(os.path.realpath(folder), ".run-lock" if of_run else ".lock")
         self._file: TextIO | None = None
-        # Before the file is opened: closing it again would let go of the lock.
+        # Before the file is opened: closing it again would release the lock.
         if self._name in _held:
-            who = "Two fits" if of_run else "Two ModelCheckpoints"
-            remedy = "Wait for the one that continues, or pass another folder"
-            raise CheckpointError(f"{who} of this program would write to {folder}. {remedy}.")
+            raise CheckpointError(
+                f"Two {'fits' if of_run else 'ModelCheckpoints'} of this program would write to {folder}. Wait for the "
+                "one that continues, or pass another folder."
+            )
         try:
             os.makedirs(os.path.dirname(self._name), exist_ok=True)
             if not of_run:
@@ -303,10 +545,10 @@ class FolderLock:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
-            other = file.read(200).strip() or "another process"
+            holder = file.read(200).strip() or "another process"
             file.close()
             raise CheckpointError(
-                f"{folder} is in use by {other}. Two trainings cannot write to one folder: end that one, or pass "
+                f"{folder} is in use by {holder}. Two trainings cannot write to one folder: end that one, or pass "
                 "another Trainer(default_root_dir=...)."
             ) from error
         except OSError as error:
@@ -318,14 +560,14 @@ class FolderLock:
                 )
             return
         _held.add(self._name)
-        with contextlib.suppress(OSError):  # only for the message to others
+        with contextlib.suppress(OSError):  # only for the message of another process
             file.seek(0)
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Release the folder."""
         if self._file is not None:
             _held.discard(self._name)
             with contextlib.suppress(OSError):
@@ -356,272 +598,10 @@ def check_filename(filename: str | None) -> None:
 
 
 def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any]) -> str:
-    """Return a filename with the values that it names, fit for a folder's name.
-
-    Args:
-        filename: The format.
-        counts: "epoch" and "step".
-        metric: Returns the value of a metric.
-    """
+    """Return a filename with the values that it names, from the counts or the metrics, fit for a folder's name."""
 
     def fill(field: re.Match[str]) -> str:
         name, form = field[1], (field[2] or ":")[1:]
         return f"{name}={format(counts[name] if name in counts else metric(name), form)}"
 
     return re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, filename))
-
-
-FOLDER = "checkpoints"  # in a run's folder
-ARRAYS, LOADERS = "arrays", "loaders"
-_NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
-TEMPORARY, _TRASH = ".tmp-", ".trash-"
-_KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
-_LEFT = re.compile(r"\.(tmp|trash)-step_\d{8,15}.*-[0-9a-f]{8}")  # by a crash
-_REPLACED = re.compile(r"(step_\d{8,15}.*)-replaced_[0-9a-f]{8}")
-
-
-def name_of(step: int, suffix: str = "") -> str:
-    """Return the name of the checkpoint of an optimizer step."""
-    return f"step_{step:08d}{suffix}"
-
-
-def step_of(path: Path) -> int | None:
-    """Return the optimizer step in a checkpoint's name, None if it is no such name."""
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else None
-
-
-# Reading ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A verified checkpoint.
-
-    Attributes:
-        path: Its folder.
-        state: What is no array, see `jaxlit.loop.snapshot`.
-    """
-
-    path: Path
-    state: dict[str, Any]
-
-    @property
-    def weights_only(self) -> bool:
-        """Whether it has the module's arrays alone, so that no training continues from it."""
-        return all(name.startswith("module.") for name, _, _ in self.specs)
-
-    @property
-    def specs(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """The (name, shape, dtype) of each array."""
-        return [(name, tuple(shape), dtype) for name, shape, dtype in self.state["arrays"]]
-
-    @property
-    def weights(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """The same, but a parameter's name is that of what validations saw in its place, such as an average."""
-        seen = self.state.get("evaluated") or {}
-        names = seen | {kept: name for name, kept in seen.items()}
-        return [(names.get(name, name), shape, dtype) for name, shape, dtype in self.specs]
-
-    def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
-        """Read some of the arrays, each straight into its sharding.
-
-        Args:
-            wanted: By index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None to get a numpy array.
-
-        Raises:
-            CheckpointError: What is stored is not what `specs` says.
-        """
-        from orbax.checkpoint import v1 as ocp
-
-        folder, specs = str(self.path / ARRAYS), self.specs
-        arrays: dict[int, Any] = {}
-        try:
-            stored = ocp.metadata(folder).metadata
-            target: dict[str, Any] = {}
-            for i, (name, shape, dtype) in enumerate(specs):
-                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
-                if not math.prod(shape):  # what has no elements is not stored
-                    arrays[i] = np.zeros(shape, dtype)
-                    continue
-                # Before anything is allocated: the files may not ask for more than the shape.
-                array, expected = stored[str(i)], f"{kind}{list(shape)}"
-                found = f"{array.dtype}{list(array.shape)}"
-                chunk = getattr(array.storage_metadata, "chunk_shape", None) or shape
-                is_sound = len(chunk) == len(shape) and not any(np.greater(chunk, shape))
-                if found != expected or not is_sound:
-                    raise CheckpointError(f"{self.path}: {name} is stored as {found}, not as {expected}.")
-                asked = wanted.get(i, ocp.PLACEHOLDER)
-                target[str(i)] = np.zeros(shape, kind) if asked is None else asked
-            if any(x is not ocp.PLACEHOLDER for x in target.values()):
-                arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{self.path}: its arrays cannot be read: {error}") from error
-        return {i: arrays[i] for i in wanted}
-
-
-def read(path: Path) -> Checkpoint:
-    """Verify a checkpoint and return it; in several processes all must come here.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, or of another format.
-    """
-    path, state = Path(os.path.abspath(path)), {}
-    problem: CheckpointError | None = None
-    try:
-        # Each process reads its share of the files.
-        entries = verify(path, index=jax.process_index(), count=jax.process_count())
-        state = read_json(path / STATE)
-        check_state(state, f"{path / STATE}: the state")
-        state["loaders"] = _loaders(path, state, entries)
-    except CheckpointError as error:
-        problem = error
-    except OSError as error:  # the others would wait for this process
-        problem = CheckpointError(f"{path} cannot be read: {error}.")
-    team().same_error(f"verifying {path.name}", problem)
-    return Checkpoint(path, state)
-
-
-def loaders_of(process: int) -> str:
-    """Return the name of the file with the states of the loaders of a process after the first."""
-    return f"{LOADERS}/process_{process}.json"
-
-
-def _loaders(path: Path, state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of this process's loaders if as many processes as now have saved them, else of all."""
-    index, same = jax.process_index(), state["processes"] == jax.process_count()
-    names = [name for name in entries if name.startswith(f"{LOADERS}/") and (not same or name == loaders_of(index))]
-    parts = [] if same and names else [state["loaders"]]
-    for name in {str(entries[name]): name for name in names}.values():  # those that are equal are read once
-        parts.append(read_json(path / name))
-        check_loaders(parts[-1], f"{path / name}: the state")
-    loaders = {}
-    for stage in state["loaders"]:
-        given = [part[stage] for part in parts if part[stage] is not None]
-        states = [x for loader in given for x in loader["states"]]
-        if same and not names:  # older checkpoints have the states of all processes in state.json
-            states = states[index : index + 1]
-        if given and not states:
-            raise CheckpointError(f"{path} has no state of the {stage} loader of process {index}.")
-        loaders[stage] = given[0] | {"states": states} if given else None
-    return loaders
-
-
-def candidates(folder: Path) -> list[Path]:
-    """Return what is named like a checkpoint in a folder, the one written last first.
-
-    Those whose manifest has no order come before all: reading them says what is wrong.
-    """
-    keys = {}
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (step := step_of(path)) is not None:
-            order = order_of(path)
-            keys[path] = (math.inf if order is None else order, step, path.name)
-    return sorted(keys, key=lambda path: keys[path], reverse=True)
-
-
-def last_order(folder: Path) -> int:
-    """Return the order of the checkpoint that was written last in a folder, 0 if there is none."""
-    return max([0, *(order_of(path) or 0 for path in candidates(folder))])
-
-
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
-
-    Raises:
-        CheckpointError: There are some, and none of them verifies.
-    """
-    skipped: dict[str, str] = {}
-    # While one is read, a training may replace it by a newer one: then there is another list.
-    while names := [
-        x for x in team().agree("the checkpoints", [p.name for p in candidates(folder)])[0] if x not in skipped
-    ]:
-        for name in names:
-            try:
-                return read(folder / name), [*skipped.values()]
-            except CheckpointError as error:
-                skipped[name] = str(error)
-    if reasons := "\n  ".join(skipped.values()):
-        raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  {reasons}\nTraining does not "
-            "start again in their folder. Restore one from a copy, move them away, or pass another "
-            "Trainer(default_root_dir=...)."
-        )
-    return None, []
-
-
-def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
-
-    Args:
-        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` at the end.
-        argument: Where it was given, for messages.
-
-    Returns:
-        The checkpoint, and why newer ones of the folder were passed over.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
-    if not isinstance(path, (str, Path)):
-        raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    where, checkpoint, skipped = Path(path), None, list[str]()
-    which = where.name if where.name in ("best", "last") and where.parent.is_dir() and not where.exists() else ""
-    where = where.parent if which else where
-    if where.is_file():
-        raise CheckpointError(
-            f"{argument}: {str(path)!r} is a file, and a checkpoint of jaxlit is a folder. Weights in a file are given "
-            "to a module by jl.load_weights(module, path), or by fit(init_from=path)."
-        )
-    folder_of = lambda path: path / FOLDER if (path / FOLDER).is_dir() else path  # noqa: E731
-    if (where / MANIFEST).exists() or step_of(where) is not None:
-        checkpoint = read(where) if where.exists() else None
-    elif where.is_dir():
-        checkpoint, skipped = newest(folder_of(where))
-    if checkpoint is not None:
-        return best_of(checkpoint) if which == "best" else checkpoint, skipped
-    near, hint = where, ""
-    while not near.is_dir():
-        near, hint = near.parent, did_you_mean(near.name, [p.name for p in near.parent.glob("*")])
-    if names := ", ".join(p.name for p in candidates(folder_of(near))[:5]):
-        hint += f" In {near} there are: {names}."
-    raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{hint}")
-
-
-def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
-    """Return the best checkpoint that the newest of a folder knows.
-
-    Args:
-        newest: The newest checkpoint.
-        key: The `state_key` of the ModelCheckpoint that is asked first.
-
-    Raises:
-        CheckpointError: It knows none, or the best is damaged.
-    """
-    states = newest.state["callbacks"]
-    for state in (states.get(key, {}), *states.values()):
-        if isinstance(name := state.get("best_model"), str) and name:
-            return read(newest.path.parent / Path(name).name)
-    raise CheckpointError(
-        f"{newest.path} knows no best checkpoint. Train with ModelCheckpoint(monitor=...), or pass 'last'."
-    )
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; a crash meanwhile leaves it complete, or nothing that a resume reads."""
-    if path.exists():
-        trash = path.parent / f"{_TRASH}{path.name}-{secrets.token_hex(4)}"
-        os.rename(path, trash)
-        shutil.rmtree(trash)
-
-
-def sweep(folder: Path) -> None:
-    """Delete what crashes have left in a folder of checkpoints."""
-    for path in folder.iterdir() if folder.is_dir() else ():
-        replaced = _REPLACED.fullmatch(path.name)
-        if _LEFT.fullmatch(path.name) or (replaced and (folder / replaced[1] / MANIFEST).exists()):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name.startswith(PROBE):
-            path.unlink(missing_ok=True)

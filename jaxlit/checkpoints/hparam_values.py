@@ -1,4 +1,4 @@
-"""Constructor arguments as JSON values, and back: what can be named is kept by its name.
+"""Constructor arguments as JSON values, and back: functions and classes are saved by name.
 
 What JSON does not have is a dict `{"jaxlit": kind, "value": ...}`. Nothing is imported to look up a name: it is looked
 up in the modules that are loaded, and only in those of the class that is built, of jax, flax, optax and numpy.
@@ -58,7 +58,7 @@ def encode(x: Any) -> Any:
     if is_plain and (name := _name_of(type(x))) is not None:
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
         values = {key: encode(value) for key, value in fields.items()}
-        if _is_made_of(x, fields):
+        if _is_rebuilt_from(x, fields):
             return _node("dataclass", values, name=name)
     # Functions and arrays are named; the repr of anything else may show a secret.
     is_named = isinstance(getattr(x, "__qualname__", None), str) or (hasattr(x, "shape") and hasattr(x, "dtype"))
@@ -66,16 +66,12 @@ def encode(x: Any) -> Any:
 
 
 def not_kept(text: str) -> dict[str, Any]:
-    """Return what is kept of a value that cannot be: that it was given, and how it is shown."""
+    """Return what is saved of a value that cannot be: how it is shown."""
     return _node("not kept", text)
 
 
 def decode(x: Any, cls: type) -> Any:
-    """Return the value of what `encode` or `not_kept` returned.
-
-    Args:
-        x: The JSON value from a checkpoint.
-        cls: The class that is built.
+    """Return the value of what `encode` or `not_kept` returned, an argument of the class that is built.
 
     Raises:
         NotKeptError: It was not kept, or its name now means nothing, or something else.
@@ -102,9 +98,9 @@ def _value_of(node: dict[str, Any], cls: type) -> Any:
         if kind in _MAKERS:
             return _MAKERS[kind](value)
         if kind == "dataclass":
-            made = _named(node["name"], cls)
-            if isinstance(made, type) and dataclasses.is_dataclass(made):  # nothing else is called
-                return made(**value)
+            of = _named(node["name"], cls)
+            if isinstance(of, type) and dataclasses.is_dataclass(of):  # nothing else is called
+                return of(**value)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise NotKeptError(_dotted(value) if kind == "name" else shown(node)) from error
     raise NotKeptError(value if kind == "not kept" else shown(node))
@@ -142,7 +138,7 @@ def _name_of(x: Any) -> str | None:
 
 
 def _script() -> str:
-    """Return how a name of `__main__` is kept: with the module that other programs import the script as."""
+    """Return how a name of `__main__` is saved: with the module that other programs import the script as."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     return f"__main__/{spec.name if spec is not None else Path(getattr(main, '__file__', '')).stem}"
@@ -180,13 +176,13 @@ def _may_be_named(module: str, cls: type) -> bool:
     return root in known or (file is not None and "-packages" not in file)
 
 
-def _is_made_of(x: Any, fields: dict[str, Any]) -> bool:
-    """Return whether a dataclass's constructor makes the same of its fields, those that are not compared too."""
+def _is_rebuilt_from(x: Any, fields: dict[str, Any]) -> bool:
+    """Return whether a dataclass's constructor rebuilds it from its fields, with those that are not compared."""
     names = {field.name for field in dataclasses.fields(x)}
     if type(x).__dataclass_fields__.keys() - names:  # the constructor takes more than the fields
         return False
     try:
-        made = type(x)(**fields)
-        return all(getattr(made, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
+        rebuilt = type(x)(**fields)
+        return all(getattr(rebuilt, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
     except Exception:  # of the user's code
         return False

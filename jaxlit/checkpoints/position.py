@@ -1,11 +1,11 @@
-"""How far training is: what a checkpoint has of the loop.
+"""How far training is, as a checkpoint has it, and what a checkpoint's state.json may contain.
 
-What a checkpoint's state.json may contain: it may come from a stranger, or from a disk that lost bits. A schema is a
-type, a function that returns whether a value is right, a list of one schema for lists, a tuple of schemas for lists of
-that length, a dict of schemas by key, or with the key `...` for all keys. `_maybe(schema)` allows None.
+The file may come from a stranger, or from a disk that lost bits. A schema is a type, a function that returns whether a
+value is right, a list of one schema for lists, a tuple of schemas for lists of that length, a dict of schemas by key,
+or with the key `...` for all keys. `_maybe(schema)` allows None.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from jaxlit.errors import CheckpointError
 
 @dataclass
 class Position:
-    """How far training is: where the arrays are, and what a checkpoint holds.
+    """How far training is: where the arrays are, and what a checkpoint contains.
 
-    Training continues at one kind of place only: between two batches, or after an epoch. What a batch may leave to do
-    there is a validation, and the end of its epoch.
+    Training continues at one kind of place only: between two batches, or after an epoch. There a validation, and the
+    end of the epoch, may still have to be done.
     """
 
     epoch: int = 0  # epochs finished
@@ -28,8 +28,7 @@ class Position:
     filled: int = 0  # batches in the accumulation window
     over: bool = False  # this epoch has no batch left
     validated: bool = True  # no validation is left to do after the last batch
-    # The state of the training loader after the last batch that was used.
-    data: Any = None
+    data: Any = None  # the state of the training loader after the last batch that was used
     cut: bool = False  # training has ended in this epoch, which counts for hooks; in no checkpoint
 
     @property
@@ -43,7 +42,7 @@ class Position:
         return self.epoch + self.cut
 
     def advance(self, data: Any, *, stepping: int, last: bool, batches: int = 1) -> None:
-        """Move after a dispatch of a batch, or of several; nothing else counts batches or steps.
+        """Move after a dispatch of one or more batches; nothing else counts batches or steps.
 
         Args:
             data: The loader's state after it.
@@ -69,14 +68,7 @@ class Position:
         self.data, self.first_step = data, self.global_step
 
     def move_before(self, step: int, batch_idx: int, data: Any, *, filled: int = 0) -> None:
-        """Move before an earlier step of this epoch.
-
-        Args:
-            step: The step.
-            batch_idx: The batch that comes next.
-            data: The loader's state then.
-            filled: Batches in the accumulation window then.
-        """
+        """Move before an earlier step and batch of this epoch, with the loader's state and the filled window then."""
         self.total_batch_idx -= self.batch_idx - batch_idx
         self.batch_idx, self.global_step, self.filled = batch_idx, step, filled
         self.validated, self.over, self.data = True, False, data
@@ -105,8 +97,8 @@ def _is_number(x: Any) -> bool:
     return type(x) in (int, float)
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda x: any(type(x) is type(value) and x == value for value in values)
+def _is_reduction(x: Any) -> bool:
+    return type(x) is str and x in ("mean", "sum", "min", "max")
 
 
 def _maybe(schema: Any) -> tuple[None, Any]:
@@ -117,19 +109,18 @@ def _maybe(schema: Any) -> tuple[None, Any]:
 _COUNTS = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled")
 POSITION = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(("over", "validated"), bool)
 
-_ANY = object
 _METRIC = {
     "name": str,
     "prog_bar": bool,
     "logger": bool,
     "on_step": bool,
     "on_epoch": bool,
-    "reduce_fx": _one_of("mean", "sum", "min", "max"),
+    "reduce_fx": _is_reduction,
     "add_dataloader_idx": bool,
 }
 _TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight": _is_number}
 _ARRAY = {"shape": [_is_count], "data": str}
-_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": _ANY, "fingerprint": _maybe(dict)}]}
+_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": object, "fingerprint": _maybe(dict)}]}
 
 STATE = {
     "format": _is_count,
@@ -142,10 +133,7 @@ STATE = {
     "metrics": [_METRIC],
     "latest": _maybe(_ARRAY),
     "results": [(str, _METRIC, _is_number, bool, bool, _maybe(_is_count))],
-    "log": {
-        "window": [(str, _TOTAL)],
-        "epoch": [(str, _TOTAL)],
-    },
+    "log": {"window": [(str, _TOTAL)], "epoch": [(str, _TOTAL)]},
     "callbacks": {...: dict},
     "datamodule": dict,
     "module": {"class": str, "hparams": dict},
@@ -166,62 +154,58 @@ _OPTIONAL = {
 }
 
 
-def check_state(state: Mapping[str, Any], where: str) -> None:
-    """Refuse a state that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too.
-
-    Args:
-        state: The state.
-        where: The file, for messages.
+def check_state(state: Mapping[str, Any], place: str) -> None:
+    """Refuse a state in a file that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too.
 
     Raises:
         CheckpointError: Naming the value.
     """
     if (version := state.get("format", 1)) != FORMAT:
         raise CheckpointError(
-            f"{where} is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
+            f"{place} is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "
             "with the version that wrote it."
         )
     for key in sorted(STATE.keys() - state.keys()):
-        raise CheckpointError(f"{where} has no {key!r}: it is damaged, or was changed.")
+        raise CheckpointError(f"{place} has no {key!r}: it is damaged, or was changed.")
     for key, schema in (*STATE.items(), *((key, _maybe(schema)) for key, schema in _OPTIONAL.items())):
-        _check(state.get(key), schema, f"{where}[{key!r}]")
+        _check(state.get(key), schema, f"{place}[{key!r}]")
     position = state["position"]
     for key in ("global_step", "epoch"):
         if position[key] != state[key]:
-            raise CheckpointError(f"{where} has two values of {key!r}, {state[key]} and {position[key]}.")
+            raise CheckpointError(f"{place} has two values of {key!r}, {state[key]} and {position[key]}.")
     names = [name for name, _, _ in state["arrays"]]
-    _expect(len(set(names)) == len(names), names, f"{where}['arrays']")
+    _expect(len(set(names)) == len(names), names, f"{place}['arrays']")
     inside = position["batch_idx"] > 0 or position["over"]
-    _expect(inside or (position["validated"] and not position["filled"]), position, f"{where}['position']")
-    check_loaders(state["loaders"], f"{where}['loaders']")
+    _expect(inside or (position["validated"] and not position["filled"]), position, f"{place}['position']")
+    check_loaders(state["loaders"], f"{place}['loaders']")
 
 
-def check_loaders(loaders: Any, where: str) -> None:
+def check_loaders(loaders: Any, place: str) -> None:
     """Refuse states of loaders that are not what `jaxlit.loop.snapshot.take` makes; see `check_state`."""
-    _check(loaders, STATE["loaders"], where)
+    _check(loaders, STATE["loaders"], place)
     for loader in filter(None, loaders.values()):
-        _expect(bool(loader["states"]), loader, where)
+        _expect(bool(loader["states"]), loader, place)
 
 
-def _check(x: Any, schema: Any, where: str) -> None:
+def _check(x: Any, schema: Any, place: str) -> None:
     if isinstance(schema, tuple) and schema[0] is None:
         if x is None:
             return
         schema = schema[1]
     if isinstance(schema, dict):
-        _expect(isinstance(x, dict) and (... in schema or x.keys() == schema.keys()), x, where)
+        _expect(isinstance(x, dict) and (... in schema or x.keys() == schema.keys()), x, place)
         inside = [(key, schema[... if ... in schema else key]) for key in x]
     elif isinstance(schema, (list, tuple)):
-        _expect(isinstance(x, list) and (isinstance(schema, list) or len(x) == len(schema)), x, where)
+        _expect(isinstance(x, list) and (isinstance(schema, list) or len(x) == len(schema)), x, place)
         inside = list(enumerate(schema * len(x) if isinstance(schema, list) else schema))
     else:
         is_type = isinstance(schema, type)
-        _expect(schema is object or type(x) is schema if is_type else schema(x), x, where)
+        _expect(schema is object or type(x) is schema if is_type else schema(x), x, place)
         return
     for key, part in inside:
-        _check(x[key], part, f"{where}[{key!r}]")
+        _check(x[key], part, f"{place}[{key!r}]")
 
 
-def _expect(is_right: bool, x: Any, where: str) -> None:
+def _expect(is_right: bool, x: Any, place: str) -> None:
     if not is_right:
-        raise CheckpointError(f"{where} is {x!r:.60}, which no checkpoint has there: it is damaged, or was changed.")
+        raise CheckpointError(f"{place} is {x!r:.60}, which no checkpoint has there: it is damaged, or was changed.")

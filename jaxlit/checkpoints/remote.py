@@ -24,7 +24,7 @@ from jaxlit.checks import cache_folder
 from jaxlit.distributed.team import once_per_node
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
 
-MARK = ".mirror"  # the file with what a run is known by, here and in the bucket
+MARK = ".mirror"  # the file with a token of the run, on this machine and in the bucket
 _logger = logging.getLogger("jaxlit")
 
 
@@ -55,7 +55,7 @@ def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
 
 
 def staging(url: str, root: str = "runs") -> Path:
-    """Return where this machine has the copy of a URL: that of a run, or what was "fetched" to be read."""
+    """Return where this machine has the copy of a URL: in the folder of "runs", or of what was "fetched" to be read."""
     scheme, _, path = url.partition("://")
     path = os.path.abspath(path) if scheme in ("file", "local") else os.path.normpath(f"/{path}")
     return cache_folder(root).absolute() / re.sub(r"\W", "_", scheme) / path.lstrip("/")
@@ -105,19 +105,19 @@ def local(path: Any, kind: str = "checkpoint", *, run: str | None = None) -> Any
     if not check.is_url(path):
         return path
     url = str(check_url("url", path, owner="fsspec"))
-    is_ours = kind == "run" or (run is not None and f"{url}/".startswith(f"{run.rstrip('/')}/"))
-    folder = staging(url, "runs" if is_ours else "fetched")
+    in_run = kind == "run" or (run is not None and f"{url}/".startswith(f"{run.rstrip('/')}/"))
+    folder = staging(url, "runs" if in_run else "fetched")
     if kind == "file":
         _fetch_file(url, folder)
     else:
-        once_per_node(partial(_fetch, url, folder, as_run=kind == "run", prune=not is_ours), f"fetching {url}")
+        once_per_node(partial(_fetch, url, folder, as_run=kind == "run", prune=not in_run), f"fetching {url}")
     return folder
 
 
 def _fetch(url: str, folder: Path, *, as_run: bool, prune: bool) -> None:
     with _reading(url):
         fs, base = connect(url)
-        with_best, problems = as_run, list[str]()
+        with_best, problems = as_run, []
         if base.endswith(("/best", "/last")):
             base, folder, with_best = base.rpartition("/")[0], folder.parent, True
         if not as_run and (raw := _manifest(fs, base)) is not None:
@@ -125,7 +125,11 @@ def _fetch(url: str, folder: Path, *, as_run: bool, prune: bool) -> None:
                 _fetch_checkpoint(fs, base, folder, raw)
             return
         if as_run:
-            _check_same_run(url, read_mark(fs, base), folder)
+            mark, known = read_mark(fs, base), folder / MARK
+            if mark is not None and known.exists() and known.read_text() != mark:
+                raise CheckpointError(
+                    f"{url} holds another run than {folder}. Delete that folder, or pass another URL."
+                )
         if as_run or fs.isdir(f"{base}/{FOLDER}"):
             base, folder = f"{base}/{FOLDER}", folder / FOLDER
         complete = {name: raw for name, raw in manifests(fs, base).items() if raw is not None}
@@ -138,27 +142,20 @@ def _fetch(url: str, folder: Path, *, as_run: bool, prune: bool) -> None:
             if as_run and not _is_here(folder / name, complete[name]):
                 # First: a process that ends here does not take the run for complete at its next start.
                 _fetch_files(fs, base.rpartition("/")[0], folder.parent)
-            fetch = lambda name: _fetched(fs, f"{base}/{name}", folder / name, complete[name], problems)  # noqa: E731
-            if fetch(name):
-                for other in _best(folder / name) & complete.keys() if with_best else ():
-                    fetch(other)
+            if _fetched(fs, f"{base}/{name}", folder / name, complete[name], problems):
+                for best in _best(folder / name) & complete.keys() if with_best else ():
+                    _fetched(fs, f"{base}/{best}", folder / best, complete[best], problems)
                 return
         if problems or not as_run:
             raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *problems]))
 
 
 def read_mark(fs: Any, base: str) -> str | None:
-    """Return what a run in a bucket is known by; None if no run was copied there."""
+    """Return the token of a run in a bucket; None if no run was copied there."""
     try:
         return fs.cat_file(f"{base}/{MARK}").decode()
     except FileNotFoundError:
         return None
-
-
-def _check_same_run(url: str, theirs: str | None, folder: Path) -> None:
-    mark = folder / MARK
-    if theirs is not None and mark.exists() and mark.read_text() != theirs:
-        raise CheckpointError(f"{url} holds another run than {folder}. Delete that folder, or pass another URL.")
 
 
 def _fetched(fs: Any, source: str, path: Path, raw: bytes, problems: list[str]) -> bool:
@@ -244,7 +241,7 @@ def _reading(url: str) -> Iterator[None]:
 
 
 def _names(fs: Any, folder: str) -> list[str]:
-    fs.invalidate_cache()  # others write there
+    fs.invalidate_cache()  # other machines write there
     try:
         return [path.rstrip("/").rpartition("/")[2] for path in fs.ls(folder, detail=False)]
     except FileNotFoundError:

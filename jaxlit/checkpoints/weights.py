@@ -23,37 +23,27 @@ def match(
 ) -> tuple[dict[int, int], list[tuple[str, str, str]]]:
     """Return the index of the wanted array for each saved array, and (name, saved, wanted) of those that differ.
 
-    Args:
-        saved: The arrays of a checkpoint.
-        wanted: The arrays of an engine or a module.
-        skip: Returns whether to ignore a name.
-        cast: Accept floating-point arrays of another precision, as precision="bf16-true" makes them.
+    Names for which `skip` returns True are ignored. `cast` accepts floating-point arrays of another precision, as
+    precision="bf16-true" makes them.
     """
-    at = {name: i for i, (name, _, _) in enumerate(saved)}
+    unmatched = {name: i for i, (name, _, _) in enumerate(saved)}
     pairs, rows = {}, []
     for k, (name, shape, dtype) in enumerate(wanted):
         if skip(name):
             continue
-        i = at.pop(name, None)
+        i = unmatched.pop(name, None)
         if i is not None and saved[i][1] == shape and (saved[i][2] == dtype or (cast and _float(dtype, saved[i][2]))):
             pairs[i] = k
         else:
             rows.append((name, "nothing" if i is None else _text(saved[i]), _text((name, shape, dtype))))
-    rows += [(name, _text(saved[i]), "nothing") for name, i in at.items() if not skip(name)]
+    rows += [(name, _text(saved[i]), "nothing") for name, i in unmatched.items() if not skip(name)]
     return pairs, rows
 
 
 def report(
     checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
 ) -> None:
-    """Refuse a checkpoint that differs from a model, or warn of the difference.
-
-    Args:
-        checkpoint: The checkpoint.
-        rows: The arrays that differ.
-        owner: The name of the model.
-        strict: Whether to refuse the checkpoint.
-        resumes: Whether a training continues from the checkpoint.
+    """Refuse a checkpoint with arrays, the rows, that differ from those of a model, the owner, or warn of them.
 
     Raises:
         CheckpointError: Something differs, and `strict` is set.
@@ -77,13 +67,7 @@ def comparison(
     head: tuple[str, str] = ("in the checkpoint", "in the model"),
     most: int = _MOST_ROWS,
 ) -> str:
-    """Return a table of (name, saved, wanted).
-
-    Args:
-        rows: The rows.
-        head: What the columns after the name contain.
-        most: How many rows to show.
-    """
+    """Return a table of (name, saved, wanted), of which `most` rows are shown."""
     lines = table([("", *head), *rows[:most]], texts=3)
     lines += [f"and {len(rows) - most} more"] if len(rows) > most else []
     return "\n".join(f"  {line}" for line in lines)
@@ -101,7 +85,7 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     Raises:
         CheckpointError: The checkpoint does not fit, or no array in it does.
     """
-    held, wanted, generators = [], [], set[str]()
+    targets, wanted, generators = [], [], set()
     for path, leaf in nnx.to_flat_state(nnx.state(module)):
         name, value = f"module.{leaf_name(path)}", leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
         if isinstance(leaf, nnx.RngState) and not draws:
@@ -109,9 +93,12 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
             continue
         impl = jax.random.key_impl(value) if is_key(value) else None
         data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
-        held.append((path, data, impl))
+        targets.append((path, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
-    skip = lambda name: not name.startswith("module.") or name in generators  # noqa: E731
+
+    def skip(name: str) -> bool:
+        return not name.startswith("module.") or name in generators
+
     pairs, rows = match(checkpoint.weights, wanted, skip=skip, cast=True)
     name = type(module).__name__
     if rows and not pairs and not strict:
@@ -121,14 +108,14 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
             "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
         )
     report(checkpoint, rows, name, strict)
-    target = {}
+    specs = {}
     for i, k in pairs.items():
-        data = held[k][1]
+        _, data, _ = targets[k]
         # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
-        target[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
+        specs[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
     loaded = {}
-    for i, array in checkpoint.arrays(target).items():
-        path, data, impl = held[pairs[i]]
+    for i, array in checkpoint.arrays(specs).items():
+        path, data, impl = targets[pairs[i]]
         array = jnp.asarray(array, data.dtype)
         loaded[path] = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
     nnx.update(module, nnx.from_flat_state(loaded))

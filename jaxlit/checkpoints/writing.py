@@ -1,12 +1,9 @@
 """Writes a checkpoint in the background, completely or not at all.
 
-It is written under a temporary name, sealed by its manifest, and only then renamed.
-
-The files of a checkpoint that each process has written: it hashes them, and process 0 seals those of all. A process
-writes its hashes to a file in the temporary folder of the checkpoint, and then sends process 0 a short message. Only
-this goes through the coordinator of jax: many hashes would be too much for it.
-
-Hides the hundreds of lines that orbax prints of a save that fails: the error names the cause.
+It is written under a temporary name, sealed by its manifest, and only then renamed: `prepare`, `Draft.write`, `Saving`.
+Each process hashes the files that it has written into a file of the temporary folder, and sends process 0 a short
+message, as many hashes would be too much for the coordinator of jax; process 0 seals the files of all. At the end: how
+the hundreds of lines are hidden that orbax prints of a save that fails, whose error names the cause.
 """
 
 import contextlib
@@ -33,128 +30,6 @@ from jaxlit.distributed.team import agree_or_raise, forget, received, send, sent
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, raised_everywhere
 
 
-def hand_over(folder: Path, token: str, loaders: bytes) -> None:
-    """Write the states of this process's loaders, and give process 0 the hashes of this process's files.
-
-    Args:
-        folder: The temporary folder, which has the arrays.
-        token: Its token.
-        loaders: The states, as JSON.
-
-    Raises:
-        OSError: The disk is full, or the like.
-    """
-    (folder / LOADERS).mkdir(exist_ok=True)
-    files.write(folder / loaders_of(jax.process_index()), loaders)
-    text = json.dumps(files.on_disk(folder, _written(folder)))
-    files.patiently(_hashes(folder, jax.process_index()).write_text, text)
-    send(f"saved/{token}", "")
-
-
-def give_up(token: str, error: BaseException) -> None:
-    """Send the other processes the reason why this one cannot write its part."""
-    if jax.process_count() > 1:
-        with contextlib.suppress(Exception):  # the error that led here is the one to raise
-            send(f"saved/{token}", str(error).strip() or type(error).__name__)
-
-
-def problem_of(token: str) -> str | None:
-    """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
-    return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
-
-
-def collect(folder: Path, token: str) -> dict[str, Any]:
-    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if there is only one.
-
-    Raises:
-        ProcessError: Another process could not hand over its files.
-        OSError: A file cannot be read.
-    """
-    if jax.process_count() == 1:
-        return {}
-    entries = files.on_disk(folder, _written(folder))  # while the others hash theirs
-    for process, problem in enumerate(received(f"saved/{token}"), 1):
-        if problem:
-            raise ProcessError(f"process {process}: {problem}")
-        path = _hashes(folder, process)
-        entries |= files.read_json(path)
-        path.unlink()
-    return entries
-
-
-def outcome(token: str, problem: str) -> str:
-    """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
-    return shared_by_first(f"written/{token}", problem)
-
-
-def forget_outcomes() -> None:
-    """Delete the outcomes of earlier checkpoints; to be called once all processes have waited for these."""
-    if jax.process_count() > 1 and jax.process_index() == 0:
-        forget("written")
-
-
-def _written(folder: Path) -> list[Path]:
-    """Return the files that this process has written; what is in no process's folder is left to process 0."""
-    # Each folder by its name: a listing of those of a thousand processes, made by all of them, would be a million.
-    index, arrays = jax.process_index(), folder / ARRAYS
-    folders = [*arrays.glob(f"*/ocdbt.process_{index}"), *arrays.glob(f"*/array_metadatas/process_{index}")]
-    files = [path for found in folders for path in ([found] if found.is_file() else sorted(found.rglob("*")))]
-    return [path for path in (*files, folder / loaders_of(index)) if path.is_file()]
-
-
-def _hashes(folder: Path, process: int) -> Path:
-    return folder / f".hashes_{process}.json"
-
-
-_LATE_S = 5.0
-_LOGGERS = ("absl", "asyncio")  # orbax's, and that of its event loops
-_ORBAX = f"{os.sep}orbax{os.sep}"
-_lock = threading.Lock()
-_saves = 0
-_previous = sys.unraisablehook
-
-
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    trace = record.exc_info[2] if record.exc_info else None
-    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-    return not any(_ORBAX in path for path in (record.pathname, *frames))
-
-
-def _unraisable(event: Any) -> None:
-    # A write that has ended reports to the event loop that waited for it, which the failure of another has closed.
-    if str(event.exc_value) != "Event loop is closed":
-        _previous(event)
-
-
-def hide_messages() -> None:
-    """Hide orbax's messages until `show_messages` was called as often."""
-    _count(1)
-
-
-def show_messages(*, failed: bool) -> None:
-    """Take back a `hide_messages`; a little later if the save failed, as its other writers have yet to end."""
-    if failed:
-        late = threading.Timer(_LATE_S, _count, [-1])
-        late.daemon = True
-        late.start()
-    else:
-        _count(-1)
-
-
-def _count(change: int) -> None:
-    global _saves, _previous
-    with _lock:
-        before, _saves = _saves, _saves + change
-        if bool(before) == bool(_saves):
-            return
-        for logger in map(logging.getLogger, _LOGGERS):
-            (logger.addFilter if _saves else logger.removeFilter)(_is_not_of_orbax)
-        if _saves:
-            _previous, sys.unraisablehook = sys.unraisablehook, _unraisable
-        elif sys.unraisablehook is _unraisable:
-            sys.unraisablehook = _previous
-
-
 class Saving(Background[None]):
     """A checkpoint that is being written, by a thread for which the end of the process waits.
 
@@ -176,19 +51,19 @@ class Saving(Background[None]):
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
         """
-        several = team().size > 1
-        error = self._wait_for_others() if several else self.join() and self.error
+        has_peers = team().size > 1
+        error = self._wait_with_peers() if has_peers else self.join() and self.error
         self.was_awaited, unwritten = True, _unwritten(self.path, error) if error else None
         # Process 0 hears of the problems of all, and all raise what it says. After a failure of the job none waits.
-        if several and not team().over and (text := outcome(self._token, str(unwritten or ""))):
-            unwritten = raised_everywhere(
-                unwritten if unwritten is not None and str(unwritten) == text else CheckpointError(text)
-            )
+        if has_peers and not team().over and (text := outcome(self._token, str(unwritten or ""))):
+            if unwritten is None or str(unwritten) != text:
+                unwritten = CheckpointError(text)
+            raise raised_everywhere(unwritten)
         if unwritten is not None:
             raise unwritten
 
-    def _wait_for_others(self) -> BaseException | None:
-        """Wait, and return the error; the writer of a process whose disk is full leaves those of the others waiting."""
+    def _wait_with_peers(self) -> BaseException | None:
+        """Wait, and return the error; the writer of a process whose disk is full leaves those of its peers waiting."""
         while not self.join(0.5):
             if (problem := problem_of(self._token)) is not None:
                 return ProcessError(problem)
@@ -203,11 +78,11 @@ class Saving(Background[None]):
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that all processes write together; its temporary folder is there.
+    """A checkpoint that all processes write together; its temporary folder exists.
 
     Attributes:
         path: Where it will be.
-        order: A number that is larger than those of the checkpoints that are there.
+        order: A number that is larger than those of the existing checkpoints.
         token: What no other temporary folder has in its name.
         text: The state as JSON; of processes other than 0 only that of their loaders.
     """
@@ -279,19 +154,23 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
     Args:
         path: The checkpoint's folder.
         take: Returns the state, as JSON values. It is called here so that an error of one process is that of all.
-        order: A number that is larger than those of the checkpoints that are there; that of process 0 counts.
+        order: A number larger than those of the existing checkpoints; that of process 0 counts.
 
     Raises:
         ArgumentError: `path` is something else than a checkpoint.
         CheckpointError: The state is no JSON value, or the folder cannot be made.
     """
     draft, leads = Draft(Path(os.path.abspath(path)), order, secrets.token_hex(4)), jax.process_index() == 0
-    problem: JaxlitError | None = None
+    problem = None
     try:
         state = take()
         draft = replace(draft, text=_as_json(state if leads else state["loaders"]))
         if leads:
-            _make_folder(draft)
+            _check_path(draft.path)
+            try:
+                draft.temporary.mkdir(parents=True)
+            except OSError as error:
+                raise _unwritten(draft.path, error) from error
     except JaxlitError as error:
         problem = error
     try:
@@ -304,14 +183,6 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
             _discard(draft.temporary)
         raise
     return replace(draft, token=token)
-
-
-def _make_folder(draft: Draft) -> None:
-    _check_path(draft.path)
-    try:
-        draft.temporary.mkdir(parents=True)
-    except OSError as error:
-        raise _unwritten(draft.path, error) from error
 
 
 def _check_path(path: Path) -> None:
@@ -373,9 +244,9 @@ def _discard(temporary: Path) -> None:
 
 
 def _unwritten(path: Path, error: BaseException) -> CheckpointError:
-    what = str(error).strip() or type(error).__name__
+    reason = str(error).strip() or type(error).__name__
     unwritten = CheckpointError(
-        f"The checkpoint {path} could not be written: {what.splitlines()[0].rstrip('.')}. Earlier ones are as they "
+        f"The checkpoint {path} could not be written: {reason.splitlines()[0].rstrip('.')}. Earlier ones are as they "
         "were. Free the disk, or pass another folder."
     )
     if isinstance(error, OSError):  # its message is enough: its traceback through orbax would be pages
@@ -383,3 +254,120 @@ def _unwritten(path: Path, error: BaseException) -> CheckpointError:
         error.__cause__ = error.__context__ = None
     unwritten.__cause__ = error
     return unwritten
+
+
+def hand_over(folder: Path, token: str, loaders: bytes) -> None:
+    """Write the states of this process's loaders into a temporary folder, and give process 0 the hashes of its files.
+
+    Raises:
+        OSError: The disk is full, or the like.
+    """
+    (folder / LOADERS).mkdir(exist_ok=True)
+    files.write(folder / loaders_of(jax.process_index()), loaders)
+    text = json.dumps(files.on_disk(folder, _written(folder)))
+    files.patiently(_hashes(folder, jax.process_index()).write_text, text)
+    send(f"saved/{token}", "")
+
+
+def give_up(token: str, error: BaseException) -> None:
+    """Send the other processes the reason why this one cannot write its part."""
+    if jax.process_count() > 1:
+        with contextlib.suppress(Exception):  # the error that led here is the one to raise
+            send(f"saved/{token}", str(error).strip() or type(error).__name__)
+
+
+def problem_of(token: str) -> str | None:
+    """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
+    return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
+
+
+def collect(folder: Path, token: str) -> dict[str, Any]:
+    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if there is only one.
+
+    Raises:
+        ProcessError: Another process could not hand over its files.
+        OSError: A file cannot be read.
+    """
+    if jax.process_count() == 1:
+        return {}
+    entries = files.on_disk(folder, _written(folder))  # while the others hash theirs
+    for process, problem in enumerate(received(f"saved/{token}"), 1):
+        if problem:
+            raise ProcessError(f"process {process}: {problem}")
+        path = _hashes(folder, process)
+        entries |= files.read_json(path)
+        path.unlink()
+    return entries
+
+
+def outcome(token: str, problem: str) -> str:
+    """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
+    return shared_by_first(f"written/{token}", problem)
+
+
+def forget_outcomes() -> None:
+    """Delete the outcomes of earlier checkpoints; to be called once all processes have waited for these."""
+    if jax.process_count() > 1 and jax.process_index() == 0:
+        forget("written")
+
+
+def _written(folder: Path) -> list[Path]:
+    """Return the files that this process has written; what is in no process's folder is left to process 0."""
+    # Each folder by its name: a listing of those of a thousand processes, made by all of them, would be a million.
+    index, arrays = jax.process_index(), folder / ARRAYS
+    folders = [*arrays.glob(f"*/ocdbt.process_{index}"), *arrays.glob(f"*/array_metadatas/process_{index}")]
+    paths = [path for part in folders for path in (part, *sorted(part.rglob("*")))]
+    return [path for path in (*paths, folder / loaders_of(index)) if path.is_file()]
+
+
+def _hashes(folder: Path, process: int) -> Path:
+    return folder / f".hashes_{process}.json"
+
+
+_LATE_S = 5.0
+_LOGGERS = ("absl", "asyncio")  # orbax's, and that of its event loops
+_ORBAX = f"{os.sep}orbax{os.sep}"
+_lock = threading.Lock()
+_saves = 0
+_previous = sys.unraisablehook
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    trace = record.exc_info[2] if record.exc_info else None
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return not any(_ORBAX in path for path in (record.pathname, *frames))
+
+
+def _unraisable(event: Any) -> None:
+    # A write that has ended reports to the event loop that waited for it, which the failure of another has closed.
+    if str(event.exc_value) != "Event loop is closed":
+        _previous(event)
+
+
+def hide_messages() -> None:
+    """Hide orbax's messages until `show_messages` was called as often."""
+    _count(1)
+
+
+def show_messages(*, failed: bool) -> None:
+    """Take back a `hide_messages`; a little later if the save failed, as its other writers have yet to end."""
+    if failed:
+        late = threading.Timer(_LATE_S, _count, [-1])
+        late.daemon = True
+        late.start()
+    else:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _saves, _previous
+    with _lock:
+        before, _saves = _saves, _saves + change
+        if bool(before) == bool(_saves):
+            return
+        for logger in map(logging.getLogger, _LOGGERS):
+            (logger.addFilter if _saves else logger.removeFilter)(_is_not_of_orbax)
+        if _saves:
+            _previous, sys.unraisablehook = sys.unraisablehook, _unraisable
+        elif sys.unraisablehook is _unraisable:
+            sys.unraisablehook = _previous

@@ -45,7 +45,7 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
 
 def list_changes(before: nnx.Module, after: nnx.Module) -> str:
     """Return the attributes that were added, removed and set between two states of a module, outermost ones alone."""
-    old, new, verbs = _structure(before), _structure(after), dict[str, str]()
+    old, new, verbs = _structure(before), _structure(after), {}
     for name in sorted(old | new):
         if name not in old or name not in new:
             verbs[name] = "removed" if name in old else "added"
@@ -76,7 +76,7 @@ class ArrayAttribute:
         name: The attribute's name, its index in an `nnx.List`, or its key.
     """
 
-    def __init__(self, owner: nnx.Pytree | dict[Any, Any], name: Any) -> None:
+    def __init__(self, owner: nnx.Pytree | dict, name: Any) -> None:
         self._attributes, self._name = (owner, name) if isinstance(owner, dict) else (vars(owner), str(name))
 
     def get_raw_value(self) -> Any:
@@ -131,7 +131,7 @@ class AttributesOfStep:
     """
 
     def __init__(self, module: nnx.Module) -> None:
-        self._before, seen = dict[str, Any](), dict[int, Any]()
+        self._before, seen = {}, {}
         for path, attributes, name in each_attribute(module, of=nnx.Pytree):
             self._before[path] = attributes[name]
             attributes[name] = copied(attributes[name], seen)

@@ -49,7 +49,7 @@ class Stack:
         take = partial(jax.lax.dynamic_index_in_dim, index=i, axis=1, keepdims=False)
         return self.map(take, lambda x: take(x)[0])
 
-    def map(self, array: Callable[[Any], Any], number: Callable[[Any], Any]) -> Any:
+    def map(self, array: Callable, number: Callable) -> Any:
         """Return the pytree with `array` of each array, and `number` of each number."""
         leaves, treedef = jax.tree.flatten(self.arrays)
         pairs = zip(leaves, self.numbers, strict=True)
@@ -84,7 +84,7 @@ class FusedSteps:
     written: tuple[int, ...]
     is_row: Any
 
-    def __call__(self, replica: Replica, leaves: list[Any], backup: list[Any], stack: Stack) -> tuple[Any, ...]:
+    def __call__(self, replica: Replica, leaves: list, backup: list, stack: Stack) -> tuple:
         """Take the steps.
 
         Args:
@@ -98,11 +98,11 @@ class FusedSteps:
             steps take windows, and the outputs: those with rows (rows, num_batches, ...), others (num_batches, ...).
         """
 
-        def arguments(leaves: list[Any], i: jax.Array) -> Any:
+        def arguments(leaves: list, i: jax.Array) -> Any:
             # Like the arguments of a single step: else XLA fuses what computes them into it, and rounds it otherwise.
             return jax.lax.optimization_barrier((leaves, stack.traced(i)))
 
-        def micro(leaves: list[Any], i: jax.Array) -> Any:
+        def micro(leaves: list, i: jax.Array) -> Any:
             leaves, _, loss, outputs = self.step.micro(replica, *arguments(leaves, i))
             return leaves, (loss, outputs)
 
@@ -158,9 +158,7 @@ class MicrobatchStep:
         """The index of the loss scale, None without one."""
         return self.at.loss_scale  # type: ignore[return-value]
 
-    def forward(
-        self, replica: Replica, leaves: list[Any], batch: Any
-    ) -> tuple[jax.Array, list[jax.Array], jax.Array, Any]:
+    def forward(self, replica: Replica, leaves: list, batch: Any) -> tuple[jax.Array, list[jax.Array], jax.Array, Any]:
         """Run the user's step on a part of the batch.
 
         Returns:
@@ -180,8 +178,8 @@ class MicrobatchStep:
         return total + rows.astype(total.dtype) * grad.astype(total.dtype)
 
     def finish(
-        self, leaves: list[Any], written: list[Any], grads: list[Any], rows: jax.Array, table: jax.Array, outputs: Any
-    ) -> tuple[Any, ...]:
+        self, leaves: list, written: list, grads: list, rows: jax.Array, table: jax.Array, outputs: Any
+    ) -> tuple:
         """Return what the program returns, after the last pass.
 
         Args:
@@ -217,9 +215,7 @@ class MicrobatchStep:
         return new_leaves, logs, loss, outputs, *seen
 
 
-def eval_step(
-    pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable[..., Any]
-) -> Callable[..., tuple[list[jax.Array], jax.Array | None, Any]]:
+def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable) -> Callable:
     """Return the body of a validation, test or predict step, which adds one batch to the metrics.
 
     It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
@@ -235,7 +231,7 @@ def eval_step(
     """
 
     def run(
-        replica: Replica, leaves: list[Any], sums: list[jax.Array], batch: Any
+        replica: Replica, leaves: list, sums: list[jax.Array], batch: Any
     ) -> tuple[list[jax.Array], jax.Array | None, Any]:
         counters, *variables = layout.unflatten(leaves)
         totals, batch_idx = sums

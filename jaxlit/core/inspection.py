@@ -160,7 +160,7 @@ class StepTraces:
 
     program: Any
     longer: Any
-    arguments: tuple[Any, ...]
+    arguments: tuple
     results: Any
     step: str
     metrics: Sequence[Metric]
@@ -273,11 +273,7 @@ def _check_reads(
 
 
 def _outputs(related: _Related, traces: StepTraces, rows_of: tuple[bool, ...]) -> tuple[Relation, ...]:
-    """Return the relations of a step's outputs, of which rows need none.
-
-    Raises:
-        ModuleError: An output has no rows and does not follow from those of the replicas.
-    """
+    """Return the relations of a step's outputs, or refuse one without rows that does not follow from the replicas'."""
     relations = []
     for (name, x), has_rows, relation in zip(named_leaves(traces.results[1][3]), rows_of, related.outputs, strict=True):
         if not has_rows and not _is_reducible(relation, x.dtype):

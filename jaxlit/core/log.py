@@ -35,7 +35,7 @@ for _stage in ("validation", "test"):
 
 @dataclass(frozen=True)
 class Metric:
-    """How one logged name is reduced and where it shows."""
+    """How one logged name is reduced, and where it appears."""
 
     name: str
     prog_bar: bool = False
@@ -57,7 +57,7 @@ class Metric:
 
     @property
     def names(self) -> set[str]:
-        """Every name under which its values show."""
+        """Every name under which its values appear."""
         return {self.name, *([self.step_name] * self.on_step), *([self.epoch_name] * self.on_epoch)}
 
 
@@ -83,7 +83,7 @@ def metric_of(caller: str, name: Any, **how: Any) -> Metric:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {caller}: there is no step there. Leave on_step out.")
-    options: dict[str, Any] = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    options: dict = {"on_step": bool(by_step), "on_epoch": by_epoch}
     options |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
     metric = Metric(name, **options)
     if not metric.on_step and not metric.on_epoch:
@@ -251,10 +251,11 @@ class Table:
         kinds = [m.reduce_fx for m in metrics]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
         self._extreme, self.means = self._min | self._max, self._mean.tolist()
+        self._extreme_totals = np.stack([self._extreme, np.zeros_like(self._extreme)])  # in a table
 
     @property
     def has_steps(self) -> bool:
-        """Whether a metric shows the values of single steps."""
+        """Whether a metric has values of single steps."""
         return any(m.on_step for m in self.metrics)
 
     def empty(self) -> np.ndarray:
@@ -295,7 +296,7 @@ class Table:
         total = new + lost
         lost = lost - (total - new)
         # Nothing is rounded off an extreme. Of an infinity inf - inf would be, which is NaN.
-        exact = ~jnp.isfinite(new) | np.stack([self._extreme, np.zeros_like(self._extreme)])
+        exact = ~jnp.isfinite(new) | self._extreme_totals
         return jnp.concatenate([jnp.where(exact, new, total), jnp.where(exact, 0.0, lost)])
 
     def combine(self, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -305,13 +306,13 @@ class Table:
         total = jnp.where(self._min, jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0]))
         return jnp.stack([jnp.where(self._extreme, total, a[0] + b[0]), a[1] + b[1]])
 
-    def reduce(self, table: jax.Array, psum: Callable[[jax.Array], jax.Array], axis: str) -> jax.Array:
+    def reduce(self, table: jax.Array, psum: Callable, axis: str) -> jax.Array:
         """Return the table of all replicas, given the sum of their tables."""
         if not self._extreme.any():
             return psum(table)
         low, high = jax.lax.pmin(table[0], axis), jax.lax.pmax(table[0], axis)
         # An infinity among the extremes must not meet another in the sum.
-        summed = psum(jnp.where(np.stack([self._extreme, np.zeros_like(self._extreme)]), 0.0, table))
+        summed = psum(jnp.where(self._extreme_totals, 0.0, table))
         return summed.at[0].set(jnp.where(self._min, low, jnp.where(self._max, high, summed[0])))
 
     def refit(self, table: np.ndarray, replicas: int | None) -> np.ndarray:

@@ -36,7 +36,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class SideTable(Generic[_T]):
-    """Values by object, forgotten with it; by identity, as a dataclass module has no hash."""
+    """Values by object identity, since a dataclass module has no hash; a value is deleted with its object."""
 
     def __init__(self) -> None:
         self._values: dict[int, _T] = {}
@@ -63,7 +63,7 @@ watchers: dict[int, Any] = {}
 
 
 def attach(module: Any, trainer: Any) -> Any:
-    """Make `module.trainer` the trainer, and return the one that it was."""
+    """Make `module.trainer` the trainer, and return the earlier one."""
     outer = trainer_of(module)
     trainers[module] = weakref.ref(trainer)
     return outer
@@ -83,7 +83,7 @@ class Stage:
     step: str  # the module's method
     loaders: str  # the hook that makes its loaders
     limit: str  # the Trainer's argument that limits them
-    program: str  # how its compiled step is called
+    program: str  # the name of its compiled step
 
 
 STAGES = {
@@ -135,12 +135,12 @@ class Hparams(dict[str, Any]):
 
     def saved(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the constructor's arguments as a checkpoint keeps them, and what was added; secrets are not kept."""
-        arguments: dict[str, Any] = dict.fromkeys(sorted(self._arguments - {"rngs", *self}), DEFAULT)
+        arguments: dict = dict.fromkeys(sorted(self._arguments - {"rngs", *self}), DEFAULT)
         arguments |= {name: not_kept(text) for name, text in self._left_out.items()}
         added = {}
         for name, value in self.items():
             try:
-                encoded, secrets = encode(value), list[str]()
+                encoded, secrets = encode(value), []
                 hide({name: readable(value)}, secrets)
                 tell(secrets)
                 if secrets:
@@ -193,9 +193,9 @@ class KeepsHparams:
 
     @takes_only_its_arguments("self.save_hyperparameters")
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
-        """Say which constructor arguments are hyperparameters; without a call all that can be saved are.
+        """Choose which constructor arguments are hyperparameters; without a call all that can be saved are.
 
-        Called in a base class's constructor, those that it was given are as well.
+        Called in the constructor of a base class, it adds the arguments of that constructor.
 
         Args:
             *args: Names of those that are, or dicts of more.
@@ -282,7 +282,7 @@ def _recorded(cls: type, init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _named(
-    classes: Iterable[type], owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, defaults: bool
+    classes: Iterable[type], owner: Any, args: tuple, kwargs: dict[str, Any], *, defaults: bool
 ) -> dict[str, Any]:
     """Return a constructor's arguments by name; what it hands on as `*args, **kwargs` has the names of its base."""
     cls, *bases = [cls for cls in classes if hasattr(vars(cls).get("__init__"), "__code__")] or [type(owner)]
@@ -504,7 +504,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         return self.trainer.logger
 
     @property
-    def loggers(self) -> list[Any]:
+    def loggers(self) -> list:
         """The Trainer's loggers."""
         return self.trainer.loggers
 
@@ -549,7 +549,7 @@ def takes_loader(module: TrainModule, stage: str) -> bool:
     return stage != "training" and "dataloader_idx" in parameters
 
 
-def tell_taken(caller: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
+def log_taken(caller: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> None:
     """Log which checkpoint is taken, and why newer ones are not."""
     for reason in skipped:
         _logger.warning("A newer checkpoint was skipped. %s", reason)
@@ -558,16 +558,16 @@ def tell_taken(caller: str, checkpoint: Checkpoint, skipped: Iterable[str]) -> N
         say(f"{caller}: {short_path(checkpoint.path)} (step {state['global_step']}, epoch {state['epoch']})")
 
 
-def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
+def load_module(cls: type, path: Any, overrides: dict[str, Any], *, strict: bool = True) -> Any:
     """Build a module from a checkpoint; see `TrainModule.load_from_checkpoint`."""
     parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
     if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
         raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
     checkpoint, skipped = locate(path := local(path), f"{cls.__name__}.load_from_checkpoint")
     if Path(path).absolute() != checkpoint.path:
-        tell_taken("load_from_checkpoint", checkpoint, skipped)
+        log_taken("load_from_checkpoint", checkpoint, skipped)
     recorded = checkpoint.state["module"]["hparams"]
-    arguments, missing = dict(overrides), dict[str, str]()
+    arguments, missing = dict(overrides), {}
     for name, value in recorded.items():
         if value != DEFAULT and name not in overrides:
             try:
@@ -583,7 +583,7 @@ def load_module(cls: type[Any], path: Any, overrides: dict[str, Any], *, strict:
         )
     if "rngs" in parameters and "rngs" not in arguments:
         arguments["rngs"] = nnx.Rngs(0)  # what it draws is overwritten
-    args: list[Any] = []
+    args: list = []
     varargs = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), None)
     if varargs in arguments and (rest := arguments.pop(varargs)):  # with all before it by position
         before = list(parameters.values())[1 : list(parameters).index(varargs)]

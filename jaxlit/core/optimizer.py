@@ -102,7 +102,7 @@ def _by_label(
     transforms: Mapping[str, optax.GradientTransformation], groups: Mapping[str, str], names: Collection[str]
 ) -> optax.GradientTransformation:
     labels = {groups[name] for name in names}
-    used: dict[Any, optax.GradientTransformation] = {label: tx for label, tx in transforms.items() if label in labels}
+    used: dict = {label: tx for label, tx in transforms.items() if label in labels}
     return optax.partition(used, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
 
 
@@ -199,7 +199,7 @@ def decay_mask(params: Any) -> Any:
     return jax.tree.map_with_path(lambda path, x: jnp.ndim(x) > 1 and _may_decay(path), params)
 
 
-def _may_decay(path: tuple[Any, ...]) -> bool:
+def _may_decay(path: tuple) -> bool:
     names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
     names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
     name = names[-1].lower() if names else ""
@@ -246,7 +246,7 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
     Raises:
         ArgumentError: A group has no parameter, or a parameter no group.
     """
-    ungrouped, group_of = names_in(module, wrt, ...), dict[str, str]()
+    ungrouped, group_of = names_in(module, wrt, ...), {}
     for key, label in zip(keys, labels_of(keys), strict=True):
         names = names_in(module, wrt, key)
         first = [name for name in names if name in ungrouped]
@@ -268,7 +268,7 @@ def _fits(key: Any) -> Any:
     if not isinstance(key, str):
         return nnx.filterlib.to_predicate(key)
 
-    def fits(path: tuple[Any, ...], x: Any) -> bool:
+    def fits(path: tuple, x: Any) -> bool:
         begins = [path[: n + 1] for n in range(len(path))]
         return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
 

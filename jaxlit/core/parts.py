@@ -54,7 +54,7 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     names_in_parts = {name for part in parts for name in part.names}
     txs = [optimizer.tx_of(optimizer.groups.keys() - names_in_parts)]
     txs += [optimizer.tx_of(part.names) if part.tx is None else part.tx for part in parts]
-    transforms: dict[Any, optax.GradientTransformation] = dict(enumerate(txs))
+    transforms: dict = dict(enumerate(txs))
     # A function, as the parameters may be masked themselves.
     split = optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _at(parts, path), params))
 
@@ -81,7 +81,7 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
 
 def parts_along(state: Any) -> list[str]:
     """Return for each leaf of an optimizer's state the label of the part that it is of, "" for none."""
-    paths: list[Any] = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    paths: list = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
     if not isinstance(state, PartStates):
         return [""] * len(paths)
     return [path[1].key if path[0].name == "parts" else "" for path in paths]
@@ -95,15 +95,10 @@ def _at(parts: Sequence[Part], path: Any) -> int:
 
 @dataclass(frozen=True)
 class Hold:
-    """What an optimizer step leaves alone, given the epoch that it is in.
-
-    Args:
-        parts: The parts.
-        epoch: () int32.
-    """
+    """What an optimizer step leaves alone, given the epoch that it is in."""
 
     parts: Sequence[Part]
-    epoch: jax.Array
+    epoch: jax.Array  # () int32
 
     def without(self, grads: Any) -> Any:
         """Return the gradients with zeros for what is held: a clip by their norm is that of the others."""
@@ -123,7 +118,7 @@ class Hold:
         """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
         if not self.parts:
             return new
-        states = dict[str, Any]()
+        states = {}
         for part in self.parts:
             choose = partial(jnp.where, self._held(part))
             states[part.label] = jax.tree.map(choose, old.parts[part.label], new.parts[part.label])

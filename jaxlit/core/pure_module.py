@@ -1,4 +1,4 @@
-"""A module taken apart once, and the user's step of it as a pure function.
+"""A module that is split once, and the user's step of it as a pure function.
 
 First what a trace notes: the attributes of a Trainer that it reads (`Reads`), the leaves of the state (`Leaf`), and
 what the step logs, returns and writes (`Traced`). After `PureModule`: checks of a step's results, and how the copy of
@@ -102,12 +102,12 @@ class Traced:
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
 class PureModule:
-    """A module taken apart once: its graph here, its arrays in the state.
+    """A module split once: its graph is here, its arrays are in the state.
 
     Args:
         graphdef: The module's graph.
         wrt: The filter of trained variables.
-        origin: The module itself, for its side tables and messages.
+        origin: The module, for its side tables and messages.
     """
 
     graphdef: Any
@@ -115,7 +115,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
-    _bodies: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _bodies: dict[Any, Callable] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -165,7 +165,7 @@ class PureModule:
         return self._bodies[key]
 
     def run(self, stage: str, replica: Replica, loader: int | None, *args: Any) -> tuple[jax.Array, Any]:
-        """Run the user's step of a stage; see `body` for `args` and what is returned."""
+        """Run the user's step of a stage; `body` documents the arguments and results."""
         params, frozen, model_state, batch, step, epoch, batch_idx = args
         compute, training, name = self.precision.compute, stage == "training", f"{self.name}.{STAGES[stage].step}"
         state = (params, frozen, model_state)
@@ -311,7 +311,7 @@ _NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
-    owners: dict[int, str] = {}
+    owners = {}
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.BatchNorm):
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}

@@ -60,12 +60,12 @@ def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict
     """
     schedule: Any = optimizer.lr_schedule
     state = jax.eval_shape(optimizer.tx.init, params)
-    counts: dict[str, int] = {}
+    counts = {}
     for i, ((name, x), part) in enumerate(zip(named_leaves(state), parts_along(state), strict=True)):
         if name.split(".")[-1] == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
             counts.setdefault(part, i)
 
-    def rate(label: str) -> Callable[[Any, jax.Array], jax.Array]:
+    def rate(label: str) -> Callable:
         i = counts.get(label)
         return lambda state, step: _number(schedule(step if i is None else jax.tree.leaves(state)[i]))
 
@@ -74,9 +74,7 @@ def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict
     return {"lr": (0, rate(""))} | like
 
 
-def _read(
-    optimizer: Optimizer, params: Any, parts: Sequence[Part]
-) -> tuple[dict[str, int], Callable[[Any, jax.Array], list[jax.Array]]]:
+def _read(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> tuple[dict[str, int], Callable]:
     """Return the first epoch of each rate that has no schedule, by name, and a function of (state, loss) to these."""
     names = [name for name, _ in named_leaves(params)]
     wanted = set(names)
@@ -99,9 +97,9 @@ def _read(
 
 def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
     """Return what the rates are called in a row, with the index of a parameter that each is the rate of."""
-    labels, of_parameter = [groups.get(name, "") for name in names], dict[str, int]()
+    labels, of_parameter = [groups.get(name, "") for name in names], {}
     for label in dict.fromkeys(["", *groups.values()]):  # what is in no group first
-        first: dict[Any, int] = {}  # the first parameter of each of the group's rates
+        first = {}  # the first parameter of each of the group's rates
         for i, key in enumerate(keys):
             if labels[i] == label and key is not None:
                 first.setdefault(key, i)
@@ -111,18 +109,13 @@ def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any])
 
 
 class _Program:
-    """The program of an optimizer's update.
-
-    Args:
-        tx: The optimizer.
-        params: The parameters, abstract.
-    """
+    """The program of an optimizer's update, for abstract parameters."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
         state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
         leaves = jax.tree.leaves((state, loss))
 
-        def updates(grads: Any, params: Any, state: Any, loss: Any) -> list[Any]:
+        def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:
             return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
 
         closed = jax.make_jaxpr(updates)(params, params, state, loss)
@@ -137,7 +130,7 @@ class _Program:
             if not self.of_step.isdisjoint(variables(eqn.invars)):
                 self.of_step.update(eqn.outvars)
 
-    def factors(self, i: int) -> list[Any]:
+    def factors(self, i: int) -> list:
         """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
 
         From the end it goes inwards until the sign has changed, as it does where a rate makes a descent of a gradient.
@@ -183,7 +176,7 @@ class _Program:
             x = eqn.invars[0]
         return x if getattr(x.aval, "shape", None) == () else None
 
-    def values(self, rates: Sequence[Sequence[Any]]) -> Callable[[Any, jax.Array], list[jax.Array]]:
+    def values(self, rates: Sequence[Sequence]) -> Callable:
         """Return a function of (state, loss) to the values of rates, each given by its factors."""
         needed = dict.fromkeys(variables([x for factors in rates for x in factors if x is not None]))
         eqns = walk_back(self.jaxpr.eqns, needed)

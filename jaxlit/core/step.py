@@ -44,12 +44,12 @@ class TrainStep:
     pure: PureModule
     options: StepOptions
     layout: Layout
-    traced: tuple[Callable[..., Any], ...] = ()
+    traced: tuple[Callable, ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
-    wrap: Callable[..., Any] = same
+    wrap: Callable = same
     constrain_grads: Callable[[Any], Any] = same
 
-    def micro(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array, jax.Array, Any]:
+    def micro(self, replica: Replica, leaves: list, batch: Any) -> tuple[list, jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
 
         Returns:
@@ -62,7 +62,7 @@ class TrainStep:
         state = state.advance(steps=0)
         return self.layout.flatten(state), self.logs(table, state), loss, outputs
 
-    def update(self, replica: Replica, leaves: list[Any], batch: Any) -> tuple[Any, ...]:
+    def update(self, replica: Replica, leaves: list, batch: Any) -> tuple:
         """Take an optimizer step with one batch, or with the window that it completes.
 
         Returns:
@@ -90,7 +90,7 @@ class TrainStep:
         new_leaves, logs, *seen = self.apply(old, new, grads, table)
         return new_leaves, logs, loss, outputs, *seen
 
-    def apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[Any, ...]:
+    def apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple:
         """Clip and check gradients, and take the optimizer's step with them.
 
         Args:
@@ -109,8 +109,8 @@ class TrainStep:
         return self.layout.flatten(new), self.logs(table, new, rates), *([seen] if self.traced else [])
 
     def diagnose(
-        self, written: Sequence[int], replica: Replica, leaves: list[Any], batch: Any
-    ) -> tuple[list[Any], jax.Array, jax.Array]:
+        self, written: Sequence[int], replica: Replica, leaves: list, batch: Any
+    ) -> tuple[list, jax.Array, jax.Array]:
         """Take the gradient of one batch, and no step.
 
         Returns:
@@ -151,9 +151,7 @@ class TrainStep:
         state, table, outputs = self.after_batch(replica, state, loss, aux, share)
         return state, grads, table, loss, outputs
 
-    def objective(
-        self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any
-    ) -> Callable[[Any], tuple[jax.Array, Any]]:
+    def objective(self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any) -> Callable:
         """Return a function of the parameters to what is differentiated, and (the loss, the step's other results)."""
         body = self.wrap(self.pure.body("training", replica))
         rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
@@ -258,7 +256,7 @@ class TrainStep:
         return new.advance(steps=1, bad_step=jnp.where(is_noted, bad_step, old.step)), updates
 
     def _select(
-        self, ok: jax.Array, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
+        self, ok: jax.Array, optimize: Callable, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
         """Return what `_updated` does, but the old fields unless `ok`; see `guarded` for the exception."""
         fields, updates = self._updated(optimize, old, new, grads, loss)
@@ -289,7 +287,7 @@ class TrainStep:
         return jax.lax.cond(ok, update, keep)
 
     def _updated(
-        self, optimize: Callable[..., Any], old: TrainState, new: TrainState, grads: Any, loss: jax.Array
+        self, optimize: Callable, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
         """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""
         opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
@@ -423,21 +421,21 @@ def _needs(closed: ClosedJaxpr, state: Any, num_grads: int, wait_for_all: bool) 
 
 
 class Choice(NamedTuple):
-    """What an output of the update is selected by."""
+    """The condition by which an output of the update is selected, and its old value."""
 
     is_good: jax.Array  # () bool, whether to take the new array
     old: Any
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list[Any]:
+def _run(closed: ClosedJaxpr, args: Sequence[Any], choices: Sequence[Choice]) -> list:
     """Run a program whose first outputs are selected by `choices`, each as soon as it is computed."""
-    places: dict[Any, list[int]] = {}  # by variable, the outputs that it is
+    places: dict[Any, list[int]] = {}  # by variable, the indices of the outputs that it is
     for i, var in enumerate(closed.jaxpr.outvars[: len(choices)]):
         if not isinstance(var, Literal):
             places.setdefault(var, []).append(i)
     chosen = {}
 
-    def rule(eqn: Any, args: list[Any]) -> list[Any]:
+    def rule(eqn: Any, args: list) -> list:
         results = bind(eqn, args)
         for k, (var, new) in enumerate(zip(eqn.outvars, results, strict=True)):
             for i in places.get(var, ()):

@@ -120,10 +120,9 @@ class TrainState:
 
 
 class Layout:
-    """How a pytree of arrays is held as a flat list of raw arrays.
+    """The flat form of a pytree: a list of raw arrays.
 
-    Typed PRNG keys leave jit's C++ fast path, so a key is held as its raw `key_data` and wrapped again
-    inside the trace.
+    Typed PRNG keys leave jit's C++ fast path, so the list has their raw `key_data`, which the trace wraps again.
 
     Args:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
@@ -147,7 +146,7 @@ class Layout:
             leaves[i] = jax.random.key_data(leaves[i])
         return leaves
 
-    def unflatten(self, leaves: list[Any]) -> Any:
+    def unflatten(self, leaves: list) -> Any:
         """Return the tree of `leaves`, raw data as keys."""
         if self.key_impls:
             leaves = list(leaves)

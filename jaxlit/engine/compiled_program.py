@@ -7,7 +7,6 @@ on steps that are dispatched and not finished; and the error of devices without 
 import contextlib
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -49,7 +48,7 @@ class CompiledProgram:
         self.name, self.program, self._step = name, program, step
         self.run: Callable = self._first
         self.ran, self.steps = False, 1
-        self._arguments: tuple[Any, ...] | None = None
+        self._arguments: tuple | None = None
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 
     def _first(self, *args: Any) -> Any:
@@ -77,7 +76,7 @@ class CompiledProgram:
 
     @cached_property
     def cost(self) -> ProgramCost:
-        """What a call like the first one costs; nothing is traced or compiled that jax still has of it."""
+        """What a call like the first one costs; what jax has in its caches is not traced or compiled again."""
         if hasattr(self.program, "estimate"):  # it runs in parts
             return self.program.estimate(*self._arguments)  # type: ignore[attr-defined]
         if (traced := self._trace()) is None:
@@ -108,7 +107,7 @@ def _abstract(x: Any) -> jax.ShapeDtypeStruct:
 def run_eagerly(run: Callable, program: Program) -> Callable:
     """Do by hand what jit does besides compiling: take numpy arrays, and give results their shardings."""
 
-    def call(*args: Any) -> tuple[Any, ...]:
+    def call(*args: Any) -> tuple:
         args = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, args)
         pairs = zip(run(*args), state_shardings(program), strict=True)
         return tuple(x if to is None else jax.device_put(x, to) for x, to in pairs)
@@ -157,7 +156,7 @@ def default_folder() -> Path:
 
 def _trim(folder: Path) -> None:
     """Delete the oldest entries down to `MAX_BYTES`; jax does so itself only with another package."""
-    total, stats = 0, dict[Path, os.stat_result]()
+    total, stats = 0, {}
     for file in folder.glob("*-cache"):  # as jax names its entries
         with contextlib.suppress(OSError):  # another process may have deleted it
             stats[file] = file.stat()
@@ -178,7 +177,7 @@ def _warn(reason: str) -> None:
 
 
 class Bound:
-    """Keeps the steps in flight bounded by one wait a period: a wait each step costs more than a step's Python.
+    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python.
 
     Args:
         limit: The most steps in flight.

@@ -81,7 +81,7 @@ class Engine:
         self._programs: dict[Any, CompiledProgram] = {}
         variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
         self.training: Training | None = None
-        self.rates, self.extras = Rates(), dict[str, Any]()
+        self.rates, self.extras = Rates(), {}
         if options is None:
             spec = state_spec(self.pure, strategy, init, variables)
         else:
@@ -159,12 +159,12 @@ class Engine:
         self.diagnose = Diagnosis(training, state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
 
-    def _train(self, program: CompiledProgram, batch: Any) -> list[Any]:
+    def _train(self, program: CompiledProgram, batch: Any) -> list:
         """Run a training program; return the table of metrics, the loss of a window's batch, and the outputs."""
         self.state.leaves, *results = program.run(self.state.leaves, batch)
         return results
 
-    def traced_step(self, traced: tuple[Callable, ...], batch: Any) -> list[Any]:
+    def traced_step(self, traced: tuple[Callable, ...], batch: Any) -> list:
         """Take an optimizer step with functions of (grads, updates, params, opt_state) compiled into it.
 
         Returns:
@@ -175,7 +175,7 @@ class Engine:
             self._programs[traced] = self._compile(self.training.traced(traced))
         return self._train(self._programs[traced], batch)
 
-    def fused_steps(self, window: int, batches: Any) -> list[Any]:
+    def fused_steps(self, window: int, batches: Any) -> list:
         """Take the optimizer steps of a placed `Stack` of batches, `window` each.
 
         Returns:
@@ -198,7 +198,7 @@ class Engine:
         return results
 
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
-        """Take an optimizer step from a state of the caller's own; returns the next one and the table of metrics."""
+        """Take an optimizer step from a state of the caller; return the next one and the table of metrics."""
         # Nothing of the engine is touched: compile_step hands the state from call to call.
         leaves, logs, _, _ = self._programs["train_step"].run(leaves, batch)
         return leaves, logs
@@ -342,7 +342,7 @@ class Engine:
             # Not the engine: the function outlives it, and would hold its arrays.
             pure, origin, layout, reads = self.pure, self.module, self.state.spec.eval_layout, Reads()
 
-            def applied(leaves: list[Any], inputs: Any) -> Any:
+            def applied(leaves: list, inputs: Any) -> Any:
                 _, params, frozen, model_state = layout.unflatten(leaves)
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
@@ -357,7 +357,7 @@ class Engine:
 
     @property
     def programs(self) -> list[CompiledProgram]:
-        """The programs that this engine's run has called; those of an evaluator's fit are not its own."""
+        """The programs that this engine's run has called; an evaluator has none of the training."""
         training = {} if self.evaluates_only else self._programs
         return [x for x in (*training.values(), *(x.program for x in self._evaluations.values())) if x.ran]
 
@@ -396,7 +396,7 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
         dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
         is_held = precision.held is not None and jnp.issubdtype(dtype, jnp.floating)
         arrays.append((x.shape, precision.held if is_held else dtype))
-    attributes: dict[Any, Any] = copied({path: at[name] for path, at, name in each_attribute(module)})
+    attributes: dict = copied({path: at[name] for path, at, name in each_attribute(module)})
     # A class in a notebook may be given other methods, and IPython's autoreload puts new code into the old function.
     for cls in {cls for _, node in nnx.iter_graph(module) for cls in type(node).__mro__}:
         if cls.__module__.partition(".")[0] not in ("builtins", "flax", "jax", "jaxlit"):

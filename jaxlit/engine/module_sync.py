@@ -42,7 +42,7 @@ class ModuleSync:
         self.stale, self.touched = True, False
         self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
         self._graphdef = nnx.graphdef(module)
-        self._arrays: list[Any] = []  # those that the module was given last
+        self._arrays: list = []  # those that the module was given last
         self._originals = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
 
@@ -75,7 +75,7 @@ class ModuleSync:
         else:
             self._arrays = arrays
 
-    def _set_arrays(self, arrays: list[Any]) -> None:
+    def _set_arrays(self, arrays: list) -> None:
         for (_, variable), array in zip(self._variables, arrays, strict=True):
             variable.set_raw_value(array)  # at each touch of a batch hook: set_value takes twice as long
 
@@ -161,7 +161,7 @@ class ModuleSync:
             return now.nodes != self._graphdef.nodes
 
     def _follow_replaced(self) -> None:
-        """Take the Variables that a batch hook put in the place of others, without what it wrote."""
+        """Follow a batch hook that has replaced Variables, without what it wrote to them."""
         before, self._variables = self._variables, self.engine.state.variables(self.module)
         pairs = zip(self._variables, before, strict=True)
         if replaced := [name for (name, now), (_, old) in pairs if isinstance(now, nnx.Variable) and now is not old]:
@@ -170,7 +170,7 @@ class ModuleSync:
 
     @contextmanager
     def registered(self) -> Iterator["ModuleSync"]:
-        """Keep the module in sync inside the block, and leave it the newest arrays."""
+        """Keep the module in sync inside the block, and give it the newest arrays at the end."""
         outer = watchers.get(id(self.module))  # of a run whose hook started this one
         watchers[id(self.module)] = self
         try:

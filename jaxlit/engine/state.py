@@ -130,7 +130,7 @@ class StateSpec:
 
     @property
     def optimizer_kind(self) -> str:
-        """How the optimizer's state is built: optimizers with the same arrays may mean different things by them."""
+        """The classes in the optimizer's state: optimizers with the same arrays may mean different things by them."""
         return _kind_of(self.index.opt_state)
 
     def make(self, init: Callable[..., TrainState], variables: Any, *, donate: bool) -> "State":
@@ -227,12 +227,12 @@ class State:
 
     @property
     def is_restored(self) -> bool:
-        """Whether there are all arrays; a restore that failed may have left some out."""
+        """Whether no array is missing, as after a restore that failed."""
         return all(x is not None for x in self.leaves)
 
     @property
     def is_complete(self) -> bool:
-        """Whether every array exists; a step or a restore that failed may have deleted some."""
+        """Whether no array is missing or deleted, as after a step or a restore that failed."""
         return not any(x is None or x.is_deleted() for x in self.leaves)
 
     @property

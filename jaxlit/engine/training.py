@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -239,32 +239,43 @@ def trace_step(
     traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
 
 
+class _Trace(NamedTuple):
+    """The trace of a step's body for one number of rows."""
+
+    program: Any
+    arguments: tuple
+    results: Any
+    num_rows: int
+    outputs: list
+
+
 def _trace_twice(
     pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
 ) -> StepTraces:
     """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
     (stage, loader), replicas = key, strategy.replica.count
-    programs: list[tuple[Any, ...]] = []  # the program, its arguments and its results, for each number of rows
+    traces: list[_Trace] = []
 
     def keep(replica: Replica, *args: Any) -> None:
         arguments = _arguments(replica, *args)
         program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-        programs.append((program, shapes, results))
+        _, (_, _, _, outputs) = results
         traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
-        triples = zip(traced.rows_of, *(jax.tree.leaves(x[1][3]) for x in (results, programs[0][2])), strict=True)
+        traces.append(_Trace(program, shapes, results, rows, jax.tree.leaves(outputs)))
+        triples = zip(traced.rows_of, traces[-1].outputs, traces[0].outputs, strict=True)
         traced.rows_of = tuple(y and is_row(x, rows) and x.shape[1:] == first.shape[1:] for y, x, first in triples)
 
     strategy.trace(keep, states, batch)
-    rows = num_rows(programs[0][1][3])
+    rows = traces[0].num_rows
     # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
     # one: then twice as many of both.
     with contextlib.suppress(Exception):  # the step may take this very number only
         for more_rows in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
             strategy.trace(keep, states, with_rows(batch, more_rows * replicas))
-    (program, shapes, results), longer = programs[-2:] if len(programs) > 1 else (programs[0], (None,))
+    longer = traces.pop().program if len(traces) > 1 else None
     name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
-    return StepTraces(program, longer[0], shapes, results, name, metrics)
+    return StepTraces(traces[-1].program, longer, traces[-1].arguments, traces[-1].results, name, metrics)
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

@@ -15,7 +15,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, FolderLock, best_of, locate, newest, read
 from jaxlit.checkpoints.remote import local, names_in, staging
 from jaxlit.checkpoints.weights import load_variables
-from jaxlit.core.module import TrainModule, tell_taken
+from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import computers, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, raised_everywhere
 from jaxlit.reporting.terminal import say, short_path
@@ -167,7 +167,7 @@ def resolve_checkpoint(
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
     if checkpoint is not None:
-        tell_taken(purpose, checkpoint, skipped)
+        log_taken(purpose, checkpoint, skipped)
     return checkpoint
 
 

@@ -1,14 +1,11 @@
-"""Load weights into a module by name and shape, each directly into its sharding.
-
-Save the weights of a module to a safetensors file.
-"""
+"""Load weights into a module by name and shape, each directly into its sharding, and save them to a file."""
 
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,33 +47,6 @@ class LoadedWeights:
         return "\n".join(f"{title}:\n{comparison(rows, _HEAD, len(rows))}" for title, rows in groups if rows)
 
 
-def weights_of(module: nnx.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the (name in files, path, leaf, array) of each weight of a module; a leaf is a Variable or an array.
-
-    Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
-
-    Raises:
-        CheckpointError: Two leaves have the same name.
-    """
-    no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set[str]()
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        x, is_variable = leaf, isinstance(leaf, nnx.Variable)
-        if is_variable:
-            x = leaf.get_value()
-        elif is_key(x) or not (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number)):
-            continue  # an attribute of another kind, such as an array of texts
-        if no_weights(path, leaf):
-            continue
-        if (name := dotted(path)) in names:
-            raise CheckpointError(
-                f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
-            )
-        names.add(name)
-        # A numpy attribute becomes a jax array when it is loaded or trained, and has its dtype in a file too.
-        is_plain = isinstance(x, (bool, int, float, complex)) or (not is_variable and isinstance(x, np.ndarray))
-        yield name, path, leaf, jnp.asarray(x) if is_plain else x
-
-
 def load_weights(
     module: nnx.Module,
     source: str | Path | Mapping[str, Any],
@@ -108,96 +78,35 @@ def load_weights(
         ArgumentError: A rule cannot be applied to an array that it matches.
         CheckpointError: A file cannot be read, or the weights do not match; a table lists the leaves and shapes.
     """
-    leaves, assigned, report = dict[str, tuple[Any, Any, Any]](), Assigned({}, {}, []), LoadedWeights([], [])
-    problem: JaxlitError | None = None
+    weights, arrays, assigned, report = {}, {}, Assigned({}, {}, []), LoadedWeights([], [])
+    problem = None
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"load_weights takes a flax.nnx module, got {shown(module)}.")
         check.boolean("strict", strict, owner="load_weights")
-        leaves = {name: leaf for name, *leaf in weights_of(module)}
-        arrays = {name: x for name, (_, _, x) in leaves.items()}
-        assigned = assign(read_arrays(source), rename or {}, {name: x.shape for name, x in arrays.items()})
+        weights = {weight.name: weight for weight in weights_of(module)}
+        assigned = assign(read_arrays(source), rename or {}, {name: w.array.shape for name, w in weights.items()})
         # An array attribute is often a constant that only `__init__` knows.
-        needed = {*assigned.arrays} | {name for name, (_, x, _) in leaves.items() if isinstance(x, _NEEDED)}
-        arrays = {name: x for name, x in arrays.items() if name in needed}
+        needed = {*assigned.arrays} | {name for name, weight in weights.items() if isinstance(weight.leaf, _NEEDED)}
+        arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
         _check(report, assigned, arrays, type(module).__name__, source, strict)
     except JaxlitError as error:
         problem = error
     team().same_error("loading weights", problem)
     attributes = []
-    for path, leaf, x, array in ((*leaves[name], assigned.arrays[name]) for name, _, _ in report.taken):
+    loaded = [weights[name] for name, _, _ in report.taken]
+    for name, path, leaf, x in loaded:
         if isinstance(leaf, nnx.Variable):
-            leaf.set_value(place(array, x))
+            leaf.set_value(place(assigned.arrays[name], x))
         else:
-            attributes.append((path, place(array, x)))
+            attributes.append((path, place(assigned.arrays[name], x)))
     nnx.update(module, nnx.from_flat_state(attributes))
     if jax.process_index() == 0:
-        size = count(sum(leaves[name][2].size for name, _, _ in report.taken))
-        whose = f"the {len(arrays)} arrays of {type(module).__name__}"
-        say(f"weights: {len(report.taken)} of {whose}, {size} numbers, from {_where(source)}")
+        size = count(sum(weight.array.size for weight in loaded))
+        module_arrays = f"the {len(arrays)} arrays of {type(module).__name__}"
+        say(f"weights: {len(loaded)} of {module_arrays}, {size} numbers, from {_shown_source(source)}")
     return report
-
-
-def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
-    saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
-    wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, x in arrays.items()]
-    pairs, rows = match(saved, wanted, cast=True)
-
-    def text(name: str, shape: list[int]) -> str:
-        first, *more = assigned.origins[name]
-        made = "" if first.endswith(f"{shape}") else f" -> {shape}"  # a rule has changed the shape
-        return f"{first}{f' and {len(more)} more' if more else ''}{made}"
-
-    texts = {name: text(name, list(shape)) for name, shape, _ in saved}
-    taken = [(wanted[k][0], texts[wanted[k][0]], f"{wanted[k][2]}{list(wanted[k][1])}") for k in pairs.values()]
-    return LoadedWeights(taken, [(name, texts.get(name, "nothing"), theirs) for name, _, theirs in rows])
-
-
-def _check(
-    report: LoadedWeights, assigned: Assigned, arrays: Mapping[str, Any], name: str, source: Any, strict: bool
-) -> None:
-    """Refuse weights that do not match, or warn about those that are not taken."""
-    if not report.left:
-        return
-    rows, left = comparison(report.left, _HEAD), [leaf for leaf, _, _ in report.left if leaf in arrays]
-    if not strict and report.taken and not any(isinstance(arrays[leaf], _SHAPE) for leaf in left):
-        _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
-        return
-    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
-    hint = "Map their names in rename= to names of leaves, or to None to skip them."
-    shapes = {leaf: (assigned.arrays[leaf].shape, arrays[leaf].shape) for leaf in left if leaf in assigned.arrays}
-    if turned := [leaf for leaf, (x, y) in shapes.items() if len(x) == 2 and x == y[::-1] != y]:
-        rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
-        hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
-    if strict and report.taken:
-        hint += " Pass strict=False to load only what fits."
-    raise CheckpointError(f"The weights of {_where(source)} do not fit {name}:\n{rows}\n{idle}{hint}")
-
-
-def place(source: Any, like: Any) -> jax.Array:
-    """Return an array of a source with the dtype and sharding of the array `like`."""
-    like = like if isinstance(like, _SHAPE) else jnp.asarray(like)
-
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        # A copy of this shard only: jax may keep using the memory that it is given.
-        return np.array(source[index], like.dtype, order="C", copy=True)
-
-    # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
-    if like.sharding is None or not getattr(like, "committed", True):
-        return jnp.asarray(read((slice(None),) * like.ndim))
-    shards: dict[str, np.ndarray] = {}  # devices with the same shard share one read
-
-    def shard(index: Any) -> np.ndarray:
-        if (key := str(index)) not in shards:
-            shards[key] = read(index)
-        return shards[key]
-
-    return jax.make_array_from_callback(like.shape, like.sharding, shard)
-
-
-def _where(source: Any) -> str:
-    return str(source) if isinstance(source, (str, Path)) else f"a mapping of {len(source)} names"
 
 
 def save_weights(module: nnx.Module, path: str | Path) -> None:
@@ -216,14 +125,14 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
         ArgumentTypeError: `module` is not an NNX module, or `path` has another suffix.
         CheckpointError: The file format does not support the dtype of a leaf, or the file cannot be written.
     """
-    leaves, problem = list[tuple[str, Any]](), None
+    leaves, problem = [], None
     try:
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"save_weights takes a flax.nnx module, got {shown(module)}.")
         if not (isinstance(path, (str, os.PathLike)) and str(path).endswith(".safetensors")):
             raise ArgumentTypeError(f"save_weights takes the path of a file, *.safetensors, got {shown(path)}.")
         path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
-        leaves = [(name, x) for name, *_, x in weights_of(module)]
+        leaves = [(weight.name, weight.array) for weight in weights_of(module)]
         _check_leaves(leaves)
     except JaxlitError as error:
         problem = error
@@ -240,6 +149,68 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
     for _ in arrays:  # every process takes part in gathering each array, also after an error in process 0
         pass
     team().same_error("saving weights", problem)
+
+
+def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
+    saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
+    wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, x in arrays.items()]
+    pairs, rows = match(saved, wanted, cast=True)
+
+    def text(name: str, shape: list[int]) -> str:
+        first, *more = assigned.origins[name]
+        change = "" if first.endswith(f"{shape}") else f" -> {shape}"  # a rule has changed the shape
+        return f"{first}{f' and {len(more)} more' if more else ''}{change}"
+
+    texts = {name: text(name, list(shape)) for name, shape, _ in saved}
+    specs = [wanted[k] for k in pairs.values()]
+    taken = [(name, texts[name], f"{dtype}{list(shape)}") for name, shape, dtype in specs]
+    return LoadedWeights(taken, [(name, texts.get(name, "nothing"), wanted) for name, _, wanted in rows])
+
+
+def _check(
+    report: LoadedWeights, assigned: Assigned, arrays: Mapping[str, Any], name: str, source: Any, strict: bool
+) -> None:
+    """Refuse weights that do not match, or warn about those that are not taken."""
+    if not report.left:
+        return
+    rows, missing = comparison(report.left, _HEAD), [leaf for leaf, _, _ in report.left if leaf in arrays]
+    if not strict and report.taken and not any(isinstance(arrays[leaf], _SHAPE) for leaf in missing):
+        _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
+        return
+    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
+    hint = "Map their names in rename= to names of leaves, or to None to skip them."
+    shapes = {leaf: (assigned.arrays[leaf].shape, arrays[leaf].shape) for leaf in missing if leaf in assigned.arrays}
+    if turned := [leaf for leaf, (x, y) in shapes.items() if len(x) == 2 and x == y[::-1] != y]:
+        rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
+        hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
+    if strict and report.taken:
+        hint += " Pass strict=False to load only what fits."
+    raise CheckpointError(f"The weights of {_shown_source(source)} do not fit {name}:\n{rows}\n{idle}{hint}")
+
+
+def place(source: Any, like: Any) -> jax.Array:
+    """Return an array of a source with the dtype and sharding of the array `like`."""
+    like = like if isinstance(like, _SHAPE) else jnp.asarray(like)
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        # A copy of this shard only: jax may keep using the memory that it is given.
+        return np.array(source[index], like.dtype, order="C", copy=True)
+
+    # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
+    if like.sharding is None or not getattr(like, "committed", True):
+        return jnp.asarray(read((slice(None),) * like.ndim))
+    shards = {}  # devices with the same shard share one read
+
+    def shard(index: Any) -> np.ndarray:
+        if (key := str(index)) not in shards:
+            shards[key] = read(index)
+        return shards[key]
+
+    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+
+
+def _shown_source(source: Any) -> str:
+    return str(source) if isinstance(source, (str, Path)) else f"a mapping of {len(source)} names"
 
 
 def _gathered(x: Any) -> np.ndarray:
@@ -259,3 +230,39 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
             raise CheckpointError(
                 f"save_weights: {name} is {dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
             )
+
+
+class Weight(NamedTuple):
+    """A weight of a module, by its name in files; the leaf is a Variable or an array."""
+
+    name: str
+    path: tuple
+    leaf: Any
+    array: Any
+
+
+def weights_of(module: nnx.Module) -> Iterator[Weight]:
+    """Yield the weights of a module.
+
+    Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
+
+    Raises:
+        CheckpointError: Two leaves have the same name.
+    """
+    no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set()
+    for path, leaf in nnx.to_flat_state(nnx.state(module)):
+        x, is_variable = leaf, isinstance(leaf, nnx.Variable)
+        if is_variable:
+            x = leaf.get_value()
+        elif is_key(x) or not (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number)):
+            continue  # an attribute of another kind, such as an array of texts
+        if no_weights(path, leaf):
+            continue
+        if (name := dotted(path)) in names:
+            raise CheckpointError(
+                f"Two leaves of {type(module).__name__} are called {name} in files. Rename one of them."
+            )
+        names.add(name)
+        # A numpy attribute becomes a jax array when it is loaded or trained, and has its dtype in a file too.
+        is_plain = isinstance(x, (bool, int, float, complex)) or (not is_variable and isinstance(x, np.ndarray))
+        yield Weight(name, path, leaf, jnp.asarray(x) if is_plain else x)

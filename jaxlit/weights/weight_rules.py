@@ -67,13 +67,7 @@ class WeightRule:
     def parts(
         self, match: re.Match[str], x: np.ndarray, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[tuple[str, int | None, np.ndarray]]:
-        """Return the (leaf, index in its first dim or None, part of the array) for each leaf.
-
-        Args:
-            match: The match of the expression with the name of the array.
-            x: The array.
-            shapes: The shape of each leaf of the module.
-        """
+        """Return the (leaf, index in its first dim or None, part of the array x) for each leaf; `shapes` is by leaf."""
         try:
             names = [match.expand(name) for name in ([self.to] if isinstance(self.to, str) else self.to)]
             names = [re.sub(r"\[(\w+)\]", r".\1", name) for name in names]  # layers[0] is layers.0 in files
@@ -87,11 +81,10 @@ class WeightRule:
             if len(names) > 1:
                 parts = np.split(x, len(names) if sizes is None else np.cumsum(sizes)[:-1], self.axis)
             if self.reshape:
-                wanted = [
-                    shapes.get(name, part.shape)[index is not None :] for name, part in zip(names, parts, strict=True)
-                ]
-                # A part of another size keeps its shape, and is reported later with all that do not fit.
-                parts = [x.reshape(y) if x.size == math.prod(y) else x for x, y in zip(parts, wanted, strict=True)]
+                for i, (name, part) in enumerate(zip(names, parts, strict=True)):
+                    shape = shapes.get(name, part.shape)[index is not None :]
+                    # A part of another size keeps its shape, and is reported later with all that do not fit.
+                    parts[i] = part.reshape(shape) if part.size == math.prod(shape) else part
         except (ValueError, LookupError, TypeError, re.error) as error:
             raise ArgumentError(
                 f"rename=: {self} cannot be applied to {match[0]} of shape {list(x.shape)}: {error}. Change the rule."
@@ -100,11 +93,7 @@ class WeightRule:
 
 
 class Stacked:
-    """A stack of arrays, of which only the parts that are read are stacked.
-
-    Args:
-        parts: The arrays, by index.
-    """
+    """A stack of arrays, of which only the parts that are read are stacked."""
 
     def __init__(self, parts: Sequence[np.ndarray]) -> None:
         self.parts = parts
@@ -134,34 +123,28 @@ def assign(
     rename: Mapping[str, str | WeightRule | None],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Assigned:
-    """Apply rules to the arrays of a source.
-
-    Args:
-        arrays: The arrays.
-        rename: The rules, see `load_weights`.
-        shapes: The shape of each leaf of the module.
+    """Apply the rules of `load_weights` to the arrays of a source, given the shape of each leaf of the module.
 
     Raises:
         ArgumentError: An expression is invalid, or a rule cannot be applied to an array that it matches.
         CheckpointError: Two arrays are assigned to the same leaf, or an array of a stack is missing.
     """
     rules, idle = _compiled(rename), dict.fromkeys(rename)
-    given: dict[str, dict[int | None, np.ndarray]] = {}
-    origins: dict[str, list[str]] = {}
+    parts_of, origins = {}, {}  # by leaf: its parts by index, and the descriptions of their arrays
     for name, x in arrays.items():
-        parts: list[tuple[str, int | None, np.ndarray]] = [(name, None, x)]
+        parts: list = [(name, None, x)]
         if match := next((match for pattern in rules if (match := pattern.fullmatch(name))), None):
             idle.pop(match.re.pattern, None)
             parts = [] if (rule := rules[match.re]) is None else rule.parts(match, x, shapes)
         for leaf, index, part in parts:
-            taken, names = given.setdefault(leaf, {}), origins.setdefault(leaf, [])
+            known, names = parts_of.setdefault(leaf, {}), origins.setdefault(leaf, [])
             names.append(f"{name}: {x.dtype}{list(x.shape)}")
-            if index in taken or (taken and (None in taken or index is None)):
+            if index in known or (known and (None in known or index is None)):
                 raise CheckpointError(
                     f"{' and '.join(names[-2:])} are both assigned to {leaf}. Map each to its own leaf in rename=."
                 )
-            taken[index] = part
-    return Assigned({leaf: _joined(leaf, parts) for leaf, parts in given.items()}, origins, list(idle))
+            known[index] = part
+    return Assigned({leaf: _joined(leaf, parts) for leaf, parts in parts_of.items()}, origins, list(idle))
 
 
 def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | None]:
