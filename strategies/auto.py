@@ -1,4 +1,4 @@
-"""The strategy that is chosen by the memory that a step takes."""
+"""`Auto`, which chooses a strategy by the memory that a step needs."""
 
 from collections.abc import Mapping
 
@@ -16,15 +16,16 @@ class Auto(FSDP):
 
     On one device the choice is between `single` and `remat`, on several among the others. It is made when a fit
     begins, by the compiled memory of a training step, and holds for the Trainer from then on. A candidate that is
-    certain not to fit, by its state and the temporaries of those before it, is not compiled: as a rule one compile is
-    in vain. Until a fit, a module that `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
+    certain not to fit, by its state and the temporaries of those before it, is not compiled: usually one compile is
+    wasted. Until a fit, a module that `jl.lazy` builds or that is only evaluated is split as by `fsdp`.
 
     Args:
-        memory_bytes: What a step may take of a device; None for 95 % of what jax reports, less what other arrays take.
-            CPUs report nothing: without a limit `strategy="auto"` is `single` or `ddp`, and this class refuses.
+        memory_bytes: The bytes of a device that a step may use; None for 95 % of what jax reports, less what other
+            arrays use. CPUs report nothing: without a limit `strategy="auto"` is `single` or `ddp`, and this class
+            refuses.
 
     Raises:
-        ArgumentError: The devices report no limit, and none is given.
+        ArgumentError: The devices report no limit, and `memory_bytes` is None.
 
     Example:
         >>> import jaxlit as jl
@@ -41,15 +42,15 @@ class Auto(FSDP):
         """Build the mesh.
 
         Raises:
-            ArgumentError: There is no limit.
+            ArgumentError: No limit is known.
         """
         super().setup(devices)
         rule = "has to be given where devices report no memory, as CPUs do not"
         check.require(self.limit() is not None, "memory_bytes", None, rule, owner="Auto")
 
-    def limit(self, own: int = 0) -> int | None:
-        """Return the bytes that a step may take of a device; see `memory_limit`."""
-        return memory_limit(own) if self.memory_bytes is None else self.memory_bytes
+    def limit(self, step_bytes: int = 0) -> int | None:
+        """Return the bytes of a device that a step may use; see `memory_limit`."""
+        return memory_limit(step_bytes) if self.memory_bytes is None else self.memory_bytes
 
     def candidates(self) -> Mapping[str, Strategy]:
         """Return the strategies among which it chooses, the first choice first, by their names."""
@@ -57,23 +58,23 @@ class Auto(FSDP):
 
 
 def candidates(devices: int) -> dict[str, Strategy]:
-    """Return the strategies among which "auto" chooses on as many devices, by their names."""
+    """Return the strategies among which "auto" chooses on this number of devices, by their names."""
     last: dict[str, Strategy] = {"fsdp with remat": FSDP(remat=True)}
     if devices == 1:
         return {"single": SingleDevice()} | last
     return {"ddp": DDP(), "zero1": FSDP(stage=1), "fsdp": FSDP()} | last
 
 
-def memory_limit(own: int = 0) -> int | None:
-    """Return the bytes that a training step may take of any device of this process; None if one does not report them.
+def memory_limit(step_bytes: int = 0) -> int | None:
+    """Return the bytes that a training step may use of any device of this process; None if one does not report them.
 
     XLA plans with 95 % of the memory, as allocations leave gaps. The bytes of other arrays are subtracted: the result
-    is negative if they take more than that.
+    is negative if they exceed that.
 
     Args:
-        own: Bytes of the arrays on a device that the step takes over.
+        step_bytes: Bytes of the arrays on a device that belong to the step.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all(x.get("bytes_limit") for x in stats):
         return None
-    return min(int(0.95 * x["bytes_limit"]) - max(x.get("bytes_in_use", 0) - own, 0) for x in stats)
+    return min(int(0.95 * x["bytes_limit"]) - max(x.get("bytes_in_use", 0) - step_bytes, 0) for x in stats)

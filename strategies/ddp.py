@@ -13,11 +13,11 @@ from jaxlit.strategies.base import Strategy
 class DDP(Strategy):
     """Keep a full copy of the state on every device and split the batch.
 
-    The step sees the global batch, so the numbers are those of `single`, also for losses and
-    BatchNorm, which couple rows. XLA averages the gradients.
+    The step sees the global batch, so the numbers are those of `single`, also for losses and BatchNorm, which couple
+    rows. XLA averages the gradients.
 
     Args:
-        mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axis `data`, or over its only
+        mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axis `data`, or its single
             axis, and the state is replicated.
 
     Raises:

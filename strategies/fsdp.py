@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: its stages (ZeRO), copies of its shards (HSDP), and rules."""
+"""Fully sharded data parallel, with the stages of ZeRO, copies of the shards (HSDP), and rules."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,11 +27,11 @@ class FSDP(Strategy):
     annotates them; its largest dim that divides by the number of shards; two dims that divide together; a dim that
     divides by a part of the shards. Otherwise it is replicated, as are arrays of at most `min_size` elements, random
     state, batch statistics and counters. The dim that a scan goes along, layer by layer, is split by rules only. The
-    step sees the global batch, so the numbers are those of `single`. Where it scans over layers, the weights of one
-    layer are gathered at a time; scans inside a cond or a loop are left to XLA.
+    step sees the global batch, so the numbers are those of `single`. In a scan over layers, the weights of one layer
+    are gathered at a time; scans inside a cond or a loop are left to XLA.
 
     The stages are those of ZeRO (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054). With `replicas` the state
-    is split over a part of the devices only, and each such group holds a copy (HSDP: Zhao et al., 2023,
+    is split over a part of the devices only, and each such group has a copy (HSDP: Zhao et al., 2023,
     https://arxiv.org/abs/2304.11277): parameters are gathered within a group, the batch is split over all devices.
 
     Args:
@@ -40,10 +40,10 @@ class FSDP(Strategy):
         replicas: Copies of the state, a divisor of the number of devices; the mesh is then `data` x `fsdp`. "auto" is
             the number of processes, and 2 in a single one.
         rules: Which mesh axes arrays are split over, see `Rules`.
-        remat: Recompute the layers that a step scans over in the backward pass: True keeps their inputs only,
-            "dots_saveable" and other names of `jax.checkpoint_policies` what these save. Refused if there is no scan.
+        remat: Recompute the layers that a step scans over in the backward pass: True saves their inputs only,
+            "dots_saveable" and other names of `jax.checkpoint_policies` save more. Refused if there is no scan.
         mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
-            state over `fsdp`; with one of the two, or with an only axis, both are split over that.
+            state over `fsdp`; with one of the two, or with a single axis, both are split over that.
 
     Raises:
         ArgumentError: A value is out of its set, or the mesh has several axes and none of these names.
@@ -77,9 +77,10 @@ class FSDP(Strategy):
         self.use_mesh(mesh)
 
     def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
-        """Train on a mesh of the user's own; see `Strategy.use_mesh`."""
-        free, name = mesh is None or self.replicas in (1, "auto"), type(self).__name__
-        check.require(free, "replicas", self.replicas, "is a size of the given mesh: leave it out", owner=name)
+        """Train on a mesh of the user's; see `Strategy.use_mesh`."""
+        is_allowed = mesh is None or self.replicas in (1, "auto")
+        rule = "is a size of the given mesh: leave it out"
+        check.require(is_allowed, "replicas", self.replicas, rule, owner=type(self).__name__)
         super().use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
@@ -90,8 +91,9 @@ class FSDP(Strategy):
         """
         if self.replicas == 1:
             return super().mesh_shape(device_count)
-        several = jax.process_count() if jax.process_count() > 1 else math.gcd(2, device_count)
-        replicas = several if isinstance(self.replicas, str) else self.replicas
+        replicas = self.replicas
+        if isinstance(replicas, str):
+            replicas = jax.process_count() if jax.process_count() > 1 else math.gcd(2, device_count)
         if device_count % replicas:
             raise ArgumentError(
                 f"FSDP(replicas={self.replicas!r}): {device_count} devices do not divide into {replicas} copies of the "
@@ -113,8 +115,9 @@ class FSDP(Strategy):
         if window is not None:
             window = replace(window, grads=split[0] if self.stage >= 2 else params)
         opt_state = like_params(state.opt_state, state.params, split[0], self.replicated)
-        module = {"params": params, "frozen": frozen, "model_state": model_state}
-        return replace(shardings, opt_state=opt_state, window=window, **module)
+        return replace(
+            shardings, params=params, frozen=frozen, model_state=model_state, opt_state=opt_state, window=window
+        )
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the gradients' shards from stage 2 on."""
@@ -127,8 +130,6 @@ class FSDP(Strategy):
             return by_layer(body, pairs, self._policy)
         split = [pair if pair[0] != pair[1] else None for pair in pairs]
         return by_layer(body, split) if any(split) else body
-
-    # How an array is split
 
     def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
         """Return the shardings of parameters, frozen parameters and other state under stage 3."""
@@ -143,14 +144,14 @@ class FSDP(Strategy):
             ]
 
         shardings = split({})
-        # The step is traced only where that can matter: a dim was split that a scan may go along.
-        doubtful = any(
+        # The step is traced only if a dim is split that a scan may go along.
+        may_scan = any(
             axes_of(first.spec) and (x.ndim > 2 or (x.ndim > 1 and first.spec[0]))
             for first, (_, _, x) in zip(shardings, leaves, strict=True)
         )
-        if example is not None and (doubtful or self.remat):
-            places = [i for i, (_, _, x) in enumerate(leaves) if not is_key(x)]
-            scanned = scanned_dims(self.step_program(state, model, example), places)
+        if example is not None and (may_scan or self.remat):
+            indices = [i for i, (_, _, x) in enumerate(leaves) if not is_key(x)]
+            scanned = scanned_dims(self.step_program(state, model, example), indices)
             if self.remat and not scanned:
                 raise ArgumentError(
                     f"{type(self).__name__}(remat={self.remat!r}) recomputes the layers of a scan, and "
@@ -167,9 +168,11 @@ class FSDP(Strategy):
         return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, unsplit_dims=scanned)
 
     def _gathered(self, split: NamedSharding) -> NamedSharding:
-        """Return the sharding of an array while it is used: over the axes of rules alone."""
+        """Return the sharding of an array while it is used: over the axes of rules only."""
         if split.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
             return self.replicated
-        entries = (x if isinstance(x, tuple) else (x,) for x in split.spec)
-        kept = [tuple(axis for axis in x if axis is not None and axis not in self.shard_axes) for x in entries]
-        return NamedSharding(self.mesh, P(*(x[0] if len(x) == 1 else x or None for x in kept)))
+        entries = []
+        for entry in split.spec:
+            axes = tuple(axis for axis in axes_of(P(entry)) if axis not in self.shard_axes)
+            entries.append(axes[0] if len(axes) == 1 else axes or None)
+        return NamedSharding(self.mesh, P(*entries))

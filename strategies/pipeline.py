@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each group of devices holds some of the layers, and microbatches go from group to group."""
+"""Pipeline parallelism: each group of devices has some of the layers, and microbatches go from group to group."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -41,11 +41,10 @@ class Pipeline(Strategy):
     """Give each group of devices, a rank, some of the layers, and send microbatches through them in turn.
 
     `jl.pipeline_yield(x)` in the model, or `layers`, marks where a stage may end. Operations run on the stage of their
-    operands: tied weights, skips, masks and losses of single layers need nothing of the user. A batch is split into
-    microbatches, as many windows of `accumulate_grad_batches` would be: gradients are those of the mean over all
-    rows, dropout and batch statistics those of the microbatches one by one. Within a rank the strategy `inner`
-    distributes the work. In several processes each rank has devices of them all, and only `inner`'s collectives cross
-    processes.
+    operands: tied weights, skips, masks and losses of single layers need no change of the model. A batch is split into
+    microbatches, like the batches of `accumulate_grad_batches`: gradients are those of the mean over all rows, dropout
+    and batch statistics those of the microbatches one by one. Within a rank the strategy `inner` distributes the work.
+    In several processes each rank has devices of all processes, and only `inner`'s collectives cross processes.
 
     Sources: GPipe (Huang et al., arXiv 1811.06965), 1F1B (Narayanan et al., arXiv 1806.03377, 2104.04473), zero bubble
     (Qi et al., arXiv 2401.10241), and pipelines of whole programs (JaxPP, arXiv 2412.14374).
@@ -54,13 +53,13 @@ class Pipeline(Strategy):
         stages: Ranks, the size of the mesh axis `stage`; None for as many as a process has devices.
         schedule: "gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zb_h1", "zbv", or a `Schedule`; the interleaved
             one and "zbv" cut the model into twice as many stages as there are ranks.
-        microbatches: Into how many parts a batch is split; None for as many as there are ranks. A batch of fewer rows
-            has one for each.
+        microbatches: How many parts a batch is split into; None for as many as there are ranks. A batch of fewer rows
+            has one for each row.
         layers: The attribute that holds the model's layers, "blocks" or "encoder.blocks": a stage may end after each;
             or the layers after which stages end, ["blocks.1", "blocks.3"]. None if the model calls
             `jl.pipeline_yield`.
         inner: The strategy within a rank, such as "fsdp" or "ddp".
-        remat: Recompute a stage's forward pass in its backward pass, and keep its inputs only; or the name of one of
+        remat: Recompute a stage's forward pass in its backward pass, and save its inputs only; or the name of one of
             `jax.checkpoint_policies`.
         balance: How parts between marks become stages: "count" for equal numbers, "flops" for about equal
             operations, or the number of each stage.
@@ -126,8 +125,6 @@ class Pipeline(Strategy):
         self._inner = inner
         self.use_mesh(mesh)
 
-    # The mesh ---------------------------------------------------------------------------------------
-
     def mesh_shape(self, device_count: int) -> dict[str, int]:
         """Return the axis `stage` and those of the strategy within a rank.
 
@@ -140,8 +137,8 @@ class Pipeline(Strategy):
                 f"{type(self).__name__}(stages={stages}): {device_count} devices do not divide into {stages} groups. "
                 "Give a divisor, or Trainer(devices=...)."
             )
-        given: Any = self._inner._user_mesh
-        shape: Any = getattr(given, "shape", given) or self._inner.mesh_shape(device_count // stages)
+        mesh: Any = self._inner._user_mesh
+        shape: Any = getattr(mesh, "shape", mesh) or self._inner.mesh_shape(device_count // stages)
         return {"stage": stages} | dict(shape)
 
     def _build_mesh(self, devices: Sequence[jax.Device]) -> Mesh:
@@ -149,16 +146,17 @@ class Pipeline(Strategy):
         return mesh_within_processes(devices, shape) or super()._build_mesh(devices)
 
     def setup(self, devices: int | None = None) -> None:
-        """Build the mesh, and that of each rank."""
+        """Build the mesh and the mesh of each rank."""
         super().setup(devices)
         if "stage" not in self.mesh.axis_names:
             raise ArgumentError(
                 f"{type(self).__name__} takes a mesh with an axis 'stage', whose size is the number of ranks, got axes "
                 f"{self.mesh.axis_names}."
             )
-        ranks, others = self.mesh.shape["stage"], [axis for axis in self.mesh.axis_names if axis != "stage"]
-        given = self._schedule
-        self.schedule = given if isinstance(given, Schedule) else SCHEDULES[given](ranks)
+        ranks = self.mesh.shape["stage"]
+        axes = [axis for axis in self.mesh.axis_names if axis != "stage"]
+        schedule = self._schedule
+        self.schedule = schedule if isinstance(schedule, Schedule) else SCHEDULES[schedule](ranks)
         if (self.stages or ranks, self.schedule.num_ranks) != (ranks, ranks):
             raise ArgumentError(
                 f"{type(self).__name__}(stages={self.stages}, schedule={self.schedule!r}) takes as many "
@@ -166,12 +164,13 @@ class Pipeline(Strategy):
                 f"{self.schedule.num_ranks} ranks. Leave stages out where you give a mesh."
             )
         grid = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index("stage"), 0)
-        grid, axes = (grid, others) if others else (grid[:, None], ["data"])
-        meshes = [Mesh(one, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for one in grid]
+        if not axes:
+            grid, axes = grid[:, None], ["data"]
+        meshes = [Mesh(devices, axes, axis_types=self.mesh.axis_types[:1] * len(axes)) for devices in grid]
         check_processes(meshes)
         self.inner = self._inner_on(meshes[0])
         self.batch_axes = tuple(axis for axis in self.inner.batch_axes if axis in self.mesh.axis_names)
-        # On an abstract mesh its constraints hold for each rank.
+        # On an abstract mesh the constraints hold for each rank.
         self._abstract: Any = copy.copy(self.inner)
         self._abstract.mesh = self.inner.mesh.abstract_mesh
         simulate(self.schedule, self.num_microbatches)  # refuses an incomplete schedule before anything is compiled
@@ -181,7 +180,7 @@ class Pipeline(Strategy):
     def _inner_on(self, mesh: Mesh) -> Any:
         """Return the strategy within a rank, on a rank's mesh."""
         inner = copy.copy(self._inner)
-        if self._user_mesh is None:  # its axes are the strategy's own
+        if self._user_mesh is None:  # the axes are those of the inner strategy
             inner._user_mesh = mesh
         else:
             inner._user_mesh = None
@@ -192,18 +191,17 @@ class Pipeline(Strategy):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The last stage's rank, where the loss is: no array is on all ranks."""
+        """The sharding on the last stage's rank, which computes the loss: no array is on all ranks."""
         return NamedSharding(self.places.meshes[self.places.home], P())
 
-    # The state --------------------------------------------------------------------------------------
-
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
-        """Return the shardings of the strategy within a rank, for each array on the first rank that uses it."""
+        """Return the shardings of the inner strategy, for each array on the first rank that uses it."""
         closed = None if example is None else self.step_program(state, model, example)
         ranks, sizes, facts, stages = placement_of(self.schedule, self.balance, state, closed)
         if facts is not None:
             self.sizes = sizes  # for parts of a batch of any size
-            self._facts, self.notes = facts, {name: f"stage {stage}" for name, stage in stages.items()}
+            self._facts = facts
+            self.notes = {name: f"stage {stage}" for name, stage in stages.items()}
         params, frozen, model_state = ranks
         rank_of = like_params(state, state.params, params, self.places.home)  # type: ignore[arg-type]
         rank_of = replace(rank_of, params=params, frozen=frozen, model_state=model_state)
@@ -214,25 +212,26 @@ class Pipeline(Strategy):
         return None
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of arrays of the state, run in parts where they are."""
+        """Return a function of arrays of the state, which runs in parts on the ranks of the arrays."""
         run = Placed(self.in_mesh(fn), self.places, "on_state", follows=True)
-        as_array = lambda x: x if isinstance(x, jax.Array) else np.asarray(x)  # noqa: E731
-        return lambda arrays, *inputs: run(arrays, *jax.tree.map(as_array, inputs))
+
+        def call(arrays: Any, *inputs: Any) -> Any:
+            return run(arrays, *jax.tree.map(lambda x: x if isinstance(x, jax.Array) else np.asarray(x), inputs))
+
+        return call
 
     def gather(self, arrays: list[jax.Array]) -> list[jax.Array]:
-        """Return the arrays on the first device, or on the host where it has no room for them; prints which."""
+        """Return the arrays on the first device, or on the host if the device has no room; print which."""
         if len({self.places.rank_of(x) for x in arrays}) == 1:
             return arrays
-        moved, where = self.places.gather(arrays)
+        moved, target = self.places.gather(arrays)
         if jax.process_index() == 0:
-            say(f"the module is gathered from {len(self.places.meshes)} ranks to {where}")
+            say(f"the module is gathered from {len(self.places.meshes)} ranks to {target}")
         return moved
-
-    # The batch --------------------------------------------------------------------------------------
 
     @property
     def replica(self) -> Replica:
-        """What a pass sees: its microbatch, as a batch of the strategy within a rank."""
+        """What a pass sees: its microbatch, as a batch of the inner strategy."""
         return Replica(
             constrain_batch=self._abstract._constrain_batch,
             prepare=self._layers.mark,
@@ -255,14 +254,12 @@ class Pipeline(Strategy):
         return jax.tree.map(lambda x: Rows(x, count, sharding_of(x)) if x.ndim else x, batch)
 
     def splits_by_process(self, batch: Any) -> bool:
-        """Return whether each process places rows of each microbatch that no other does."""
+        """Return whether each process places rows of each microbatch that no other process places."""
         rows, count = num_rows(batch), self.num_microbatches
         return rows % count == 0 and self.inner.splits_by_process(with_rows(batch, rows // count))
 
-    # Programs ---------------------------------------------------------------------------------------
-
     def in_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `fn` traced with the axes within a rank in context, and with marks."""
+        """Return `fn`, traced with the axes within a rank in context, and with marks."""
         inside = self.inner.in_mesh(fn)
 
         def call(*args: Any) -> Any:
@@ -272,7 +269,7 @@ class Pipeline(Strategy):
         return call
 
     def compile(self, program: Program) -> Callable[..., Any]:
-        """Return the program, of a training step as passes of its microbatches in the order of the schedule."""
+        """Return the compiled program; a training step runs as passes of microbatches in the schedule's order."""
         shardings = [x.sharding for x in program.outputs[0] if isinstance(x, ArraySpec)]  # of the state
         if program.passes is None:
             fn = self.in_mesh(partial(program.fn, self._global))
@@ -299,9 +296,8 @@ class Pipeline(Strategy):
         first = f"{super().describe()}, {self.schedule!r} with {self.num_microbatches} microbatches"
         if not self._facts:
             return first
-        residuals = None if self._step is None else self._step.residuals
-        kept = residuals and residuals()
-        return f"{first}\n{stage_table(self._facts, kept, self.schedule, self.num_microbatches)}"
+        residuals = self._step.residuals() if self._step is not None and self._step.residuals else None
+        return f"{first}\n{stage_table(self._facts, residuals, self.schedule, self.num_microbatches)}"
 
 
 _INNER: dict[str, Callable[[], Strategy]] = {"fsdp": FSDP, "ddp": DDP}

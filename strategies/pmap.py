@@ -34,18 +34,18 @@ class PMap(PerReplica):
     takes_mesh = False
 
     def place(self, batch: Any, *, replicated: bool) -> Any:
-        """Give every leaf a leading dim of replicas, on its device."""
-        n, to = self.num_replicas, NamedSharding(self.mesh, P(self.axis))
+        """Place every leaf with a leading dim of replicas."""
+        n, by_replica = self.num_replicas, NamedSharding(self.mesh, P(self.axis))
 
         def stack(x: Any) -> Any:
-            copied = replicated or not x.ndim  # pmap refuses a call with nothing mapped
-            shape = (n, *x.shape) if copied else (n, x.shape[0] // n, *x.shape[1:])
+            is_copied = replicated or not x.ndim  # pmap refuses a call with nothing mapped
+            shape = (n, *x.shape) if is_copied else (n, x.shape[0] // n, *x.shape[1:])
             if isinstance(x, jax.ShapeDtypeStruct):
-                return x.update(shape=shape, sharding=to)
-            return np.broadcast_to(x, shape) if copied else np.asarray(x).reshape(shape)
+                return x.update(shape=shape, sharding=by_replica)
+            return np.broadcast_to(x, shape) if is_copied else np.asarray(x).reshape(shape)
 
         stacked = jax.tree.map(stack, batch)
-        return stacked if sharding.is_abstract(batch) else jax.device_put(stacked, to)
+        return stacked if sharding.is_abstract(batch) else jax.device_put(stacked, by_replica)
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the pmapped program."""
@@ -53,10 +53,9 @@ class PMap(PerReplica):
 
         def call(*args: Any) -> Any:
             *states, batch = args
-            # Each leaf of the batch is stacked already, one a replica.
-            shares = self.local(
-                program, replace(replica, sees_all_rows=True), states, jax.tree.map(lambda x: x[0], batch)
-            )
+            # The leaves of the batch have a dim of replicas already.
+            share = jax.tree.map(lambda x: x[0], batch)
+            shares = self.local(program, replace(replica, sees_all_rows=True), states, share)
             mapped = jax.pmap(
                 self.on_replica(program, replica, *shares),
                 axis_name=self.axis,
@@ -64,9 +63,12 @@ class PMap(PerReplica):
                 out_axes=self.out_tree(program, replica, per_replica=0, shared=None),
                 devices=list(self.mesh.devices.flat),
             )
-            join = lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x  # noqa: E731
-            return jax.tree.map(join, program.outputs, mapped(*args))
+            return jax.tree.map(
+                lambda layout, x: x.reshape(-1, *x.shape[2:]) if layout is ROWS and replica.splits else x,
+                program.outputs,
+                mapped(*args),
+            )
 
-        # jit around it takes pmap off its slower path, and names what compiles.
+        # With jit around it, pmap takes its faster path, and the program has a name.
         out = state_shardings(program)
         return jax.jit(named(program.name, call), out_shardings=out, donate_argnums=program.donate)

@@ -1,4 +1,4 @@
-"""Strategies by name."""
+"""Strategies by name: `register_strategy` adds one, `resolve_strategy` returns that of a Trainer's argument."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -28,13 +28,13 @@ _T = TypeVar("_T", bound=type[Strategy])
 
 
 def _pipeline(*args: Any) -> Strategy:
-    from jaxlit.strategies.pipeline import Pipeline  # with the cutting and executing of steps, for few
+    from jaxlit.strategies.pipeline import Pipeline  # imported late: few runs need its many modules
 
     return Pipeline(*args)
 
 
 _registry: dict[str, Callable[..., Strategy]] = {
-    "auto": partial(Auto),  # as those below: "auto:3" is refused
+    "auto": partial(Auto),  # a partial takes no number: "auto:3" is refused
     "single": SingleDevice,
     "ddp": DDP,
     "fsdp": FSDP,
@@ -52,8 +52,8 @@ def register_strategy(name: str) -> Callable[[_T], _T]:
     """Make a strategy class available as `Trainer(strategy=name)`.
 
     Args:
-        name: A name that is not taken. `name:5` at the Trainer calls the class with `5`. A type checker knows jaxlit's
-            own names only: there pass an object of the class.
+        name: A name that is not taken. `Trainer(strategy="name:5")` calls the class with `5`. A type checker knows
+            jaxlit's names only: for others pass an object of the class.
 
     Raises:
         ArgumentError: The name is taken or no identifier.
@@ -81,7 +81,7 @@ def register_strategy(name: str) -> Callable[[_T], _T]:
 
 def strategy_names() -> list[str]:
     """Return the names that `Trainer(strategy=...)` takes."""
-    return [*_registry]
+    return list(_registry)
 
 
 def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
@@ -96,12 +96,12 @@ def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> St
 
     Args:
         strategy: A name, a name with an int as in "simulate:8", or a `Strategy`.
-        devices: The number of devices asked for, None for all; "auto" looks at it.
-        mesh: A mesh to train on, or the sizes of its axes; "auto" looks at these too.
+        devices: The number of devices asked for, None for all; "auto" depends on it.
+        mesh: A mesh to train on, or the sizes of its axes; "auto" depends on these too.
 
     Raises:
         ArgumentError: The name is unknown.
-        ArgumentTypeError: It is neither a name nor a strategy.
+        ArgumentTypeError: `strategy` is neither a name nor a strategy.
     """
     resolved = _resolve(strategy, devices, mesh)
     if mesh is not None:
@@ -112,7 +112,7 @@ def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> St
 
 def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if isinstance(strategy, Strategy):
-        # A strategy that is set up belongs to another Trainer.
+        # A strategy that has a mesh belongs to another Trainer.
         return copy.copy(strategy) if "mesh" in vars(strategy) else strategy
     if isinstance(strategy, type) and issubclass(strategy, Strategy):
         raise ArgumentTypeError(f"Trainer(strategy={strategy.__name__}) got a class. Pass {strategy.__name__}().")
@@ -120,11 +120,11 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
         raise ArgumentTypeError(f"Trainer(strategy=...) takes a name or a jaxlit.Strategy, got {shown(strategy)}.")
     if strategy == "auto":
         axes = getattr(mesh, "axis_names", mesh)
-        return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # another is refused by use_mesh
+        return _choose(devices, axes if isinstance(axes, (tuple, Mapping)) else ())  # use_mesh refuses another type
     name, colon, argument = strategy.partition(":")
     if name not in _registry:
-        text = advice("strategy").get(name.lower())
-        hint = f" {text}" if text else did_you_mean(name.lower(), strategy_names())
+        replacement = advice("strategy").get(name.lower())
+        hint = f" {replacement}" if replacement else did_you_mean(name.lower(), strategy_names())
         raise ArgumentError(f"Unknown strategy {strategy!r}.{hint} Known: {', '.join(strategy_names())}.")
     if not colon:
         return _registry[name]()

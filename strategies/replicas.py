@@ -1,4 +1,4 @@
-"""Strategies whose step sees one replica's rows: one body, mapped in three ways."""
+"""`PerReplica`, the base of strategies whose step sees one replica's rows: one body, mapped in three ways."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,15 +21,10 @@ from jaxlit.strategies.base import EACH, ROWS, ArraySpec, Program, ReplicatedBat
 
 @dataclass(frozen=True)
 class ByDivision:
-    """A compiled step for batches that divide among the replicas, and for batches that do not.
+    """A compiled step for batches that divide among the replicas, and for batches that do not."""
 
-    Args:
-        split: The program in which each replica sees its rows.
-        replicated: The program in which each replica sees all rows.
-    """
-
-    split: Callable[..., Any]
-    replicated: Callable[..., Any]
+    split: Callable[..., Any]  # each replica sees its rows
+    replicated: Callable[..., Any]  # each replica sees all rows
 
     def __call__(self, *args: Any) -> Any:
         """Run the program that fits the batch, the last argument."""
@@ -39,18 +34,18 @@ class ByDivision:
     def trace(self, *args: Any) -> Traced | None:
         """Return the trace of the program that fits the batch."""
         *states, batch = args
-        return (
-            trace(self.replicated, *states, batch.batch) if type(batch) is ReplicatedBatch else trace(self.split, *args)
-        )
+        if type(batch) is ReplicatedBatch:
+            return trace(self.replicated, *states, batch.batch)
+        return trace(self.split, *args)
 
 
 class PerReplica(Strategy, ABC):
     """Base of strategies whose step body runs once a replica, with collectives between the replicas.
 
-    Losses that couple rows see one replica's rows. Gradients are averaged once an optimizer step, also
-    when it accumulates several batches. Each replica draws its own random numbers. State that a step
-    makes of the rows becomes what one device would make of them: means are averaged, counts and sums
-    added up; what is neither is refused before the first step.
+    Losses that couple rows see one replica's rows. Gradients are averaged once an optimizer step, also when it
+    accumulates several batches. Each replica draws its own random numbers. State that a step computes from the rows
+    becomes what one device would compute: means are averaged, counts and sums added up; any other is refused before
+    the first step.
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
@@ -65,9 +60,10 @@ class PerReplica(Strategy, ABC):
         self.loss_reduction = check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=owner)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the replicated state, and each replica's own accumulation window."""
-        shardings, by_row = jax.tree.map(lambda _: self.replicated, state), sharding.rows(self.mesh, self.batch_axes)
-        return replace(shardings, window=jax.tree.map(lambda _: by_row, state.window))
+        """Return the replicated state, with an accumulation window for each replica."""
+        shardings = jax.tree.map(lambda _: self.replicated, state)
+        by_replica = sharding.rows(self.mesh, self.batch_axes)
+        return replace(shardings, window=jax.tree.map(lambda _: by_replica, state.window))
 
     @property
     def axis(self) -> str:
@@ -86,11 +82,11 @@ class PerReplica(Strategy, ABC):
 
     def shard_batch(self, batch: Any) -> Any:
         """Place a host batch, as a `ReplicatedBatch` if its rows do not divide."""
-        if isinstance(batch, ReplicatedBatch):
-            return ReplicatedBatch(self.place(batch.batch, replicated=True))
-        if num_rows(batch) * jax.process_count() % self.num_replicas:
-            return ReplicatedBatch(self.place(batch, replicated=True))
-        return self.place(batch, replicated=False)
+        if not isinstance(batch, ReplicatedBatch):
+            if num_rows(batch) * jax.process_count() % self.num_replicas == 0:
+                return self.place(batch, replicated=False)
+            batch = ReplicatedBatch(batch)
+        return ReplicatedBatch(self.place(batch.batch, replicated=True))
 
     @abstractmethod
     def place(self, batch: Any, *, replicated: bool) -> Any:
@@ -101,9 +97,8 @@ class PerReplica(Strategy, ABC):
         """Return the program, mapped over the replicas and compiled at its first call."""
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn` on one replica's rows, rounded up where the batch does not divide."""
+        """Run `fn` on one replica's rows, rounded up if the batch does not divide."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
-        # Replicas differ only on a batch that divides.
         share = with_rows(batch, -(-num_rows(batch) // self.num_replicas))
         self.traced(partial(fn, self.replica), *states, share)
 
@@ -114,13 +109,7 @@ class PerReplica(Strategy, ABC):
         return program, jax.tree.structure(results)
 
     def on_replica(self, program: Program, replica: Replica, *args: Any) -> Callable[..., Any]:
-        """Return the body of a program, to be mapped.
-
-        Args:
-            program: The program.
-            replica: What its body sees.
-            *args: What one replica has, of arrays or their shapes and dtypes.
-        """
+        """Return the body of a program, to be mapped; `args` are the arrays of one replica, or their shapes."""
         body = partial(program.fn, replica)
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return body
@@ -130,21 +119,23 @@ class PerReplica(Strategy, ABC):
 
     def local(self, program: Program, replica: Replica, states: Sequence[Any], batch: Any) -> tuple[Any, ...]:
         """Return the shapes and dtypes of one replica's part of a program's states and of a global batch."""
-
-        def of(spec: ArraySpec, x: Any) -> Any:
-            return jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
-
-        local = [list(map(of, specs, state)) for specs, state in zip(program.inputs, states, strict=True)]
+        local = [
+            [
+                jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
+                for spec, x in zip(specs, state, strict=True)
+            ]
+            for specs, state in zip(program.inputs, states, strict=True)
+        ]
         rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
         return *local, with_rows(batch, rows)
 
     def compile(self, program: Program) -> ByDivision:
-        """Return a function of `(*states, batch)`; batches that do not divide run by a second program."""
-        # In the second no key is folded and nothing is summed: every replica computes the same.
+        """Return a function of `(*states, batch)`, which has a second program for batches that do not divide."""
+        # In the second program no key is folded and nothing is summed: every replica computes the same.
         return ByDivision(self.map(program, self.replica), self.map(program, replace(self.replica, sees_all_rows=True)))
 
     def out_tree(self, program: Program, replica: Replica, per_replica: Any, shared: Any) -> tuple[Any, ...]:
-        """Return the results' layout: `per_replica` where each replica has its own part, else `shared`."""
+        """Return the results' layout: `per_replica` for parts of each replica, else `shared`."""
 
         def layout(x: Any) -> Any:
             if isinstance(x, ArraySpec):

@@ -1,4 +1,4 @@
-"""Rules that split parameters: by their paths, and by the names of their dims."""
+"""`Rules`, which split parameters by their paths, or by the names of their dims."""
 
 import math
 import re
@@ -17,11 +17,11 @@ class Rules:
     r"""Which mesh axes the dims of arrays are split over.
 
     A rule of a path is the partition of an array: `{r"attention\.(query|key)\.kernel$": P(None, "tp")}`, or a list with
-    None or a list in it, as YAML has them: `[null, tp]`, `[[tp]]`. The expression is searched for in the array's path
-    in the module, such as `blocks[0].attention.query.kernel`, and the first that matches applies. A rule of a name
-    gives the mesh axes of a dim of this name, where the module names its dims (`nnx.with_partitioning`,
-    `out_sharding`): `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim with the name of a mesh axis needs
-    no rule. If two dims of an array go to one axis, the first is split.
+    None or a list in it, as in YAML: `[null, tp]`, `[[tp]]`. The expression is searched for in the array's path in the
+    module, such as `blocks[0].attention.query.kernel`, and the first match applies. A rule of a name has the mesh axes
+    of a dim of this name, if the module names its dims (`nnx.with_partitioning`, `out_sharding`):
+    `{"mlp": "tp", "vocab": ("tp", "fsdp"), "embed": None}`. A dim with the name of a mesh axis needs no rule. If two
+    dims of an array have one axis, the first is split.
 
     Args:
         rules: By path or name, as above.
@@ -38,13 +38,15 @@ class Rules:
     """
 
     def __init__(self, rules: Mapping[str, Any] | None = None, *, owner: str = "Rules") -> None:
-        self.owner, self.paths, self.names, self._given = owner, {}, {}, rules or {}
+        self.owner, self._rules = owner, rules or {}
+        self.paths: dict[re.Pattern[str], P] = {}
+        self.names: dict[str, tuple[str, ...]] = {}
         if not isinstance(rules, Mapping | None):
             raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {shown(rules)}.")
-        for key, value in (rules or {}).items():
+        for key, value in self._rules.items():
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no str: {key!r}.")
-            if isinstance(value, list):  # of a YAML file or a command line, which have neither partitions nor tuples
+            if isinstance(value, list):  # from YAML or a command line, which have neither partitions nor tuples
                 is_path = not all(isinstance(x, str) for x in value)
                 value = P(*(tuple(x) if isinstance(x, list) else x for x in value)) if is_path else tuple(value)
             axes = (value,) if isinstance(value, str) else value
@@ -53,7 +55,11 @@ class Rules:
                     raise ArgumentError(
                         f"{owner}(rules=...): the rule of {key!r} has an unconstrained dim: {value}. Use None."
                     )
-                self.paths[_expression(key, owner)] = value
+                try:
+                    self.paths[re.compile(key)] = value
+                except re.error as error:
+                    message = f"{owner}(rules=...): {key!r} is no regular expression: {error}."
+                    raise ArgumentError(message) from error
             elif axes is None or (isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes)):
                 self.names[key] = axes or ()
             else:
@@ -63,18 +69,18 @@ class Rules:
                 )
 
     def __repr__(self) -> str:
-        return f"Rules({self._given})"
+        return f"Rules({self._rules})"
 
     def check(self, mesh: Mesh, paths: Sequence[str], names: Iterable[P] = ()) -> None:
         """Refuse rules that name no axis of the mesh, or a path that no array has.
 
         Args:
             mesh: The mesh.
-            paths: Those of all arrays.
-            names: Those that dims have.
+            paths: The paths of all arrays.
+            names: The names of the dims of arrays.
 
         Raises:
-            ArgumentError: Naming the rule.
+            ArgumentError: A rule cannot apply.
         """
         for key, axes in (*((k.pattern, axes_of(spec)) for k, spec in self.paths.items()), *self.names.items()):
             if unknown := [axis for axis in axes if axis not in mesh.axis_names]:
@@ -99,13 +105,13 @@ class Rules:
         """Return the sharding of an array, or None if no rule applies.
 
         Args:
-            path: Its path in the module.
+            path: The array's path in the module.
             x: The array, or its shape and dtype.
-            names: The names of its dims, `P()` if they have none.
+            names: The names of its dims, `P()` without names.
             mesh: The mesh.
 
         Raises:
-            ArgumentError: A dim does not divide, or is not there.
+            ArgumentError: A dim does not divide, or does not exist.
         """
         spec = next((spec for pattern, spec in self.paths.items() if pattern.search(path)), None)
         if spec is None:
@@ -149,10 +155,3 @@ def dim_names(module: nnx.Module) -> dict[str, P]:
 def axes_of(spec: P) -> tuple[Any, ...]:
     """Return the names in a partition, one by one."""
     return tuple(x for entry in spec for x in (entry if isinstance(entry, tuple) else (entry,)) if x is not None)
-
-
-def _expression(text: str, owner: str) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ArgumentError(f"{owner}(rules=...): {text!r} is no regular expression: {error}.") from error

@@ -14,12 +14,13 @@ from jaxlit.strategies.base import Strategy
 class SequenceParallel(Strategy):
     """Split the batch's rows over `data` and their second dim, the positions of a sequence, over `seq`.
 
-    Activations follow: a device holds its part of each sequence only. Where positions meet, as keys and values in
-    attention do, XLA gathers them, unless the model exchanges them itself (`jax.shard_map` and `jax.lax.ppermute`
-    over `seq`). An array whose second dim does not divide is split by rows only. The state is replicated.
+    Activations follow: a device holds its part of each sequence only. If an operation needs all positions, as attention
+    needs keys and values, XLA gathers them, unless the model exchanges them itself (`jax.shard_map` and
+    `jax.lax.ppermute` over `seq`). An array whose second dim does not divide is split by rows only. The state is
+    replicated.
 
     Args:
-        seq: Devices that share a sequence; -1 for all that are left.
+        seq: Devices that share a sequence; -1 for all other devices.
         data: Parts of the rows.
 
     Raises:
@@ -35,8 +36,7 @@ class SequenceParallel(Strategy):
 
     def batch_spec(self, x: Any) -> P:
         """Return rows over `data`, and the second dim over `seq` if it divides."""
-        split = x.ndim > 1 and x.shape[1] % self.mesh.shape["seq"] == 0
-        return P("data", "seq") if split else super().batch_spec(x)
+        return P("data", "seq") if self._divides(x) else super().batch_spec(x)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the replicated sharding for every leaf.
@@ -44,10 +44,13 @@ class SequenceParallel(Strategy):
         Raises:
             ArgumentError: No second dim of the batch divides by `seq`.
         """
-        seq, leaves = self.mesh.shape["seq"], jax.tree.leaves(example)
-        if leaves and not any(x.ndim > 1 and x.shape[1] % seq == 0 for x in leaves):
+        leaves = jax.tree.leaves(example)
+        if leaves and not any(map(self._divides, leaves)):
             raise ArgumentError(
-                f"SequenceParallel splits the second dim of a batch over {seq} devices, and none divides: "
-                f"{[x.shape for x in leaves]}. Pad the sequences, or choose another seq."
+                f"SequenceParallel splits the second dim of a batch over {self.mesh.shape['seq']} devices, and none "
+                f"divides: {[x.shape for x in leaves]}. Pad the sequences, or choose another seq."
             )
         return jax.tree.map(lambda _: self.replicated, state)
+
+    def _divides(self, x: Any) -> bool:
+        return x.ndim > 1 and x.shape[1] % self.mesh.shape["seq"] == 0

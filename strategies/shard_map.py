@@ -1,4 +1,4 @@
-"""Data parallel with explicit collectives, by jax.shard_map."""
+"""Data parallel with explicit collectives, by `jax.shard_map`."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,12 +16,12 @@ from jaxlit.strategies.replicas import PerReplica
 class ShardMapDDP(PerReplica):
     """Run the step body once on each device and average gradients once an optimizer step.
 
-    Where `ddp` reduces after every accumulated batch, this reduces after the last.
+    `ddp` reduces after every accumulated batch, this strategy after the last one.
 
     Args:
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
-        mesh: A mesh of the user's, or the sizes of its axes: the replicas are on its axis `data`, or on its only axis.
+        mesh: A mesh of the user's, or the sizes of its axes: the replicas are on its axis `data`, or its single axis.
 
     Example:
         >>> import jaxlit as jl
@@ -40,10 +40,10 @@ class ShardMapDDP(PerReplica):
 
     def place(self, batch: Any, *, replicated: bool) -> Any:
         """Split the rows over the devices, or put all of them on each."""
-        to = self.replicated if replicated else sharding.rows(self.mesh, self.axis)
+        target = self.replicated if replicated else sharding.rows(self.mesh, self.axis)
         if sharding.is_abstract(batch):
-            return sharding.place_shapes(batch, jax.tree.map(lambda x: to if x.ndim else self.replicated, batch))
-        return sharding.place(batch, to)
+            return sharding.place_shapes(batch, jax.tree.map(lambda x: target if x.ndim else self.replicated, batch))
+        return sharding.place(batch, target)
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program under jit and shard_map."""
@@ -60,8 +60,8 @@ class ShardMapDDP(PerReplica):
                 mesh=self.mesh,
                 in_specs=(*specs, batch_specs),
                 out_specs=out_specs,
-                # With varying axes in the types a scan or a cond over a trained and a frozen array, legal on one
-                # device, would not trace. Gradients are of the replica's own loss then, as under pmap.
+                # With varying axes in the types, a scan or a cond over a trained and a frozen array, legal on one
+                # device, would not trace. Without them gradients are of the replica's loss, as under pmap.
                 check_vma=False,
             )
             return mapped(*args)
@@ -70,7 +70,7 @@ class ShardMapDDP(PerReplica):
         return jit(self.mesh, named(program.name, call), out_shardings=out, donate_argnums=program.donate)
 
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
-        # A replica's own arrays come as a block with a leading dim of one.
+        # The arrays of one replica are blocks with a leading dim of one.
         *states, batch = args
         states = [
             [x[0] if spec.per_replica else x for x, spec in zip(state, specs, strict=True)]

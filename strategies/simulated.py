@@ -18,7 +18,7 @@ class Simulated(PerReplica):
     The replicas are a vmapped dim with an axis name, so the same collectives run between them.
 
     Args:
-        replicas: How many; None takes the Trainer's `devices`, which here may exceed what is there.
+        replicas: How many; None takes the Trainer's `devices`, which may exceed the real ones here.
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
 
@@ -56,11 +56,11 @@ class Simulated(PerReplica):
 
     @property
     def num_replicas(self) -> int:
-        """The simulated replicas."""
+        """How many replicas are simulated."""
         return self._count
 
     def place(self, batch: Any, *, replicated: bool) -> Any:
-        """Leave the batch as it is: it goes to the one device."""
+        """Return the batch as it is, for the one device."""
         return batch
 
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ class Simulated(PerReplica):
             rows = jax.tree.map(lambda x: 0 if replica.splits and x.ndim else None, batch)
             mapped = jax.vmap(body, in_axes=(*axes, rows), axis_name=self.axis, axis_size=n)
 
-            def join(layout: Any, x: Any) -> Any:  # a layout may be of an entire tree
+            def join(layout: Any, x: Any) -> Any:  # `layout` may be that of an entire tree
                 if layout is ROWS and replica.splits:
                     return x.reshape(-1, *x.shape[2:])
                 per_replica = layout.per_replica if isinstance(layout, ArraySpec) else layout is EACH

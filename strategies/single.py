@@ -25,7 +25,7 @@ class SingleDevice(Strategy):
         """Take the first device.
 
         Raises:
-            ArgumentError: More than one is asked for.
+            ArgumentError: `devices` is more than one.
         """
         if devices not in (None, 1):
             raise ArgumentError(

@@ -15,13 +15,13 @@ from jaxlit.strategies.rules import axes_of
 class TensorParallel(FSDP):
     r"""Split weights over `tp` by rules, the rest of the state over `fsdp`, and the batch over `data` and `fsdp`.
 
-    The rules say which dim of a weight goes over `tp`; XLA splits what is computed with it and adds the collectives
-    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053: first the columns, then the rows, and one sum after a
+    The rules say which dim of a weight is split over `tp`; XLA splits the computations with it and adds the collectives
+    (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053: first the columns, then the rows, and one sum after each
     pair). The numbers are those of `single`.
 
     Args:
-        rules: By path or name of a dim, see `Rules`; None if the module names its dims as the mesh axes.
-        tp: Devices that share a weight; -1 for all that are left.
+        rules: By path or name of a dim, see `Rules`; None if the module names its dims like the mesh axes.
+        tp: Devices that share a weight; -1 for all other devices.
         fsdp: Devices that share the rest of the state.
         data: Copies of the state.
         min_size: The most elements of an array that `fsdp` does not split.
@@ -50,7 +50,7 @@ class TensorParallel(FSDP):
         super().__init__(rules=rules, min_size=min_size, remat=remat, mesh={"data": data, "fsdp": fsdp, "tp": tp})
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the shardings by rules, the optimizer state as the parameters.
+        """Return the shardings by rules; the optimizer state is split like the parameters.
 
         Raises:
             ArgumentError: Nothing is split over `tp`.
