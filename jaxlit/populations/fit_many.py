@@ -1,8 +1,7 @@
 """Trains many members of one module at once: `jl.fit_many`.
 
-The loop of a population: epochs of training steps, validations, and checkpoints of all members.
-
-Checkpoints of a population: all members in one folder, written by the parts that write a Trainer's.
+First the checkpoints of a population, written as a Trainer's are; then its loop: epochs of training steps, validations
+and checkpoints; then `fit_many`, which opens the loaders and starts the loop.
 """
 
 import copy
@@ -54,7 +53,7 @@ class Saves:
 
     Raises:
         ArgumentError: There are checkpoints, and `resume` is False.
-        CheckpointError: Another training writes there, or no checkpoint can be used.
+        CheckpointError: Another training writes there.
     """
 
     def __init__(self, root: Path, *, resume: bool) -> None:
@@ -69,11 +68,7 @@ class Saves:
         sweep(self.folder)
 
     def save(self, state: dict[str, Any], step: int, arrays: Sequence[jax.Array]) -> None:
-        """Begin to write a checkpoint after the previous one is complete; training continues meanwhile.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
+        """Begin to write a checkpoint after the previous one is complete; training continues meanwhile."""
         self.wait()
         draft = prepare(self.folder / name_of(step), lambda: {"format": _FORMAT, **state}, last_order(self.folder) + 1)
         self._saving = draft.write(dict(enumerate(arrays)))
@@ -97,9 +92,9 @@ class Saves:
         """Return the newest checkpoint that verifies, or None.
 
         Raises:
-            CheckpointError: There are some, and none of them can be used.
+            CheckpointError: There are checkpoints, and none of them can be used.
         """
-        problems = list[str]()
+        first_error: CheckpointError | None = None
         for path in candidates(self.folder):
             try:
                 files.verify(path)
@@ -107,13 +102,13 @@ class Saves:
                 if state.get("format") != _FORMAT or "variations" not in state:
                     raise CheckpointError(f"{path} is no checkpoint of a population that this version reads.")
             except CheckpointError as error:
-                problems.append(str(error))
+                first_error = first_error or error
                 _logger.warning("%s The checkpoint before it is used, if there is one.", error)
             else:
                 return Checkpoint(path, state)
-        if problems:
+        if first_error is not None:
             raise CheckpointError(
-                f"No checkpoint in {self.folder} can be used: {problems[0]} Restore one from a copy, or pass another "
+                f"No checkpoint in {self.folder} can be used: {first_error} Restore one from a copy, or pass another "
                 "jl.fit_many(default_root_dir=...)."
             )
         return None
@@ -166,29 +161,17 @@ class Progress:
 
 @dataclass
 class Run:
-    """A population that trains.
-
-    Attributes:
-        programs: The compiled programs; the training step was traced.
-        leaves: The newest arrays of all members.
-        train: The training loader.
-        val: The validation loader, or none.
-        prefetcher: Draws their batches.
-        options: How to train.
-        saves: Where checkpoints are written; None for nowhere.
-        progress: How far it is.
-        pending: The table of a step that has a row, and the step's index: it is read one step later.
-    """
+    """A population that trains."""
 
     programs: Programs
-    leaves: list[jax.Array]
+    leaves: list[jax.Array]  # the newest arrays of all members
     train: Source
-    val: Sequence[Source]
+    val: Sequence[Source]  # one at most
     prefetcher: Prefetcher
     options: Options
-    saves: Saves | None
+    saves: Saves | None  # None where no checkpoint is written
     progress: Progress = field(default_factory=Progress)
-    pending: tuple[jax.Array, int] | None = None
+    pending: tuple[jax.Array, int] | None = None  # the table of a step that has a row, and its index, read a step later
 
     def __post_init__(self) -> None:
         self.progress.statuses = [Status() for _ in self.programs.members]
@@ -197,7 +180,7 @@ class Run:
 
 
 def restore(run: Run, checkpoint: Checkpoint) -> None:
-    """Continue where a checkpoint was taken, but for the loader's position, which its source has already."""
+    """Continue where a checkpoint was taken; its source has the loader's position already."""
     state = checkpoint.state
     run.leaves = read_arrays(checkpoint, run.programs)
     statuses, rows = [Status(**x) for x in state["statuses"]], [Row(*x) for x in state["rows"]]
@@ -228,7 +211,7 @@ def begin_epoch(run: Run) -> None:
     now, index = run.progress, run.programs.spec.index
     counters = read_counters(run)
     counters[:, _EPOCH], counters[:, _BATCH_IDX] = now.epoch, 0
-    # After a bad step the guard keeps every array of its member as it is. A member that ends gets such a step.
+    # After a bad step the guard changes no array of its member. A member that ends gets such a step.
     ended = np.array([x.ended is not None for x in now.statuses])
     counters[:, _BAD_STEP] = np.where(ended & (counters[:, _BAD_STEP] < 0), now.step, counters[:, _BAD_STEP])
     run.leaves[index.counters] = run.programs.place(counters)  # type: ignore[call-overload]
@@ -411,14 +394,11 @@ def _fit(
     if val_dataloaders is not None:
         sources.append(_source(val_dataloaders, "val_dataloaders"))
     validators = {source.argument: BatchValidator(source.argument) for source in sources}
-    saves = (
-        None
-        if options.default_root_dir is None
-        else Saves(Path(options.default_root_dir), resume=options.resume == "auto")
-    )
+    saves = checkpoint = None
+    if options.default_root_dir is not None:
+        saves = Saves(Path(options.default_root_dir), resume=options.resume == "auto")
     try:
-        checkpoint = None if saves is None else saves.newest()
-        if checkpoint is not None:
+        if saves is not None and (checkpoint := saves.newest()) is not None:
             sources[0].load_state_dict(checkpoint.state["loader"])
         examples = [_example(source, validators) for source in sources]
         programs, layout, arrays = _built(make_module, variations, options, examples)
@@ -454,20 +434,20 @@ def _built(
     check_variations(make_module, variations)
     programs = Programs(members_mesh(len(variations), options.most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
-    for member, layout, own in build(make_module, variations, options.dtypes):
-        programs.add(member)  # traced before the next one is built
-        layouts.append(layout)
-        arrays.append(own)
+    for built in build(make_module, variations, options.dtypes):
+        programs.add(built.member)  # traced before the next one is built
+        layouts.append(built.layout)
+        arrays.append(built.arrays)
     programs.compile()
     return programs, layouts[0], arrays
 
 
 def _source(loaders: Any, argument: str, *, limit: int | None = None, may_continue: bool = False) -> Source:
     """Return the source of the only loader of an argument; an endless one needs a limit of batches."""
-    each = each_loader(loaders, f"{OWNER}({argument}=...)")
-    if len(each) != 1:
-        raise ArgumentError(f"{OWNER}({argument}=...) takes one loader, got {len(each)}.")
-    source = source_of(*each[0], may_continue=may_continue)
+    named_loaders = each_loader(loaders, f"{OWNER}({argument}=...)")
+    if len(named_loaders) != 1:
+        raise ArgumentError(f"{OWNER}({argument}=...) takes one loader, got {len(named_loaders)}.")
+    source = source_of(*named_loaders[0], may_continue=may_continue)
     if source.is_endless and limit is None:
         way = f"Pass {OWNER}(limit_train_batches=...)" if may_continue else "Pass one that ends"
         raise ArgumentError(f"{source.argument} is a loader without end. {way}.")

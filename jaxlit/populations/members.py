@@ -1,10 +1,7 @@
-"""The members of a population: a module is built from each variation and split into its arrays and functions.
+"""The members of a population: each variation's module, split into its arrays and functions.
 
-Which members have the same programs, and which are the same training.
-
-What an argument holds, as a text that is the same in every process.
-
-How a population trains: the arguments of `jl.fit_many`, checked.
+First the arguments of `jl.fit_many` are checked, and `build` yields the members. Then `Kind` compares the programs of
+members, and `check_distinct` their trainings. Last, `content_text` describes an argument in every process alike.
 """
 
 import hashlib
@@ -16,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -40,72 +37,6 @@ from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.texts import array_text, is_key, shown, stable_text
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-
-
-def argument_text(value: Any, most: int) -> str:
-    """Return how an argument is shown: as `shown` does, but an array of one number as that number."""
-    return str(value) if _is_number(value) else shown(value, most)
-
-
-def content_text(value: Any) -> str:
-    """Return the text of a number or a string; for other values a text with a checksum of all that they hold.
-
-    Arrays count by their data, functions by their code, defaults and closures, and other objects by what pickle would
-    store; classes and modules by their names.
-    """
-    plain = value.item() if _is_number(value) else value
-    return repr(plain) if isinstance(plain, _PLAIN) else f"{stable_text(value)} with checksum {_checksum(value, {})}"
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not x.shape and not (is_key(x) or x.dtype == object)
-
-
-def _checksum(x: Any, known: dict[int, tuple[Any, str]]) -> str:
-    """Return the checksum of a value; `known` has those met before, by their ids, as values may hold each other."""
-    if isinstance(x, _PLAIN):
-        return repr(x)
-    if id(x) not in known:
-        known[id(x)] = x, "itself"
-        parts = _parts(x)
-        texts = [parts] if isinstance(parts, str) else [_checksum(part, known) for part in parts]
-        text = "\n".join([type(x).__qualname__, *texts])
-        known[id(x)] = x, hashlib.sha256(text.encode()).hexdigest()[:16]
-    return known[id(x)][1]
-
-
-def _parts(x: Any) -> list[Any] | str:
-    """Return the values that a value consists of, or its text."""
-    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        return x.tolist() if x.dtype == object else array_text(x)
-    if isinstance(x, dict):
-        return [part for item in x.items() for part in item]
-    if isinstance(x, (list, tuple)):
-        return [*x]
-    if isinstance(x, (set, frozenset)):
-        return stable_text(str(sorted(map(repr, x))))
-    if isinstance(x, partial):
-        return [x.func, x.args, x.keywords]
-    if isinstance(x, CodeType):
-        return [x.co_code, x.co_names, x.co_consts]
-    if isinstance(x, FunctionType):
-        held = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # that of an empty one raises
-        return [x.__code__, x.__defaults__, x.__kwdefaults__, held]
-    if isinstance(x, MethodType):
-        return [x.__func__, x.__self__]
-    if hasattr(x, "__wrapped__") and not isinstance(x, type):
-        return [x.__wrapped__]
-    if not isinstance(x, (type, ModuleType)):
-        try:
-            reduced = x.__reduce_ex__(2)
-        except Exception:  # of another library, which cannot be pickled
-            reduced = ""
-        if isinstance(reduced, tuple):
-            return [[*part] if isinstance(part, Iterator) else part for part in reduced[1:]]
-    return stable_text(repr(x))
-
 
 OWNER = "jl.fit_many"
 
@@ -139,7 +70,7 @@ class Options:
         check.one_of("precision", self.precision, [x for x in PRECISIONS if x != "16-mixed"], owner=OWNER)
         check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
         if not isinstance(self.early_stopping, EarlyStopping | None):
-            raise _type_error("early_stopping", "a jl.callbacks.EarlyStopping", self.early_stopping)
+            _refuse_type("early_stopping", "a jl.callbacks.EarlyStopping", self.early_stopping)
         for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
             if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
                 raise ArgumentError(
@@ -147,7 +78,7 @@ class Options:
                     f"{type(self.early_stopping).__name__} has its own {name}. Override judge instead."
                 )
         if self.log is not None and not callable(self.log):
-            raise _type_error("log", "a function of (member, step, metrics)", self.log)
+            _refuse_type("log", "a function of (member, step, metrics)", self.log)
         for name in ("resume", "every_n_train_steps"):
             if self.default_root_dir is None and getattr(self, name) is not None:
                 raise ArgumentError(f"{OWNER}({name}=...) needs default_root_dir, the folder of the checkpoints.")
@@ -166,27 +97,19 @@ class Options:
         return None if isinstance(self.devices, str) else int(self.devices)
 
 
-def _type_error(name: str, wanted: str, given: Any) -> ArgumentTypeError:
-    return ArgumentTypeError(f"{OWNER}({name}=...) takes {wanted}, got {shown(given)}.")
+def _refuse_type(name: str, kind: str, value: Any) -> NoReturn:
+    raise ArgumentTypeError(f"{OWNER}({name}=...) takes {kind}, got {shown(value)}.")
 
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """One training of a population.
+    """One training of a population."""
 
-    Attributes:
-        index: The position of its variation.
-        variation: The arguments of its module.
-        contents: What they held before the module was built, as texts: see `content_text`.
-        training: How its module is trained alone, on one device. It holds no array.
-        like: The index of the first member with the same programs.
-    """
-
-    index: int
-    variation: Mapping[str, Any]
-    contents: Mapping[str, str]
-    training: Training
-    like: int
+    index: int  # the position of its variation
+    variation: Mapping[str, Any]  # the arguments of its module
+    contents: Mapping[str, str]  # the texts of these before the module was built: see `content_text`
+    training: Training  # how its module is trained alone, on one device; it holds no array
+    like: int  # the index of the first member with the same programs
 
     @property
     def name(self) -> str:
@@ -239,47 +162,54 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
         )
     if not variations:
         raise ArgumentError(f"{OWNER}(variations=...) takes at least one dict, got none.")
-    parameters, takes_more = _parameters(make_module)
-    known = [*parameters, *(["seed"] if "rngs" in parameters else [])]
+    parameters = _parameters(make_module)
+    known = [*parameters.names, *(["seed"] if "rngs" in parameters.names else [])]
     for i, variation in enumerate(variations):
-        if unknown := [name for name in variation if name not in known and not takes_more]:
+        if unknown := [name for name in variation if name not in known and not parameters.takes_more]:
             raise ArgumentError(
                 f"{OWNER}: {name_of(i, variation)} has {unknown[0]!r}, which {_name(make_module)} does not take."
                 f"{did_you_mean(unknown[0], known)} It takes {', '.join(known) or 'nothing'}."
             )
-    return [_arguments(parameters, name_of(i, variation), variation) for i, variation in enumerate(variations)]
+    return [_arguments(parameters.names, name_of(i, variation), variation) for i, variation in enumerate(variations)]
 
 
-def _parameters(make_module: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Return the names of the arguments of a function or class, and whether it takes others too."""
+class _Parameters(NamedTuple):
+    """The names of the arguments of a function or class, and whether it takes others too."""
+
+    names: list[str]
+    takes_more: bool
+
+
+def _parameters(make_module: Callable[..., Any]) -> _Parameters:
     if isinstance(make_module, partial):
-        names, more = _parameters(make_module.func)
+        names, takes_more = _parameters(make_module.func)
         # A variation may replace an argument of a partial, but a seed must not replace its rngs.
-        return [x for x in names[len(make_module.args) :] if x != "rngs" or x not in make_module.keywords], more
+        names = [x for x in names[len(make_module.args) :] if x != "rngs" or x not in make_module.keywords]
+        return _Parameters(names, takes_more)
     is_class = isinstance(make_module, type)
     # A class that hands on **kwargs takes what its base takes.
     makers = [x.__init__ for x in make_module.__mro__ if "__init__" in vars(x)] if is_class else [make_module]
-    names, more = list[str](), True
+    names = list[str]()
     for make in makers:
         parameters = [*inspect.signature(make).parameters.values()][is_class:]
         names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        if not (more := any(p.kind is p.VAR_KEYWORD for p in parameters)):
-            break
-    return names, more
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return _Parameters(names, takes_more=False)
+    return _Parameters(names, takes_more=True)
 
 
 def _arguments(parameters: Sequence[str], member: str, variation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `make_module`: a seed makes the `rngs` of a module that takes them."""
-    given = dict(variation)
-    if "rngs" in parameters and "rngs" not in given:
-        seed = given.get("seed", 0)
+    arguments = dict(variation)
+    if "rngs" in parameters and "rngs" not in arguments:
+        seed = arguments.get("seed", 0)
         try:
-            given["rngs"] = nnx.Rngs(seed if is_key(seed) else operator.index(seed))  # flax takes no int of numpy
+            arguments["rngs"] = nnx.Rngs(seed if is_key(seed) else operator.index(seed))  # flax takes no int of numpy
         except TypeError:
             raise ArgumentTypeError(f"{OWNER}: {member} takes an int as seed, got {shown(seed)}.") from None
         if "seed" not in parameters:
-            given.pop("seed", None)
-    return given
+            arguments.pop("seed", None)
+    return arguments
 
 
 def _name(make_module: Any) -> str:
@@ -288,17 +218,11 @@ def _name(make_module: Any) -> str:
 
 
 class Built(NamedTuple):
-    """A member, and the arrays of its module.
-
-    Attributes:
-        member: The member.
-        layout: How the arrays become the module's trained, frozen and other variables.
-        arrays: The arrays, on the host; random keys as raw data.
-    """
+    """A member, and the arrays of its module."""
 
     member: Member
-    layout: Layout
-    arrays: list[np.ndarray]
+    layout: Layout  # how the arrays become the module's trained, frozen and other variables
+    arrays: list[np.ndarray]  # on the host; random keys as raw data
 
 
 def build(
@@ -306,19 +230,14 @@ def build(
 ) -> Iterator[Built]:
     """Yield the members; each module is built when the iterator reaches it.
 
-    Args:
-        make_module: Returns a module.
-        variations: The members' variations.
-        precision: The dtypes.
-
     Raises:
         ModuleError: A module cannot be trained here.
     """
     strategy = _OneMember()
     strategy.setup(1)
-    for i, given in enumerate(check_variations(make_module, variations)):
+    for i, arguments in enumerate(check_variations(make_module, variations)):
         contents = {name: content_text(x) for name, x in variations[i].items()}
-        module = make_module(**given)
+        module = make_module(**arguments)
         check_module(module, _name(make_module))
         optimizer = optimizer_of(module)
         graphdef, state = nnx.split(module)
@@ -365,21 +284,20 @@ def check_same_state(first: Member, member: Member) -> None:
     Raises:
         ArgumentError: Naming the array, with both shapes.
     """
-    specs = [{name: f"{dtype}{list(shape)}" for name, shape, dtype in x.training.spec.entries} for x in (first, member)]
-    names = [name for name in specs[0] | specs[1] if name != "sums"]  # of metrics, which are compared by their names
-    for name in names:
-        a, b = (spec.get(name, "nothing") for spec in specs)
-        if a != b:
+    spec, other = first.training.spec, member.training.spec
+    arrays, other_arrays = ({name: f"{dtype}{list(shape)}" for name, shape, dtype in x.entries} for x in (spec, other))
+    for name in arrays | other_arrays:
+        a, b = arrays.get(name, "nothing"), other_arrays.get(name, "nothing")
+        if a != b and name != "sums":  # of metrics, which are compared by their names
             raise ArgumentError(
                 f"{OWNER}: all members must have the same arrays, and {name} is {a} in {first.name} and {b} in "
                 f"{member.name}. Leave out what changes shapes, layers or the kind of optimizer, and call jl.fit_many "
                 "once for each."
             )
-    kinds = [x.training.spec.optimizer_kind for x in (first, member)]
-    if kinds[0] != kinds[1] or first.training.spec.layout.treedef != member.training.spec.layout.treedef:
+    if spec.optimizer_kind != other.optimizer_kind or spec.layout.treedef != other.layout.treedef:
         raise ArgumentError(
-            f"{OWNER}: all members must have the same kind of optimizer, and it is {kinds[0]} in {first.name} and "
-            f"{kinds[1]} in {member.name}. Call jl.fit_many once for each."
+            f"{OWNER}: all members must have the same kind of optimizer, and it is {spec.optimizer_kind} in "
+            f"{first.name} and {other.optimizer_kind} in {member.name}. Call jl.fit_many once for each."
         )
 
 
@@ -399,13 +317,9 @@ class Kind(NamedTuple):
 
 
 def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> Any:
-    """Trace a step of a member alone, and its gradient in training.
+    """Trace a step of a member alone, and its gradient in training, for the shapes and dtypes of a batch.
 
-    Args:
-        training: How the member is trained.
-        stage: The stage of the step.
-        loader: The loader's index; None for a step that does not take it.
-        batch: The shapes and dtypes of a batch.
+    `loader` is the loader's index, None for a step that does not take it.
     """
     variables, number = jax.tree.map(abstract, training.spec.tree.variables), jax.ShapeDtypeStruct((), jnp.int32)
     # A new function each time: jax would return the earlier trace of the same one.
@@ -418,9 +332,7 @@ def trace_of(training: Training, stage: str, loader: int | None, batch: Any) -> 
 def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) -> Kind:
     """Trace each step and the optimizer of a member, which costs about half of tracing its programs.
 
-    Args:
-        training: How the member is trained.
-        examples: The shapes and dtypes of a batch, by the stage and the loader of its step.
+    `examples` has the shapes and dtypes of a batch, by the stage and the loader of its step.
     """
     pure, params = training.pure, jax.tree.map(abstract, training.spec.tree.variables[0])
 
@@ -438,30 +350,22 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
-    """Refuse a member that logs other values than the first one, or in another way.
-
-    Args:
-        first: The name of the first member in messages.
-        a: Its kind.
-        name: The name of the other member.
-        b: Its kind.
+    """Refuse a member of kind `b` that logs other values than the first one, of kind `a`, or in another way.
 
     Raises:
         ArgumentError: Naming a value.
     """
-    for where, values in a.logged.items():
-        for x, y in itertools.zip_longest(values, b.logged[where]):
+    for step, values in a.logged.items():
+        for x, y in itertools.zip_longest(values, b.logged[step]):
             if x != y:
                 raise ArgumentError(
-                    f"jl.fit_many: all members must log the same, and {where} logs {x} in {first}, and {y} in {name}. "
+                    f"{OWNER}: all members must log the same, and {step} logs {x} in {first}, and {y} in {name}. "
                     "Log the same names in the same way, or call jl.fit_many once for each kind of members."
                 )
 
 
 def check_distinct(
-    members: Sequence[Member],
-    arrays: Sequence[Sequence[np.ndarray]],
-    numbers: Sequence[np.ndarray],
+    members: Sequence[Member], arrays: Sequence[Sequence[np.ndarray]], numbers: Sequence[np.ndarray]
 ) -> None:
     """Refuse two members of different variations that would be the same training.
 
@@ -481,7 +385,73 @@ def check_distinct(
         first = seen.setdefault(digest.hexdigest(), i)
         if members[first].contents != member.contents:
             raise ArgumentError(
-                f"jl.fit_many: {members[first].name} and {member.name} begin with the same weights, and "
-                "their steps are the same for the first batch: what they differ in reaches neither. Read it in a step "
-                "or in configure_optimizers, or leave it out."
+                f"{OWNER}: {members[first].name} and {member.name} begin with the same weights, and their steps are "
+                "the same for the first batch: what they differ in reaches neither. Read it in a step or in "
+                "configure_optimizers, or leave it out."
             )
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def argument_text(value: Any, most: int) -> str:
+    """Return how an argument is shown: as `shown` does, but an array of one number as that number."""
+    return str(value) if _is_number(value) else shown(value, most)
+
+
+def content_text(value: Any) -> str:
+    """Return the text of a number or a string; for other values a text with a checksum of all that they hold.
+
+    Arrays count by their data, functions by their code, defaults and closures, and other objects by what pickle would
+    store; classes and modules by their names.
+    """
+    plain = value.item() if _is_number(value) else value
+    return repr(plain) if isinstance(plain, _PLAIN) else f"{stable_text(value)} with checksum {_checksum(value, {})}"
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic)) and not x.shape and not (is_key(x) or x.dtype == object)
+
+
+def _checksum(x: Any, known: dict[int, tuple[Any, str]]) -> str:
+    """Return the checksum of a value; `known` has those met before, by their ids, as values may hold each other."""
+    if isinstance(x, _PLAIN):
+        return repr(x)
+    if id(x) not in known:
+        known[id(x)] = x, "itself"
+        parts = _parts(x)
+        texts = [parts] if isinstance(parts, str) else [_checksum(part, known) for part in parts]
+        text = "\n".join([type(x).__qualname__, *texts])
+        known[id(x)] = x, hashlib.sha256(text.encode()).hexdigest()[:16]
+    return known[id(x)][1]
+
+
+def _parts(x: Any) -> list[Any] | str:
+    """Return the values that a value consists of, or its text."""
+    if isinstance(x, (jax.Array, np.ndarray, np.generic)):
+        return x.tolist() if x.dtype == object else array_text(x)
+    if isinstance(x, dict):
+        return [part for item in x.items() for part in item]
+    if isinstance(x, (list, tuple)):
+        return [*x]
+    if isinstance(x, (set, frozenset)):
+        return stable_text(str(sorted(map(repr, x))))
+    if isinstance(x, partial):
+        return [x.func, x.args, x.keywords]
+    if isinstance(x, CodeType):
+        return [x.co_code, x.co_names, x.co_consts]
+    if isinstance(x, FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or () if cell != CellType()]  # an empty one would raise
+        return [x.__code__, x.__defaults__, x.__kwdefaults__, cells]
+    if isinstance(x, MethodType):
+        return [x.__func__, x.__self__]
+    if hasattr(x, "__wrapped__") and not isinstance(x, type):
+        return [x.__wrapped__]
+    if not isinstance(x, (type, ModuleType)):
+        try:
+            reduced = x.__reduce_ex__(2)
+        except Exception:  # of another library, which cannot be pickled
+            reduced = ""
+        if isinstance(reduced, tuple):
+            return [[*part] if isinstance(part, Iterator) else part for part in reduced[1:]]
+    return stable_text(repr(x))

@@ -29,23 +29,14 @@ class Row(NamedTuple):
 
 @dataclass
 class Status:
-    """How far one member is.
+    """How far one member is."""
 
-    Attributes:
-        metrics: The newest value of each metric.
-        ended: Why it no longer trains; None while it does.
-        steps: The optimizer steps that its weights have taken; None while it trains.
-        finite: Whether all of its steps were finite.
-        wait_count: Checks of `early_stopping` since the last improvement.
-        best_score: The best value that `early_stopping` has seen; None before the first check.
-    """
-
-    metrics: dict[str, float] = field(default_factory=dict)
-    ended: str | None = None
-    steps: int | None = None
-    finite: bool = True
-    wait_count: int = 0
-    best_score: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest value of each
+    ended: str | None = None  # why it no longer trains
+    steps: int | None = None  # the optimizer steps that its weights have taken; None while it trains
+    finite: bool = True  # whether all of its steps were
+    wait_count: int = 0  # checks of `early_stopping` since the last improvement
+    best_score: float | None = None  # the best value that `early_stopping` has seen; None before the first check
 
     def end(self, reason: str, steps: int, *, finite: bool = True) -> None:
         """End the member's training: its weights stay as they are."""
@@ -71,12 +62,7 @@ class Population:
     """
 
     def __init__(
-        self,
-        members: Sequence[Member],
-        leaves: list[jax.Array],
-        statuses: Sequence[Status],
-        rows: Sequence[Row],
-        step: int,
+        self, members: Sequence[Member], leaves: list[jax.Array], statuses: Sequence[Status], rows: list[Row], step: int
     ) -> None:
         self._members, self._leaves, self._statuses, self._rows, self._step = members, leaves, statuses, rows, step
         self.variations = [dict(member.variation) for member in members]
@@ -114,8 +100,8 @@ class Population:
         known = {name for metrics in self.metrics for name in metrics}
         if metric not in known:
             raise no_such_metric("Population.best", metric, known)
-        values = {i: metrics.get(metric, math.nan) for i, metrics in enumerate(self.metrics)}
-        finite = [i for i, x in values.items() if math.isfinite(x) and self._statuses[i].finite]
+        values = [metrics.get(metric, math.nan) for metrics in self.metrics]
+        finite = [i for i, x in enumerate(values) if math.isfinite(x) and self._statuses[i].finite]
         if not finite:
             raise ArgumentError(f"Population.best({metric!r}): no member has a finite value. Print the population.")
         return (min if mode == "min" else max)(finite, key=values.__getitem__)
@@ -143,10 +129,11 @@ class Population:
         metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
         lines = [["member", *arguments, "steps", *metrics, "ended"]]
         for i, status in enumerate(self._statuses):
-            given = [argument_text(self.variations[i][x], 20) if x in self.variations[i] else "" for x in arguments]
+            variation = self.variations[i]
+            texts = [argument_text(variation[x], 20) if x in variation else "" for x in arguments]
             values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
             steps = self._step if status.steps is None else status.steps
-            lines.append([str(i), *given, str(steps), *values, status.ended or ""])
+            lines.append([str(i), *texts, str(steps), *values, status.ended or ""])
         return "\n".join(table(lines, texts=0))
 
     __repr__ = __str__

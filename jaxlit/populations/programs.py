@@ -1,4 +1,4 @@
-"""The compiled programs of a population: each runs one member's program for all members, spread over the devices."""
+"""The compiled programs of a population: each runs one member's program for all members, divided over the devices."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -42,12 +42,7 @@ _TRAINING = ("training", None)
 
 
 def members_mesh(count: int, devices: int | None) -> Mesh:
-    """Return a mesh of the most devices over which the members divide.
-
-    Args:
-        count: How many members there are.
-        devices: How many devices to use at most; None for all.
-    """
+    """Return a mesh of the most devices over which the members divide, at most `devices`."""
     present = sharding.first_devices(devices)
     size = max(n for n in range(1, len(present) + 1) if count % n == 0)
     if size < min(count, len(present)):
@@ -92,7 +87,8 @@ class Programs:
             check_same_logs(self.members[0].name, self._kinds[0], member.name, kind)
         else:
             for stage, example in self._examples(member).items():
-                self._inspect(member, stage, _inspection(stage), example)
+                inspect = inspect_step if stage == _TRAINING else partial(_inspect_evaluation, stage)
+                self._inspect(member, stage, inspect, example)
             member = member.with_spec(member.training.spec.with_metrics(member.pure.table(*_TRAINING)))
         like = next((i for i, other in self._kinds.items() if kind.is_same(other)), member.index)
         self._kinds.setdefault(like, kind)
@@ -144,8 +140,6 @@ class Programs:
         count = len(self.members)
         return [jax.ShapeDtypeStruct((count, *x.shape), x.dtype, sharding=self._split) for x in self.spec.arrays]
 
-    # Arrays
-
     def place(self, x: np.ndarray) -> jax.Array:
         """Put an array of all members onto their devices."""
         return jax.device_put(x, self._split)
@@ -162,15 +156,8 @@ class Programs:
         """Put a batch onto all devices; a single device takes host arrays."""
         return batch if self.mesh.size == 1 else jax.device_put(batch, self._shared)
 
-    # Programs
-
     def init(self, layout: Layout, arrays: Sequence[Sequence[np.ndarray]]) -> list[jax.Array]:
-        """Return the state of step 0 of all members.
-
-        Args:
-            layout: How the arrays of a module become its trained, frozen and other variables.
-            arrays: Those of each member's module.
-        """
+        """Return the state of step 0 of all members, given the layout of a module's arrays and those of each member."""
 
         def init(member: Member, leaves: list[Any]) -> list[Any]:
             return member.training.spec.layout.flatten(member.training.init(*layout.unflatten(leaves)))
@@ -182,8 +169,7 @@ class Programs:
     def train_step(self, example: Any) -> Callable[[list[jax.Array], Any], tuple[list[jax.Array], jax.Array]]:
         """Return a function of (state, batch) to the next state and the tables of the step, of all members.
 
-        Args:
-            example: The shapes and dtypes of the batch.
+        `example` has the shapes and dtypes of the batch.
         """
 
         def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
@@ -195,11 +181,7 @@ class Programs:
         return self._program("train_step", update, states, example, stage=_TRAINING)
 
     def eval_step(self, example: Any) -> Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]:
-        """Return a function of (metrics so far, arrays of the state, batch) to the metrics, of all members.
-
-        Args:
-            example: See `train_step`.
-        """
+        """Return a function of (metrics so far, arrays of the state, batch) to the metrics, of all members."""
 
         def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
             spec = member.training.spec
@@ -216,14 +198,15 @@ class Programs:
 
     def _alike(self, stage: tuple[str, int | None], example: Any) -> list[int]:
         """Return for each member the index of the first one that has the same step for such a batch."""
-        first = [member.like for member in self.members]
-        if example == self._examples(self.members[0])[stage]:
-            return first
+        members = self.members
+        if example == self._examples(members[0])[stage]:
+            return [member.like for member in members]
         like, traces = list[int](), dict[int, Any]()
-        for i, member in enumerate(self.members):
+        for i, member in enumerate(members):
             # Members that were alike may differ: a step can read other numbers for a batch of another shape.
             trace = trace_of(member.training, *stage, example)
-            like.append(next((k for k, x in traces.items() if first[k] == first[i] and is_same(x, trace)), i))
+            alike = (k for k, x in traces.items() if members[k].like == member.like and is_same(x, trace))
+            like.append(next(alike, i))
             traces.setdefault(like[i], trace)
         return like
 
@@ -252,16 +235,18 @@ class Programs:
         if key in self._compiled:
             return self._compiled[key]
         members = self.members
-        traced = lambda i: jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)  # noqa: E731
+
+        def trace(i: int) -> tuple[Any, Any]:
+            return jax.make_jaxpr(partial(fn, members[i]), return_shape=True)(*states, *shared)
+
         try:
             like = [member.like for member in members] if stage is None else self._alike(stage, *shared)
-            lifted = lift(traced, like)
+            lifted = lift(trace, like)
         except DifferentError as error:
-            other = members[error.index or 0]
             raise ArgumentError(
-                f"{OWNER} trains all members by one program, and that of {other.name} differs from that of "
-                f"{members[0].name}: {error}. Variations may change seeds and numbers, but not what is computed, such "
-                "as dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
+                f"{OWNER} trains all members by one program, and that of {members[error.index or 0].name} differs from "
+                f"that of {members[0].name}: {error}. Variations may change seeds and numbers, but not what is "
+                "computed, such as dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
             ) from None
         self.numbers += lifted.numbers
         split = 1 + len(states)
@@ -283,10 +268,8 @@ def _empty_sums(table: Table) -> list[np.ndarray]:
     return [table.empty_sums(), np.zeros((), np.int32)]
 
 
-def _inspection(stage: tuple[str, int | None]) -> Callable[..., None]:
-    if stage == _TRAINING:
-        return inspect_step
-    return lambda pure, *args: inspect_evaluation(pure, *stage, *args)
+def _inspect_evaluation(stage: tuple[str, int | None], pure: PureModule, *args: Any) -> None:
+    inspect_evaluation(pure, *stage, *args)
 
 
 def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
