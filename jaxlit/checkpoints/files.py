@@ -605,3 +605,19 @@ def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any
         return f"{name}={format(counts[name] if name in counts else metric(name), form)}"
 
     return re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, filename))
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to begin with, and how much of it must fit.
+
+    Attributes:
+        checkpoint: A verified checkpoint.
+        strict: Refuse a checkpoint whose arrays are not exactly those of the engine. Otherwise those that fit are
+            taken, and the others named.
+        reset_optimizer: Leave the optimizer as it is at step 0.
+    """
+
+    checkpoint: Checkpoint
+    strict: bool = True
+    reset_optimizer: bool = False

@@ -8,13 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.files import Checkpoint, read
+from jaxlit.checkpoints.files import Checkpoint, Resume, read
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.batch_validator import named_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
-from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.run import Run, Start
+from jaxlit.loop.snapshot import load_engine
 
 _logger = logging.getLogger("jaxlit")
 

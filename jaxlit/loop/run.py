@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import Resume
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
@@ -30,7 +31,6 @@ from jaxlit.engine.compiled_program import Bound
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError, LogError, ModuleError
 from jaxlit.loop.hooks import Hook, Hooks, fitting, overrides
-from jaxlit.loop.restore import Resume
 from jaxlit.loop.results import TRACED, Results
 from jaxlit.loop.run_data import RunData, TimeLimits
 from jaxlit.loop.settings import Settings

@@ -1,7 +1,9 @@
-"""The state of a training in a checkpoint, except its arrays: taken from a run, and restored."""
+"""A training in a checkpoint: its state is taken from a run, and restored with the arrays of the engine."""
 
 import base64
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -11,16 +13,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlit.checkpoints.files import Checkpoint, Resume
 from jaxlit.checkpoints.position import FORMAT, POSITION
+from jaxlit.checkpoints.weights import match, report
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
 from jaxlit.distributed.team import fetch
+from jaxlit.engine.engine import Engine
 from jaxlit.errors import CheckpointError, DataError, raised_everywhere
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.texts import NotJSONError, to_json
+
+# Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
+_METRICS = ("sums", "window.metrics")
+_OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
+_logger = logging.getLogger("jaxlit")
 
 
 def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:
@@ -77,17 +87,6 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     return _json(state)
 
 
-def _json(state: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return to_json(state)
-    except NotJSONError as error:
-        place = error.path.replace("['callbacks']", "the state_dict of ").replace("['loaders']", "the loader's state ")
-        raise CheckpointError(
-            f"A checkpoint keeps JSON values, and {place or 'it'} {error.problem}. Return numbers, strings, lists and "
-            "dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
-        ) from None
-
-
 def stored(run: Run, weights_only: bool) -> dict[int, str]:
     """Return by index the name of each array in a checkpoint; of weights only, an average has its parameter's name."""
     names = [name for name, _, _ in run.engine.state.spec.entries]
@@ -104,6 +103,73 @@ def _evaluated(run: Run) -> dict[int, int]:
     # After a fit a checkpoint has the parameters as they are: `WeightAveraging` has left the average in them, and the
     # caller may have written others since.
     return {} if run.times.ended is not None and not run.times.has_failed else {i: k for i, k in pairs if i != k}
+
+
+def _loaders(run: Run) -> dict[str, Any]:
+    """Return the states of this process's loaders."""
+    if not run.data.train:
+        return {"training": None}
+    source = run.data.training[0]
+    position = run.position
+    epoch = position.epoch
+    at = position.data
+    if position.over:  # nothing is left of this epoch: the loader begins the next
+        epoch = epoch + 1
+        at = source.between_epochs(at)
+    return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
+
+
+def load_engine(engine: Engine, resume: Resume) -> None:
+    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
+
+    Raises:
+        CheckpointError: It does not fit: a table says what differs.
+    """
+    checkpoint = resume.checkpoint
+    reset_optimizer = resume.reset_optimizer
+    evaluates = engine.evaluates_only
+    filled = checkpoint.state["position"]["filled"]
+    saved = checkpoint.weights if evaluates else checkpoint.specs
+    wanted = engine.state.spec.entries
+    # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
+    same = {name for name, _, _ in {*saved} & {*wanted}}
+    saved_keys, wanted_keys = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
+
+    def skip(name: str) -> bool:
+        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
+        if evaluates:
+            return not name.startswith("module.")
+        fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
+        fresh = fresh or (name.startswith("window.") and not filled)
+        return fresh or (_is_bookkeeping(name) and name not in same) or _callback(name) in (saved_keys ^ wanted_keys)
+
+    pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
+    kind = checkpoint.state.get("optimizer")
+    # The arrays of another optimizer may fit by name and shape, but mean something else.
+    if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
+        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
+        pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+    report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
+    # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
+    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback(name)))}
+    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
+    extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
+    # The engine's arrays are freed first: both states together may not fit into the devices' memory.
+    # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
+    released = engine.state.release(pairs.values())
+    target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
+    read = checkpoint.arrays(target)
+    arrays = {k: read[i] for i, k in pairs.items()} | {k: fit(read[i]) for i, (k, fit) in extra.items()}
+    engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+    if not evaluates:
+        engine.init_extras(key for key in engine.extras if repr(key) in again)
+        for keys, text in (
+            (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
+            (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
+        ):
+            if keys:
+                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
+        _check_counters(engine, checkpoint)
 
 
 def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
@@ -155,20 +221,6 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
 
 
-def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:
-    """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
-
-    If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
-
-    Args:
-        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
-        settings: The Trainer's arguments now.
-        state: The checkpoint's.
-    """
-    before, _ = state.get("accumulate_set") or (state["accumulate"], None)
-    return 1 < before == argument == settings.accumulate_grad_batches
-
-
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
@@ -188,18 +240,29 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     run.hooks.log.load_state_dict(state["log"])
 
 
-def _loaders(run: Run) -> dict[str, Any]:
-    """Return the states of this process's loaders."""
-    if not run.data.train:
-        return {"training": None}
-    source = run.data.training[0]
-    position = run.position
-    epoch = position.epoch
-    at = position.data
-    if position.over:  # nothing is left of this epoch: the loader begins the next
-        epoch = epoch + 1
-        at = source.between_epochs(at)
-    return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
+def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:
+    """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
+
+    If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
+
+    Args:
+        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
+        settings: The Trainer's arguments now.
+        state: The checkpoint's.
+    """
+    before, _ = state.get("accumulate_set") or (state["accumulate"], None)
+    return 1 < before == argument == settings.accumulate_grad_batches
+
+
+def _json(state: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return to_json(state)
+    except NotJSONError as error:
+        place = error.path.replace("['callbacks']", "the state_dict of ").replace("['loaders']", "the loader's state ")
+        raise CheckpointError(
+            f"A checkpoint keeps JSON values, and {place or 'it'} {error.problem}. Return numbers, strings, lists and "
+            "dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
+        ) from None
 
 
 def _pack(array: Any) -> dict[str, Any] | None:
@@ -219,3 +282,49 @@ def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
             f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
         )
     return np.frombuffer(data, np.float32).reshape(shape)
+
+
+def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
+    position = checkpoint.state["position"]
+    stated = [position[k] for k in ("global_step", "epoch", "batch_idx")]
+    counted = engine.state.counters()
+    # Between epochs the arrays still count in the one before.
+    count = 3 if position["batch_idx"] or position["over"] else 1
+    if stated[:count] != counted[:count]:
+        raise CheckpointError(
+            f"{checkpoint.path} is at (step, epoch, batch) {stated[:count]}, but its arrays are at {counted[:count]}."
+        )
+
+
+def _callback(name: str) -> str | None:
+    """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
+    return match[1] if (match := _OF_CALLBACK.match(name)) else None
+
+
+def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
+    """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
+    state = checkpoint.state
+    replicas = engine.strategy.replica.stack_size
+    conversions = dict[int, Any]()
+    table = table_of(state["metrics"])
+    places = {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
+    for i, (name, _, _) in enumerate(checkpoint.specs):
+        of_window = name.startswith("window")
+        # An empty window stays as it is.
+        if not _is_bookkeeping(name) or name in same or (of_window and not state["position"]["filled"]):
+            continue
+        if name in _METRICS:
+            conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
+        elif name in places:  # a sum over the rows of a window: the first replica gets the sum of all
+            fit = partial(_refit, was=state["window_replicas"], replicas=replicas)
+            conversions[i] = places[name], fit
+    return conversions
+
+
+def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
+    x = x if was is None else x.sum(0)
+    return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
+
+
+def _is_bookkeeping(name: str) -> bool:
+    return name in ("sums", "loss_scale") or name.startswith(("window.", "window_start."))

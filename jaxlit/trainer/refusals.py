@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.files import Checkpoint, Resume
 from jaxlit.core.module import STAGES, Stage, TrainModule, hparams_of, is_overridden
 from jaxlit.core.pure_module import is_in_eval_mode
 from jaxlit.data.source import Source
@@ -24,7 +24,6 @@ from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, ModuleError
 from jaxlit.loop import snapshot
 from jaxlit.loop.dispatch import check_size
-from jaxlit.loop.restore import Resume
 from jaxlit.loop.run_data import RunData
 from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.reporting.secrets import hide

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import Resume
 from jaxlit.checkpoints.position import Position
 from jaxlit.control import Control
 from jaxlit.core.module import Stage, TrainModule, attach, call_step, is_overridden
@@ -24,11 +25,11 @@ from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError, note_step
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
-from jaxlit.loop.restore import Resume, load_engine
 from jaxlit.loop.results import HostLog, Results
 from jaxlit.loop.run import Checkpoints, Run, Window, place_of
 from jaxlit.loop.run_data import CompileLog, RunData, TimeLimits, make_loaders
 from jaxlit.loop.settings import Settings
+from jaxlit.loop.snapshot import load_engine
 from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import tell_again
 from jaxlit.sharding import out_of_meshes
