@@ -1,8 +1,7 @@
-"""Checks of arguments: each names the owner, the argument, the value and the allowed set.
+"""Checks of arguments: each error names the owner, the argument, the value and the allowed set.
 
-`owner` is what was called, as a user writes it.
-
-Where files that can be made or fetched again are kept.
+`owner` is the class or function that was called, as a user writes it. Below are the checks for optional packages and
+paths, and the user's cache folder.
 """
 
 import contextlib
@@ -22,18 +21,7 @@ from jaxlit.texts import shown
 
 
 def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
-    """Refuse a value that is not allowed.
-
-    Args:
-        allowed: Whether it is.
-        name: The argument.
-        value: What was given.
-        rule: What the argument takes, as in the message: "takes an int of at least 0".
-        owner: What was called.
-
-    Raises:
-        ArgumentError: It is not allowed.
-    """
+    """Raise an ArgumentError unless a value is allowed; `rule` is the message's "takes an int of at least 0"."""
     if not allowed:
         raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
 
@@ -118,8 +106,8 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
 
 def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
-    several = isinstance(value, (list, tuple, set, frozenset))
-    if not several or not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
+    is_collection = isinstance(value, (list, tuple, set, frozenset))
+    if not is_collection or not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
         raise ArgumentTypeError(
             f"{owner}({name}=...) takes a list or tuple of strings, or of ints for places in a tuple, got "
             f"{shown(value)}."
@@ -153,7 +141,7 @@ def _number(
     is_allowed: Callable[[int | float], bool],
     kinds: tuple[type, ...] = _NUMBERS,
 ) -> int | float:
-    """Return a number as an int or a float; refuse what is none, or not allowed."""
+    """Return a number as an int or a float; refuse another value, and one that is not allowed."""
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
     number = int(value) if isinstance(value, (int, np.integer)) else float(value)
@@ -162,17 +150,7 @@ def _number(
 
 
 def import_package(name: str, *, owner: str, install: str, kind: type[JaxlitError] = LoggerError) -> Any:
-    """Return a module of a package that is an optional dependency.
-
-    Args:
-        name: The module.
-        owner: What needs it.
-        install: What pip installs.
-        kind: The class of the error.
-
-    Raises:
-        JaxlitError: It is not installed.
-    """
+    """Return a module of an optional dependency; if it is missing, raise an error that says what pip installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
