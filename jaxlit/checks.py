@@ -20,10 +20,12 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, LoggerE
 from jaxlit.texts import shown
 
 
-def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
-    """Raise an ArgumentError unless a value is allowed; `rule` is the message's "takes an int of at least 0"."""
+def require(
+    allowed: bool, name: str, value: Any, rule: str, *, owner: str, kind: type[JaxlitError] = ArgumentError
+) -> None:
+    """Raise an error unless a value is allowed; `rule` is the message's "takes an int of at least 0"."""
     if not allowed:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+        raise kind(f"{owner}({name}=...) {rule}, got {shown(value)}.")
 
 
 def is_int(value: Any, *, low: int) -> bool:
@@ -41,8 +43,8 @@ def integer(name: str, value: Any, *, low: int, also: Sequence[Any] = (), owner:
 
 def boolean(name: str, value: Any, *, owner: str = "Trainer") -> bool:
     """Return True or False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes True or False, got {shown(value)}.")
+    fits = isinstance(value, (bool, np.bool_))
+    require(fits, name, value, "takes True or False", owner=owner, kind=ArgumentTypeError)
     return bool(value)
 
 
@@ -107,11 +109,9 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
 def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
     is_collection = isinstance(value, (list, tuple, set, frozenset))
-    if not is_collection or not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
-        raise ArgumentTypeError(
-            f"{owner}({name}=...) takes a list or tuple of strings, or of ints for places in a tuple, got "
-            f"{shown(value)}."
-        )
+    fits = is_collection and all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value)
+    rule = "takes a list or tuple of strings, or of ints for places in a tuple"
+    require(fits, name, value, rule, owner=owner, kind=ArgumentTypeError)
     return tuple(value)
 
 
@@ -142,8 +142,8 @@ def _number(
     kinds: tuple[type, ...] = _NUMBERS,
 ) -> int | float:
     """Return a number as an int or a float; refuse another value, and one that is not allowed."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    require(fits, name, value, rule, owner=owner, kind=ArgumentTypeError)
     number = int(value) if isinstance(value, (int, np.integer)) else float(value)
     require(is_allowed(number), name, value, rule, owner=owner)
     return number

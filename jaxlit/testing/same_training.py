@@ -238,7 +238,11 @@ def train(
         callbacks=[_Keep(training)],
         **(quiet | trainer_arguments),
     )
-    before = by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
+
+    def counts() -> dict[str, np.ndarray]:
+        return by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
+
+    before = counts()
     other_state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
     with noting_place(f"the training under {training.name}, of {trainer_arguments}"):
         trainer.fit(module, data)
@@ -247,8 +251,7 @@ def train(
     for part in state.variables:
         training.params |= by_path(part)
     # By a stream, which counts, or by a key that the module holds besides them.
-    after = by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
-    has_drawn = any((x != before[name]).any() for name, x in after.items())
+    has_drawn = any((x != before[name]).any() for name, x in counts().items())
     training.random = has_drawn or any(map(is_key, jax.tree.leaves(other_state)))
     return training
 
