@@ -1,16 +1,25 @@
-"""The command line, `python -m jaxlit`."""
+"""The commands of `python -m jaxlit`: `plan`, what a training step takes; `doctor`, what a bug report needs to know."""
 
 import argparse
 import importlib
 import json
+import platform
 import re
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from jaxlit.checks import is_url
+from jaxlit.engine.compiled_program import default_folder
 from jaxlit.errors import ArgumentError, JaxlitError
-from jaxlit.trainer.doctor import diagnosis
+from jaxlit.texts import size, table
+from jaxlit.version import __version__
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "wandb")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,23 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--json", action="store_true", help="print the rows as JSON")
     plan.add_argument("--plot", type=Path, help="draw the bytes of a device into this file")
     commands.add_parser("doctor", help="versions and devices in a block of text, for a bug report")
-    given = vars(parser.parse_args(arguments))
-    if given.pop("command") == "doctor":
-        print(diagnosis())
+    options = vars(parser.parse_args(arguments))
+    if options.pop("command") == "doctor":
+        print(_diagnosis())
         return 0
     try:
-        _plan(given.pop("target"), as_json=given.pop("json"), plot=given.pop("plot"), **given)
+        _plan(options.pop("target"), as_json=options.pop("json"), plot=options.pop("plot"), **options)
     except JaxlitError as error:
-        option = lambda match: f"--{match[1].replace('_', '-')}"  # noqa: E731
-        text = re.sub(r"Trainer\.plan\((\w+)=\.\.\.\)", option, str(error))
+        pattern = r"Trainer\.plan\((\w+)=\.\.\.\)"
+        text = re.sub(pattern, lambda match: f"--{match[1].replace('_', '-')}", str(error))
         print(f"{type(error).__name__}: {text}", file=sys.stderr)
         return 1
     return 0
 
 
-def _plan(target: str, *, as_json: bool, plot: Path | None, **asked: Any) -> None:
+def _plan(target: str, *, as_json: bool, plot: Path | None, **options: Any) -> None:
     trainer, model, data = _called(target)
-    plan = trainer.plan(model, data, **asked)
+    plan = trainer.plan(model, data, **options)
     print(json.dumps(plan.rows(), indent=2) if as_json else plan)
     if plot is not None:
         plan.plot().savefig(plot)
@@ -66,10 +75,12 @@ def _called(target: str) -> Any:
     module = importlib.import_module(Path(path).stem)
     if not callable(function := getattr(module, name, None)):
         raise ArgumentError(f"python -m jaxlit plan: {path} has no function {name!r}.")
-    made = function()
-    if not (isinstance(made, tuple) and len(made) == 3):
-        raise ArgumentError(f"python -m jaxlit plan: {name}() has to return (trainer, model, data), got {made!r:.80}.")
-    return made
+    result = function()
+    if not (isinstance(result, tuple) and len(result) == 3):
+        raise ArgumentError(
+            f"python -m jaxlit plan: {name}() has to return (trainer, model, data), got {result!r:.80}."
+        )
+    return result
 
 
 def _counts(text: str) -> list[int]:
@@ -77,6 +88,46 @@ def _counts(text: str) -> list[int]:
     if not all(number.isdecimal() for number in numbers):
         raise argparse.ArgumentTypeError(f"takes numbers such as 8,64, got {text!r}")
     return [int(number) for number in numbers]
+
+
+def _diagnosis() -> str:
+    """Return versions, packages, devices and the size of the compile cache.
+
+    Environment variables, paths and names of hosts are left out, since they may contain secrets.
+    """
+    rows = [
+        ["versions", f"jaxlit {__version__}, python {platform.python_version()}, {platform.system()}"],
+        ["packages", ", ".join(map(_version, _PACKAGES))],
+        ["devices", _devices()],
+        ["compile cache", _compile_cache()],
+    ]
+    return "\n".join(table(rows, texts=2))
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} missing"
+
+
+def _devices() -> str:
+    try:
+        kinds = ", ".join(sorted({device.device_kind for device in jax.devices()}))
+    except Exception as error:  # a broken driver is what a report is about
+        return f"none: {type(error).__name__} of jax.devices()"
+    return f"{jax.device_count()} x {kinds} ({jax.default_backend()})"
+
+
+def _compile_cache() -> str:
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir or default_folder()
+    if not config.jax_enable_compilation_cache:
+        return "off"
+    if is_url(folder):
+        return "in a bucket"
+    sizes = [path.stat().st_size for path in Path(folder).glob("*-cache")]
+    return f"{len(sizes)} programs, {size(sum(sizes))}"
 
 
 if __name__ == "__main__":

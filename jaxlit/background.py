@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Background(Generic[T]):
-    """A function that runs in a thread of its own.
+    """A function that runs in a separate thread.
 
     Args:
         name: The thread's name.
@@ -72,7 +72,7 @@ class Background(Generic[T]):
         try:
             return self._future.result(timeout)
         except TimeoutError:
-            if self.is_done:  # the function's own
+            if self.is_done:  # the function raised it
                 raise
             raise TimeoutError(f"no answer after {timeout:.0f} s") from None
 

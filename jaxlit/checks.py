@@ -1,8 +1,7 @@
-"""Checks of arguments: each names the owner, the argument, the value and the allowed set.
+"""Checks of arguments: each error names the owner, the argument, the value and the allowed set.
 
-`owner` is what was called, as a user writes it.
-
-Where files that can be made or fetched again are kept.
+`owner` is the class or function that was called, as a user writes it. Below are the checks for optional packages and
+paths, and the user's cache folder.
 """
 
 import contextlib
@@ -21,21 +20,12 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, LoggerE
 from jaxlit.texts import shown
 
 
-def require(allowed: bool, name: str, value: Any, rule: str, *, owner: str) -> None:
-    """Refuse a value that is not allowed.
-
-    Args:
-        allowed: Whether it is.
-        name: The argument.
-        value: What was given.
-        rule: What the argument takes, as in the message: "takes an int of at least 0".
-        owner: What was called.
-
-    Raises:
-        ArgumentError: It is not allowed.
-    """
+def require(
+    allowed: bool, name: str, value: Any, rule: str, *, owner: str, kind: type[JaxlitError] = ArgumentError
+) -> None:
+    """Raise an error unless a value is allowed; `rule` is the message's "takes an int of at least 0"."""
     if not allowed:
-        raise ArgumentError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+        raise kind(f"{owner}({name}=...) {rule}, got {shown(value)}.")
 
 
 def is_int(value: Any, *, low: int) -> bool:
@@ -53,8 +43,8 @@ def integer(name: str, value: Any, *, low: int, also: Sequence[Any] = (), owner:
 
 def boolean(name: str, value: Any, *, owner: str = "Trainer") -> bool:
     """Return True or False."""
-    if not isinstance(value, (bool, np.bool_)):
-        raise ArgumentTypeError(f"{owner}({name}=...) takes True or False, got {shown(value)}.")
+    fits = isinstance(value, (bool, np.bool_))
+    require(fits, name, value, "takes True or False", owner=owner, kind=ArgumentTypeError)
     return bool(value)
 
 
@@ -118,12 +108,10 @@ def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | 
 
 def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
-    several = isinstance(value, (list, tuple, set, frozenset))
-    if not several or not all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value):
-        raise ArgumentTypeError(
-            f"{owner}({name}=...) takes a list or tuple of strings, or of ints for places in a tuple, got "
-            f"{shown(value)}."
-        )
+    is_collection = isinstance(value, (list, tuple, set, frozenset))
+    fits = is_collection and all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value)
+    rule = "takes a list or tuple of strings, or of ints for places in a tuple"
+    require(fits, name, value, rule, owner=owner, kind=ArgumentTypeError)
     return tuple(value)
 
 
@@ -153,26 +141,16 @@ def _number(
     is_allowed: Callable[[int | float], bool],
     kinds: tuple[type, ...] = _NUMBERS,
 ) -> int | float:
-    """Return a number as an int or a float; refuse what is none, or not allowed."""
-    if isinstance(value, bool) or not isinstance(value, kinds):
-        raise ArgumentTypeError(f"{owner}({name}=...) {rule}, got {shown(value)}.")
+    """Return a number as an int or a float; refuse another value, and one that is not allowed."""
+    fits = isinstance(value, kinds) and not isinstance(value, bool)
+    require(fits, name, value, rule, owner=owner, kind=ArgumentTypeError)
     number = int(value) if isinstance(value, (int, np.integer)) else float(value)
     require(is_allowed(number), name, value, rule, owner=owner)
     return number
 
 
 def import_package(name: str, *, owner: str, install: str, kind: type[JaxlitError] = LoggerError) -> Any:
-    """Return a module of a package that is an optional dependency.
-
-    Args:
-        name: The module.
-        owner: What needs it.
-        install: What pip installs.
-        kind: The class of the error.
-
-    Raises:
-        JaxlitError: It is not installed.
-    """
+    """Return a module of an optional dependency; if it is missing, raise an error that says what pip installs."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -76,29 +76,38 @@ def main(
     args, defaults = sys.argv[1:] if args is None else [*args], trainer_defaults or {}
     refuse_unknown(Trainer, (), defaults)
     parser, parsers = _parsers(model, data, defaults, args)
-    given = parser.parse_args(args)
-    verb, given = given.verb, given[given.verb]
-    config = _written(parsers[verb], given.clone(), model, data)
+    parsed = parser.parse_args(args)
+    verb, parsed = parsed.verb, parsed[parsed.verb]
+    parser, config = parsers[verb], _written(parsers[verb], parsed.clone(), model, data)
     try:
-        made = dict(parsers[verb].instantiate(given).items(branches=True, nested=False))
+        options = _as_dict(parser.instantiate(parsed))
     except ValueError as error:  # raised by the constructor of a callback, for example
-        return parsers[verb].error(str(error))
-    of = {x: dict(made.pop(x).items(branches=True, nested=False)) if x in made else {} for x in _CLASSES}
+        return parser.error(str(error))
+    of = {name: _as_dict(options.pop(name, {})) for name in _CLASSES}
     added = of["trainer"].pop("callbacks") or []
     added = added if isinstance(added, list) else [added]
-    *_, file = made.pop("config", None) or [None]
+    *_, file = options.pop("config", None) or [None]
     if verb != "fit" and of["trainer"]["default_root_dir"] is None and file and (Path(file).parent / FOLDER).is_dir():
         of["trainer"]["default_root_dir"] = Path(file).parent  # the folder of the fit that wrote the file
     trainer = None
     try:
         trainer = Trainer(**of["trainer"], callbacks=[*added, _SaveConfig(config)])
-        _run(trainer, verb, lazy(model, **of["model"]), None if data is None else data(**of["data"]), made)
+        module = lazy(model, **of["model"])
+        options["data" if verb == "plan" else "datamodule"] = None if data is None else data(**of["data"])
+        options |= {"return_predictions": False} if verb == "predict" else {}
+        result = getattr(trainer, verb)(module, **options)
+        if verb == "plan" and trainer.is_global_zero:
+            say(str(result))
     except (ArgumentError, ArgumentTypeError, CheckpointError) as error:
         # An error after the module exists is an error of the run; other processes of a job must also receive it.
         if trainer is not None and (trainer.module is not None or jax.process_count() > 1):
             raise
-        return parsers[verb].error(" ".join([str(error), *getattr(error, "__notes__", [])]))
+        return parser.error(" ".join([str(error), *getattr(error, "__notes__", [])]))
     return trainer
+
+
+def _as_dict(namespace: Any) -> dict[str, Any]:
+    return dict(namespace.items(branches=True, nested=False)) if namespace else {}
 
 
 def _parsers(
@@ -123,18 +132,18 @@ def _parsers(
     return parser, parsers
 
 
-def _written(parser: Any, given: Any, model: type, data: type | None) -> str:
+def _written(parser: Any, parsed: Any, model: type, data: type | None) -> str:
     """Return arguments as YAML, without defaults that would be read as a str: functions and dtypes."""
     for name, cls in (("model", model), ("data", data or object)):
         for key, x in inspect.signature(cls.__init__).parameters.items():
-            if (path := f"{name}.{key}") not in given:
+            if (path := f"{name}.{key}") not in parsed:
                 continue
-            if x.default is x.annotation is x.empty and given[path] is None:  # without a type it is not required
+            if x.default is x.annotation is x.empty and parsed[path] is None:  # without a type it is not required
                 parser.error(f"the following arguments are required: {path}")
             is_object = callable(x.default) or hasattr(x.default, "itemsize")
-            if is_object and str(given[path]) in map(str, (x.default, parser.get_default(path))):
-                given.pop(path)
-    return parser.dump(given, skip_unset=False)
+            if is_object and str(parsed[path]) in map(str, (x.default, parser.get_default(path))):
+                parsed.pop(path)
+    return parser.dump(parsed, skip_unset=False)
 
 
 class _Name(str):
@@ -144,37 +153,22 @@ class _Name(str):
 class _Arguments(Trainer):
     __doc__ = Trainer.__doc__  # of the help
 
-    def __init__(self, *, strategy: _Name | StrategyName | Strategy = "auto", **others: Any) -> None:
-        super().__init__(**others)
+    def __init__(self, *, strategy: _Name | StrategyName | Strategy = "auto", **arguments: Any) -> None:
+        super().__init__(**arguments)
 
 
-def _strategy(given: Any, *, has_arguments: bool) -> Any:
-    """Return a strategy's name, or the class that it names if arguments are given as well.
-
-    Raises:
-        ValueError: It is no name.
-    """
-    spec = given if isinstance(given, dict) else {"class_path": given}
+def _strategy(value: Any, *, has_arguments: bool) -> Any:
+    """Return a strategy's name, or the class that it names if arguments are given as well; refuse another value."""
+    spec = value if isinstance(value, dict) else {"class_path": value}
     if (name := spec.get("class_path")) in strategy_names():
-        if given is name and not has_arguments:
+        if value is name and not has_arguments:
             return name
         (cls, more), new = class_of(name), importlib.import_module("jsonargparse").Namespace
-        return new(
-            class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=new({**more, **spec.get("init_args", {})})
-        )
-    if not isinstance(given, str):
+        init_args = new({**more, **spec.get("init_args", {})})
+        return new(class_path=f"{cls.__module__}.{cls.__qualname__}", init_args=init_args)
+    if not isinstance(value, str):
         raise ValueError("Expected a name")
-    return resolve_strategy(given, None) and given
-
-
-def _run(trainer: Trainer, verb: str, model: lazy, datamodule: DataModule | None, asked: dict[str, Any]) -> None:
-    if verb == "plan":
-        plan = trainer.plan(model, datamodule, **asked)
-        if trainer.is_global_zero:
-            say(str(plan))
-    else:
-        returns = {"return_predictions": False} if verb == "predict" else {}
-        getattr(trainer, verb)(model, datamodule=datamodule, **asked, **returns)
+    return resolve_strategy(value, None) and value
 
 
 class _SaveConfig(Callback):
@@ -204,8 +198,9 @@ def _shown(x: Any) -> Any:
     """Return values without redacted entries: a command that reads the file would take the placeholder as a value."""
     if isinstance(x, list):
         return [_shown(y) for y in x]
-    is_hidden = lambda y: isinstance(y, str) and PLACEHOLDER in y  # noqa: E731
-    return {name: _shown(y) for name, y in x.items() if not is_hidden(y)} if isinstance(x, dict) else x
+    if isinstance(x, dict):
+        return {name: _shown(y) for name, y in x.items() if not (isinstance(y, str) and PLACEHOLDER in y)}
+    return x
 
 
 def _parser_class() -> Any:
@@ -217,6 +212,14 @@ def _parser_class() -> Any:
             getattr(room, name)  # a class can be named once it is imported
 
     class Parser(package.ArgumentParser):  # type: ignore[misc, name-defined]
+        def parse_string(self, content: str, path: Any = "", *args: Any, **kwargs: Any) -> Any:
+            parsed = super().parse_string(content, path, *args, **kwargs)
+            for name in _CLASSES:
+                if name in parsed and not hasattr(parsed[name], "items"):
+                    text = "takes arguments by name, such as `trainer: {max_epochs: 3}`"
+                    self.error(f"{path}: {name} {text}, got {parsed[name]!r}")
+            return parsed
+
         def error(self, message: str, ex: Exception | None = None) -> Any:
             if not self.exit_on_error:  # the parser of a class, whose error becomes part of another message
                 return super().error(message, ex)

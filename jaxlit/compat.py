@@ -62,7 +62,7 @@ _handlers: list[Any] = []  # ctypes does not keep them
 
 
 class LoaderParts(NamedTuple):
-    """What a `grain.DataLoader` was made of."""
+    """The parts of a `grain.DataLoader`."""
 
     sampler: Any
     data_source: Any
@@ -70,7 +70,7 @@ class LoaderParts(NamedTuple):
 
 
 def loader_parts(loader: Any) -> LoaderParts:
-    """Return what a `grain.DataLoader` was made of."""
+    """Return the parts of a `grain.DataLoader`."""
     return LoaderParts(loader._sampler, loader._data_source, loader._operations)
 
 
@@ -82,12 +82,12 @@ def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
     shuffles = type(sampler) is grain.samplers.IndexSampler and sampler._shuffle
     if not shuffles or sampler._num_epochs is None:
         return loader
-    again, options = copy.copy(loader), {"shuffle": True, "num_epochs": sampler._num_epochs}
-    assert sampler._seed is not None  # grain wants one to shuffle
+    copied, options = copy.copy(loader), {"shuffle": True, "num_epochs": sampler._num_epochs}
+    assert sampler._seed is not None  # grain needs a seed to shuffle
     seed = new_seed(int(sampler._seed))
-    again._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, seed=seed, **options)
-    again._dataset = again._create_dataset()
-    return again
+    copied._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, seed=seed, **options)
+    copied._dataset = copied._create_dataset()
+    return copied
 
 
 # 5. The seed and the repetitions of a stage of a `grain.IterDataset`, which cannot be indexed as a `MapDataset` can:
@@ -96,11 +96,11 @@ def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
 
 def reseeded_stage(stage: Any, new_seed: Callable[[int], int], parts: dict[str, Any]) -> Any:
     """Return a copy of a stage of an `IterDataset` with another seed, if it has one, and other parts."""
-    again = copy.copy(stage)  # stages are immutable, but a copy may have other parents
-    vars(again).update(parts)
+    copied = copy.copy(stage)  # stages are immutable, but a copy may have other parents
+    vars(copied).update(parts)
     if isinstance(seed := vars(stage).get("_seed"), (int, np.integer)):
-        again._seed = new_seed(int(seed))
-    return again
+        copied._seed = new_seed(int(seed))
+    return copied
 
 
 def repeats_without_end(stage: Any) -> bool:

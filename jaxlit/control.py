@@ -21,46 +21,27 @@ def ending(number: int) -> BaseException:
 
 @dataclass
 class Control:
-    """What changes during a run, apart from its position.
-
-    Attributes:
-        should_stop: A stop was asked for.
-        stop_reason: Why, as the first `stop` said.
-        interrupted: Ctrl-C, SIGTERM or the like came: training ends after the step that runs.
-        signal: The signal that came first in the fit that runs; None for none.
-        again: The signal that asked it to end at once; None for none.
-        drawing: The main thread waits for a batch, which a signal may cut by `Interrupted`.
-        asked: In several processes what this one asks for, until all do it at the same step: "signal 15", "stop" or
-            "interrupt" and a reason, or what a callback has named. None in one process, where it is done at once.
-        agreed: What callbacks have named and all processes do now.
-        shielded: What runs must not be cut, not even by a second signal.
-        sanity_checking: The validation that runs is the one before training.
-        num_training_batches: Batches of an epoch; inf where the loader has no length.
-        num_val_batches: Batches of each validation loader.
-        num_predict_batches: Batches of each loader that is predicted; inf where it has no length.
-        log_every: The optimizer steps between rows that `log_every_n_steps="auto"` means.
-        verbose: Whether the metrics of `validate` and `test` are printed at their end.
-        noted: What a run has logged or printed once: texts, and "signal" for one that ends it.
-        predict_outputs: What `predict_step` returns for the loader at hand, as `jax.ShapeDtypeStruct`s.
-    """
+    """What changes during a run, apart from its position."""
 
     should_stop: bool = False
-    stop_reason: str | None = None
-    interrupted: bool = False
-    signal: int | None = None
-    again: int | None = None
-    drawing: bool = False
+    stop_reason: str | None = None  # of the first `stop`
+    interrupted: bool = False  # Ctrl-C, SIGTERM or the like came: training ends after the step that runs
+    signal: int | None = None  # the signal that came first in the fit that runs
+    again: int | None = None  # the signal that asked the fit to end at once
+    drawing: bool = False  # the main thread waits for a batch, which a signal may cut by `Interrupted`
+    # If there are more processes, the requests of this one, until all do them at the same step: "signal 15", "stop" or
+    # "interrupt" and a reason, or what a callback has named. None in one process, where they are done at once.
     asked: list[str] | None = None
-    agreed: set[str] = field(default_factory=set)
-    shielded: bool = False
-    sanity_checking: bool = False
-    num_training_batches: int | float = 0
-    num_val_batches: list[int | float] = field(default_factory=list)
-    num_predict_batches: list[int | float] = field(default_factory=list)
-    log_every: int = 50
-    verbose: bool = True
-    noted: set[str] = field(default_factory=set)
-    predict_outputs: Any = None
+    agreed: set[str] = field(default_factory=set)  # what callbacks have named and all processes do now
+    shielded: bool = False  # what runs must not be cut, not even by a second signal
+    sanity_checking: bool = False  # the validation that runs is the one before training
+    num_training_batches: int | float = 0  # of an epoch; inf where the loader has no length
+    num_val_batches: list[int | float] = field(default_factory=list)  # of each loader
+    num_predict_batches: list[int | float] = field(default_factory=list)  # of each loader; inf where it has no length
+    log_every: int = 50  # the optimizer steps between rows that `log_every_n_steps="auto"` means
+    verbose: bool = True  # whether the metrics of `validate` and `test` are printed at their end
+    noted: set[str] = field(default_factory=set)  # texts that were logged or printed once, and "signal" for one
+    predict_outputs: Any = None  # the shapes and dtypes that `predict_step` returns for the loader at hand
 
     def begin(self, *, alone: bool) -> None:
         """Begin a run, in one process or in several; a signal that has come since the fit was called counts."""
@@ -76,7 +57,7 @@ class Control:
             _logger.log(level, text, *args)
 
     def stop(self, reason: str | None) -> None:
-        """Ask for a stop; the first reason is kept."""
+        """Ask for a stop; the first reason counts."""
         if self.asked is None:
             self.should_stop, self.stop_reason = True, self.stop_reason or reason
         elif not self.should_stop:
@@ -114,12 +95,13 @@ class Control:
     def take(self, agreed: list[str]) -> None:
         """Do what all processes do now."""
         for text in agreed:
-            what, _, rest = text.partition(" ")
-            if what == "signal":
-                self.signal, self.interrupted = self.signal or int(rest), True
-            elif what in ("stop", "interrupt"):
-                self.should_stop |= what == "stop"
-                self.interrupted |= what == "interrupt"
+            kind, _, rest = text.partition(" ")
+            if kind == "signal":
+                self.signal = self.signal or int(rest)
+                self.interrupted = True
+            elif kind in ("stop", "interrupt"):
+                self.should_stop |= kind == "stop"
+                self.interrupted |= kind == "interrupt"
                 self.stop_reason = self.stop_reason or rest or None
             else:
                 self.agreed.add(rest)

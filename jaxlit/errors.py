@@ -1,8 +1,6 @@
-"""The errors that jaxlit raises for mistakes in a user's arguments, data, module or hooks.
+"""The errors that jaxlit raises for mistakes in a user's arguments, data, module or hooks, and notes on errors.
 
-Every message has the rule, what was given, and what to do.
-
-Notes on errors: where they were raised, and what to do.
+Every message has the rule, what was given, and what to do; a note says where an error was raised.
 """
 
 import contextlib

@@ -1,8 +1,7 @@
-"""The face of a room: its public names, each imported when it is first used.
+"""The public names of a room, each imported when it is first used, and errors of names and arguments that do not exist.
 
-Names and arguments that do not exist are refused with what to use in their place: `porting.toml` lists them.
-
-Objects that are made by arguments: they refuse those that they do not have, and show those that they were given.
+These errors say what to use instead: `porting.toml` has the advice. `Configured` is the base of classes that refuse
+unknown arguments, and show those that they were called with.
 """
 
 import builtins
@@ -55,7 +54,7 @@ def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: st
         owner: A table of `porting.toml`.
         name: The name.
         known: The names that exist; the message proposes a similar one.
-        called: The owner's name in the message; its table's if left out.
+        called: The owner's name in the message; that of its table by default.
     """
     hint = f" {text}" if (text := advice(owner).get(name)) else did_you_mean(name, known, 0.75)
     return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
@@ -84,20 +83,15 @@ sys.meta_path.append(_Imports)  # last: asked only after no module of this name 
 
 
 def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> None:
-    """Refuse arguments by a name that a constructor does not have.
-
-    Args:
-        cls: The class.
-        args: The positional arguments of the call.
-        kwargs: The names of its keyword arguments.
+    """Refuse keyword arguments that a constructor does not have, and all where there is no constructor.
 
     Raises:
         ArgumentTypeError: With what to use in its place, or a similar name.
     """
-    none = cls.__init__ is object.__init__  # which ignores whatever it is given, as `__new__` is overridden
-    if none and args:
+    no_init = cls.__init__ is object.__init__  # which ignores all arguments, as `__new__` is overridden
+    if no_init and args:
         raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
-    parameters = [] if none else [*inspect.signature(cls.__init__).parameters.values()][1:]
+    parameters = [] if no_init else [*inspect.signature(cls.__init__).parameters.values()][1:]
     _refuse(cls.__name__, parameters, kwargs, [base.__name__ for base in cls.__mro__])
 
 
@@ -124,24 +118,19 @@ def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
 
 
 def refuse_arguments(called: str, function: Callable[..., Any], kwargs: Iterable[str]) -> None:
-    """Refuse arguments that a method takes as `**unknown`, which costs no call around it as the decorator does.
-
-    Args:
-        called: The method, as a user calls it: "self.log".
-        function: The method.
-        kwargs: The names of the arguments.
-    """
+    """Refuse arguments that a method takes as `**unknown`, which costs no call around it as the decorator does."""
     _, *parameters, _ = inspect.signature(function).parameters.values()
     _refuse(called, parameters, kwargs, [called])
 
 
 def _refuse(called: str, parameters: list[inspect.Parameter], kwargs: Iterable[str], owners: list[str]) -> None:
     known = [p.name for p in parameters]
-    for name in () if any(p.kind is p.VAR_KEYWORD for p in parameters) else kwargs:
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    for name in kwargs:
         if name not in known:
-            listed = (
-                f"It has {', '.join(known) or 'none'}" if len(known) < 16 else f"help(jl.{called}) lists those it has"
-            )
+            names = f"It has {', '.join(known) or 'none'}"
+            listed = names if len(known) < 16 else f"help(jl.{called}) lists those it has"
             hint = f"{did_you_mean(name, known)} {listed}.".lstrip()
             texts = (advice(f"{owner}()").get(name) for owner in owners)
             raise ArgumentTypeError(f"{called} has no argument {name!r}. {next(filter(None, texts), hint)}")
@@ -162,7 +151,7 @@ def lazy_imports(face: dict[str, Any]) -> Iterator[None]:
     modules: dict[str, str] = {}  # of each name
 
     def note(module: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if globals is not face:  # another thread's import, which is none of ours
+        if globals is not face:  # another thread's import
             return plain_import(module, globals, locals, fromlist, level)
         names = sys.modules[module].__all__ if fromlist == ("*",) else fromlist
         modules.update(dict.fromkeys(names, module))
@@ -204,10 +193,10 @@ class Configured:
 
     def __repr__(self) -> str:
         """Return the call that makes such an object, without arguments that have their defaults."""
-        held, shown = vars(self), list[str]()
-        for parameter in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
-            value = held.get(parameter.name)
-            if isinstance(value, _PLAIN) and value != parameter.default and (value or parameter.default is not None):
-                first = parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
-                shown.append(_short.repr(value) if first else f"{parameter.name}={_short.repr(value)}")
-        return f"{type(self).__name__}({', '.join(shown)})"
+        texts = list[str]()
+        for x in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
+            value = vars(self).get(x.name)
+            if isinstance(value, _PLAIN) and value != x.default and (value or x.default is not None):
+                is_first = x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty
+                texts.append(_short.repr(value) if is_first else f"{x.name}={_short.repr(value)}")
+        return f"{type(self).__name__}({', '.join(texts)})"

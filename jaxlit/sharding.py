@@ -1,6 +1,6 @@
-"""Shardings by hand, for the user's own loops: the functions that the strategies are made of.
+"""Shardings by hand, for the user's own loops: the functions on which the strategies are built.
 
-Keeps a mesh of the caller's out of jaxlit's programs.
+First meshes, then batches, then the state; last what hides the mesh of a caller from the programs of jaxlit.
 """
 
 import math
@@ -31,7 +31,7 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
     """Return a mesh of devices, ordered so that neighbours are near each other, where the hardware reports it.
 
     Args:
-        shape: The size of each axis by its name; one of them may be -1, for all devices that are left.
+        shape: The size of each axis by its name; one of them may be -1, for all devices that remain.
         devices: The devices; None for all there are.
 
     Raises:
@@ -45,13 +45,7 @@ def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) 
 
 
 def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: str) -> Mesh:
-    """Return a mesh; see `mesh`.
-
-    Args:
-        shape: The size of each axis by its name.
-        devices: The devices.
-        owner: The function that was given the sizes, for errors.
-    """
+    """Return a mesh; see `mesh`. `owner` is the function that was called, for errors."""
     sizes = dict(shape) if isinstance(shape, Mapping) else {}
     known = all(isinstance(axis, str) and (size == -1 or check.is_int(size, low=1)) for axis, size in sizes.items())
     if not sizes or not known or [*sizes.values()].count(-1) > 1:
@@ -59,14 +53,13 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
             f"{owner} takes the size of each axis by its name, at least 1 and one of them -1 at most, got "
             f"{shown(shape)}."
         )
-    product = math.prod(size for size in sizes.values() if size != -1)
-    left, rest = divmod(len(devices), product)
-    if rest or (left > 1 and -1 not in sizes.values()):
+    remaining, rest = divmod(len(devices), math.prod(size for size in sizes.values() if size != -1))
+    if rest or (remaining > 1 and -1 not in sizes.values()):
         raise ArgumentError(
             f"{owner}: the sizes of {dict(shape)} do not multiply to {len(devices)}, the number of devices. Change one "
             "of them, or give -1 for one."
         )
-    sizes = {axis: left if size == -1 else size for axis, size in sizes.items()}
+    sizes = {axis: remaining if size == -1 else size for axis, size in sizes.items()}
     automatic = (AxisType.Auto,) * len(sizes)
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices == 1:
@@ -75,11 +68,7 @@ def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: s
 
 
 def first_devices(count: int | None) -> list[jax.Device]:
-    """Return so many of the devices of all processes, all for None.
-
-    Raises:
-        ArgumentError: There are fewer.
-    """
+    """Return the first `count` devices of all processes, all for None; raise an ArgumentError if there are fewer."""
     present = jax.devices()
     if count is None:
         return present
@@ -94,12 +83,12 @@ def first_devices(count: int | None) -> list[jax.Device]:
 
 
 def _over_slices(sizes: list[int], slices: int, devices: Sequence[jax.Device]) -> np.ndarray:
-    """Order devices of several slices, whose network between them is slow: the first axis that can goes over them."""
-    between, within = [1] * len(sizes), sizes
+    """Divide the first axis that can be over the slices of the devices, since the network between slices is slow."""
     for axis, size in enumerate(sizes):
         if size % slices == 0:
-            between[axis], within[axis] = slices, size // slices
-            return mesh_utils.create_hybrid_device_mesh(within, between, devices)
+            between = [slices if i == axis else 1 for i in range(len(sizes))]
+            sizes[axis] = size // slices
+            return mesh_utils.create_hybrid_device_mesh(sizes, between, devices)
     raise ArgumentError(f"A mesh of sizes {sizes} has no axis that divides into the {slices} slices of its devices.")
 
 
@@ -108,7 +97,7 @@ def rows(mesh: Mesh, axes: str | Sequence[str] = "data") -> NamedSharding:
 
     Args:
         mesh: The mesh.
-        axes: The axis, or several that split the rows together.
+        axes: The axis, or more that split the rows together.
 
     Raises:
         ArgumentError: The mesh has no such axis.
@@ -179,13 +168,9 @@ def constrain(tree: Any, shardings: Any) -> Any:
 
 
 def carry(x: jax.Array, to: NamedSharding) -> jax.Array:
-    """Move an array from devices of several processes to as many others, of which each process has as many.
+    """Move an array from one mesh to another of as many devices of each process.
 
     Each process moves its own parts, from the k-th device of one mesh to the k-th of the other.
-
-    Args:
-        x: The array, in a `NamedSharding`.
-        to: Its sharding there.
     """
     if is_key(x):
         data = carry(jax.random.key_data(x), NamedSharding(to.mesh, P(*to.spec)))
@@ -226,8 +211,8 @@ def place_state(
         state: A pytree of arrays: `nnx.state(module)`, an optimizer's state.
         mesh: The mesh.
         how: "replicate", or "shard": each array along its largest dim that divides by the size of `axes`; if none
-            does, along several that do together, or over a part of the devices.
-        axes: The mesh axis, or several together, that "shard" splits over.
+            does, along dims that do together, or over a part of the devices.
+        axes: The mesh axis, or more together, that "shard" splits over.
         min_size: The most elements of an array that "shard" does not split.
 
     Raises:
@@ -259,7 +244,7 @@ def all_reduce(tree: Any, axis: str | Sequence[str], how: str = "mean") -> Any:
 
     Args:
         tree: A pytree of arrays.
-        axis: The axis, or several.
+        axis: The axis, or more.
         how: "mean" or "sum".
 
     Raises:
@@ -278,8 +263,8 @@ def by_size(
 ) -> NamedSharding:
     """Return the sharding of an array whose dims have no names: over as many devices as its sizes allow.
 
-    Its largest dim that divides by the number of devices is split. If none does, several dims that divide together are,
-    or else dims that divide by a part of the devices, and several devices hold each part.
+    Its largest dim that divides by the number of devices is split. If none does, dims that divide together are, or else
+    dims that divide by a part of the devices, and more than one device holds each part.
 
     Args:
         x: The array, or its shape and dtype.
@@ -338,15 +323,15 @@ def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NO_DEVICES: Any = np.empty((), dtype=object)
-_NO_MESH = jax.sharding.Mesh(_NO_DEVICES, ())
-is_out: ContextVar[bool] = ContextVar("is_out", default=False)  # compiled programs are kept by it
+_NO_MESH = Mesh(_NO_DEVICES, ())
+is_out: ContextVar[bool] = ContextVar("is_out", default=False)  # part of the key of compiled programs
 
 
 def out_of_meshes(fn: F) -> F:
     """Return `fn` running without the mesh that `jax.set_mesh` has put around it.
 
-    A strategy has a mesh of its own, which it puts in context where it traces; jax refuses programs on other devices,
-    or with axes of other types, than those of the mesh in context.
+    A strategy sets its own mesh where it traces; jax refuses programs on other devices, or with axes of other types,
+    than those of the mesh in context.
     """
 
     @wraps(fn)
@@ -361,7 +346,7 @@ def out_of_meshes(fn: F) -> F:
 
 @contextmanager
 def out(wanted: bool = True) -> Iterator[None]:
-    """Leave the mesh in context, if that is wanted."""
+    """Leave the mesh in context, if `wanted`."""
     if not wanted or (is_out.get() and jax.sharding.get_abstract_mesh().empty):
         yield
         return

@@ -1,12 +1,6 @@
-"""How a value of the user's is shown in a message.
+"""Texts: values in messages, names of a pytree's leaves, tables, numbers with units, and values as JSON's types.
 
-Short texts of values and arrays that are the same in every process which has the same value.
-
-How the leaves of a pytree are called.
-
-Tables of plain text, and short forms of large numbers.
-
-Python values as JSON's types.
+Last are texts and checksums of values that are the same in every process.
 """
 
 import math
@@ -69,8 +63,8 @@ def leaf_name(path: Sequence[Any]) -> str:
     """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
     name = ""
     for part in path:
-        key = getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))
-        if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like several
+        (key,) = keys_of([part])
+        if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like more than one
             name += f"[{key!r}]"
         else:
             name += f".{key}" if name else str(key)
@@ -84,14 +78,11 @@ def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
         rows: The cells of each row, the head first.
         texts: How many columns, from the left, are text and aligned to the left; the others are numbers.
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < texts else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = []
+    for i, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if i < texts else cell.rjust(width) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
 
 
 def size(num_bytes: float) -> str:
@@ -123,12 +114,7 @@ def duration(seconds: float) -> str:
 
 
 class NotJSONError(TypeError):
-    """JSON has no such value.
-
-    Args:
-        path: Where the value is in the one that was converted: "['callbacks'][0]".
-        problem: Its type or its key, as the rest of a sentence.
-    """
+    """JSON has no such value: `path` is its place, "['callbacks'][0]", and `problem` the rest of a sentence."""
 
     def __init__(self, path: str, problem: str) -> None:
         super().__init__(f"{path or 'the value'} {problem}")
@@ -173,7 +159,7 @@ def stable_text(value: Any) -> str:
     text = _ADDRESS.sub("", value if isinstance(value, str) else shown(value, most=10_000))
     count = 1
     while count:  # the innermost sets first; a dict's order is lost as well
-        text, count = _BRACES.subn(lambda found: f"\1{', '.join(sorted(found[1].split(', ')))}\2", text)
+        text, count = _BRACES.subn(lambda match: f"\1{', '.join(sorted(match[1].split(', ')))}\2", text)
     return text.replace("\1", "{").replace("\2", "}")
 
 

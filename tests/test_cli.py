@@ -293,6 +293,8 @@ def test_the_help_has_types_choices_and_docstrings(capsys: pytest.CaptureFixture
         (["--config=flow.yaml"], ["line 2"]),
         (["--config=value.yaml"], ["trainer.max_epochs", "int", "x"]),
         (["--config=empty.yaml"], ["config"]),
+        (["--config=number.yaml"], ["error: number.yaml: trainer takes arguments by name, such as ", ", got 3"]),
+        (["--config=list.yaml"], ["error: list.yaml: model takes arguments by name, such as ", ", got [4]"]),
         (
             ["--trainer.max_epochs=1", "--trainer.default_root_dir=flow.yaml"],
             ["Trainer(default_root_dir=...) takes a folder, got 'flow.yaml'."],
@@ -304,7 +306,8 @@ def test_a_wrong_argument_is_an_error_of_one_line(
     args: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"wrong": "trainer: {max_epoch: 1}\n", "flow": "a: {b: 1\nc: d\n", "value": "trainer: {max_epochs: x}\n"}
-    for name, content in {**files, "empty": ""}.items():
+    files |= {"empty": "", "number": "trainer: 3\n", "list": "model: [4]\n"}
+    for name, content in files.items():
         Path(f"{name}.yaml").write_text(content)
     (line,) = refused(capsys, "fit", *args).splitlines()
     assert ": error: " in line

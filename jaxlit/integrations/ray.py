@@ -74,9 +74,9 @@ class RayTrainer:
             ProcessError: Ray is not installed.
             ray.train.TrainingFailedError: The workers failed once more than `max_failures` times.
         """
-        given = {"owner": "RayTrainer", "install": '"ray[train]"', "kind": ProcessError}
-        train = check.import_package("ray.train", **given)
-        parallel = check.import_package("ray.train.v2.api.data_parallel_trainer", **given)
+        ray: dict[str, Any] = {"owner": "RayTrainer", "install": '"ray[train]"', "kind": ProcessError}
+        train = check.import_package("ray.train", **ray)
+        parallel = check.import_package("ray.train.v2.api.data_parallel_trainer", **ray)
         function, devices, folder = self.train_fn, self.devices, Path(os.path.abspath(self.storage_path), self.name)
         # Ray would refuse to continue a run whose old checkpoints are gone: `ModelCheckpoint` deletes them.
         (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)

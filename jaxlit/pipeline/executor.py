@@ -21,7 +21,7 @@ from jaxlit.core.replica import abstract_batch
 from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.cut import Cut
 from jaxlit.pipeline.schedules import FusedTask, Kind, Task, parts, simulate
-from jaxlit.pipeline.stages import Kept, Stage
+from jaxlit.pipeline.stages import Saved, Stage
 from jaxlit.programs.costs import Collective, Flops, Memory, ProgramCost, count_flops
 from jaxlit.reporting.terminal import bytes_of, bytes_per_device
 from jaxlit.sharding import carry, place, place_replicated
@@ -42,11 +42,8 @@ class Microbatch:
 class StageSet:
     """The programs of all stages, for microbatches of one shape.
 
-    Args:
-        cut: The step, cut.
-        stages: The programs of each stage.
-        num_leaves: How many of the cut's inputs are of the state; the others are of the batch.
-        num_written: How many of its outputs, after the first, are state.
+    The first `num_leaves` inputs of the cut are of the state, the rest of the batch; the first output is followed by
+    `num_written` outputs of the state.
     """
 
     def __init__(self, cut: Cut, stages: Sequence[Stage], num_leaves: int, num_written: int) -> None:
@@ -61,21 +58,10 @@ _Boxes = dict[tuple[int, int], dict[int, list[Any]]]  # by (stage, microbatch): 
 
 
 class BatchRun:
-    """Runs the passes of one batch.
-
-    Args:
-        program: The training program.
-        leaves: The state.
-        microbatches: The parts of the batch.
-        sets: The programs for each of them.
-    """
+    """Runs the passes of one batch, given the state, the microbatches, and the programs for each of these."""
 
     def __init__(
-        self,
-        program: "Microbatched",
-        leaves: Sequence[Any],
-        microbatches: Sequence[Microbatch],
-        sets: Sequence[StageSet],
+        self, program: "Microbatched", leaves: Sequence[Any], microbatches: list[Microbatch], sets: list[StageSet]
     ) -> None:
         self.program, self.microbatches, self.sets = program, microbatches, sets
         self.places, self.passes, self.rank_of = program.places, program.passes, program.schedule.rank_of
@@ -86,8 +72,8 @@ class BatchRun:
         # Gradients add up per stage, and are sent to the ranks of the parameters once, after the last task.
         self.totals = [program.zeros(self.rank_of(s), sets[0].stages[s].params) for s in range(self.count)]
         # By (stage, microbatch). Each entry is removed by the task that uses it, which bounds the memory: a schedule's
-        # peak of live microbatches is the most entries of `kept` at a time.
-        self.kept: dict[tuple[int, int], Kept] = {}
+        # peak of live microbatches is the most entries of `saved` at a time.
+        self.saved: dict[tuple[int, int], Saved] = {}
         self.inbox: _Boxes = {}  # the arrays that a stage was sent for a microbatch
         self.cotangents: _Boxes = {}
         self.halves: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -126,7 +112,7 @@ class BatchRun:
         stage, inputs, ins = self._arguments(task)
         outs, results, residuals = stage.forward(inputs, ins)
         self._keep_results(task, results)
-        self.kept[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
+        self.saved[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
         self._push(task, outs)
 
     def fused(self, task: Task) -> None:
@@ -176,12 +162,12 @@ class BatchRun:
         return stage, inputs, [x for _, (x,) in sorted(self.inbox.pop(key, {}).items())]
 
     def _returned(self, task: Task) -> tuple[Stage, tuple[Any, list[Any], list[list[Any]]]]:
-        """Return a stage, and what its backward pass takes: the kept inputs, the residuals and the cotangents."""
+        """Return a stage, and what its backward pass takes: the saved inputs, the residuals and the cotangents."""
         stage, key = self._stage(task), (task.stage, task.mb)
-        kept = self.kept.pop(key)
+        saved = self.saved.pop(key)
         # A value that several stages use has a cotangent from each; the program adds them up.
         parts = self.cotangents.pop(key, {})
-        return stage, ((kept.inputs, kept.ins), kept.residuals, [parts.get(k, []) for k in stage.outs])
+        return stage, ((saved.inputs, saved.ins), saved.residuals, [parts.get(k, []) for k in stage.outs])
 
     def _keep_results(self, task: Task, results: Sequence[Any]) -> None:
         """Keep the results of a pass: state for the next microbatch of this stage, the rest for the end."""
@@ -402,7 +388,7 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
     # Not by jax.make_mesh, which may order devices by their network.
     grid = np.array([*by_process.values()]).reshape(len(by_process), stages, -1).swapaxes(0, 1)
     grid = grid.reshape(stages, *(size for axis, size in sizes.items() if axis != "stage"))
-    grid = grid.reshape(stages) if len(sizes) == 1 else np.moveaxis(grid, 0, [*sizes].index("stage"))
+    grid = np.moveaxis(grid, 0, [*sizes].index("stage"))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -421,7 +407,7 @@ class _Pass(NamedTuple):
     """The cost of a microbatch on one stage."""
 
     flops: Flops  # of its forward and its backward pass
-    kept: int  # bytes between the two
+    saved: int  # bytes between the two
     sent: int  # bytes to other ranks
     sends: int
 
@@ -444,16 +430,16 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     replicas = strategy.inner.num_replicas
     share = 1 if largest.rows % replicas else replicas
     live = simulate(schedule, len(microbatches)).peak_live
-    sums, kept, sent, sends = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
+    sums, saved, sent, sends = Counter[int](), Counter[int](), Counter[int](), Counter[int]()
     for stage, programs in enumerate(sets[0].stages):
         rank = schedule.rank_of(stage)
         params = [leaves[i] for i in programs.params]
         likes = [jax.ShapeDtypeStruct(x.shape, accum, sharding=places.on(x.sharding, rank)) for x in params]
         sums[rank] += bytes_per_device(likes)
-        kept[rank] = max(kept[rank], passes[largest.shape][stage].kept)
+        saved[rank] = max(saved[rank], passes[largest.shape][stage].saved)
         sent[rank] += sum(passes[mb.shape][stage].sent for mb in microbatches)
         sends[rank] += sum(passes[mb.shape][stage].sends for mb in microbatches)
-    temporaries = max(sums[rank] + kept[rank] * live[rank] // share for rank in sums)
+    temporaries = max(sums[rank] + saved[rank] * live[rank] // share for rank in sums)
     state = bytes_per_device(leaves)
     flops = sum((one.flops for mb in microbatches for one in passes[mb.shape]), Flops())
     busiest = max(sent, key=lambda rank: sent[rank])
@@ -473,14 +459,14 @@ def _passes(program: "Microbatched", stage_set: StageSet, leaves: Sequence[Any],
         forward = stage.forward.trace(inputs, ins)
         outs, _, residuals = abstract_batch(forward.out_info)
         shape_of |= zip(stage.piece.outs, outs, strict=True)
-        kept = stage.keep(inputs, ins, residuals)
+        saved = stage.keep(inputs, ins, residuals)
         totals = [jax.ShapeDtypeStruct(shapes[i].shape, program.strategy.accum_dtype) for i in stage.params]
-        returned = (kept.inputs, kept.ins), residuals, [[outs[i]] for i in stage.outs]
+        returned = (saved.inputs, saved.ins), residuals, [[outs[i]] for i in stage.outs]
         backward = stage.backward.trace(*returned, totals, np.float32(1), scale)
         # Each result to the stages that use it, and each gradient to the stage that computed its value.
         routes = [(var, user) for var in stage.piece.outs for user, _ in stage_set.users[var]]
         routes += [(var, stage_set.producer[var][0]) for var in (stage.piece.ins[i] for i in stage.ins)]
         moved = [shape_of[var] for var, receiver in routes if rank_of(receiver) != rank_of(k)]
         flops = count_flops(forward.jaxpr.jaxpr) + count_flops(backward.jaxpr.jaxpr)
-        passes.append(_Pass(flops, kept.nbytes, bytes_of(moved), len(moved)))
+        passes.append(_Pass(flops, saved.nbytes, bytes_of(moved), len(moved)))
     return passes

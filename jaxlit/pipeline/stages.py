@@ -40,7 +40,7 @@ def _is_real(var: Any) -> bool:
 
 
 @dataclass
-class Kept:
+class Saved:
     """The values that a forward pass keeps for its backward pass."""
 
     inputs: list[Any]  # the stage's inputs, None for those that are not needed again
@@ -49,7 +49,7 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what is kept in addition to the state."""
+        """The bytes of what is saved in addition to the state."""
         return sum(x.size * x.dtype.itemsize for x in (*self.ins, *self.residuals) if x is not None)
 
 
@@ -82,12 +82,12 @@ class Stage:
         self.backward_input = jit(self._backward_input, "bwd_input")
         self.backward_weight = jit(self._backward_weight, "bwd_weight", donate_argnums=(2,))
 
-    def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Kept:
+    def keep(self, inputs: Sequence[Any], ins: Sequence[Any], residuals: list[Any]) -> Saved:
         """Return the values of a forward pass that its backward pass needs."""
         used = set(self._sources)
         needed_inputs = [x if ("inputs", i) in used else None for i, x in enumerate(inputs)]
         needed_ins = [x if ("ins", i) in used else None for i, x in enumerate(ins)]
-        return Kept(needed_inputs, needed_ins, residuals)
+        return Saved(needed_inputs, needed_ins, residuals)
 
     def _pass(self, inputs: list[Any], ins: list[Any]) -> tuple[Any, Any, Any]:
         """Return the differentiated results, their pullback, and the other results."""
@@ -112,10 +112,10 @@ class Stage:
         self._sources = [known.get(id(x)) for x in leaves]
         return outs, results, [x for x in leaves if id(x) not in known]
 
-    def _pull(self, kept: Any, residuals: list[Any], cotangents: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+    def _pull(self, saved: Any, residuals: list[Any], cotangents: list[list[Any]]) -> tuple[list[Any], list[Any]]:
         """Return the gradients of the parameters, and of the values of other stages."""
         rest = iter(residuals)
-        arrays: dict[str, Any] = dict(zip(("inputs", "ins"), kept, strict=True))
+        arrays: dict[str, Any] = dict(zip(("inputs", "ins"), saved, strict=True))
         leaves = [next(rest) if source is None else arrays[source[0]][source[1]] for source in self._sources]
         along = [sum(parts[1:], parts[0]) for parts in cotangents]
         pull = jax.tree.unflatten(self._treedef, leaves)
@@ -125,9 +125,9 @@ class Stage:
         return [self._passes.add(t, g, rows, scale) for t, g in zip(totals, grads, strict=True)]
 
     def _backward(
-        self, kept: Any, residuals: list[Any], cotangents: Any, totals: list[Any], rows: Any, scale: Any
+        self, saved: Any, residuals: list[Any], cotangents: Any, totals: list[Any], rows: Any, scale: Any
     ) -> tuple[list[Any], list[Any]]:
-        grads, sent = self._pull(kept, residuals, cotangents)
+        grads, sent = self._pull(saved, residuals, cotangents)
         return sent, self._add(totals, grads, rows, scale)
 
     def _fused(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +69,14 @@ class Options:
         check.integer("devices", self.devices, low=1, also=("auto",), owner=OWNER)
         check.one_of("precision", self.precision, [x for x in PRECISIONS if x != "16-mixed"], owner=OWNER)
         check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
-        if not isinstance(self.early_stopping, EarlyStopping | None):
-            _refuse_type("early_stopping", "a jl.callbacks.EarlyStopping", self.early_stopping)
+        _require_type("early_stopping", self.early_stopping, EarlyStopping, "takes a jl.callbacks.EarlyStopping")
         for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
             if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
                 raise ArgumentError(
                     f"{OWNER}(early_stopping=...) calls no hooks and no check, which take a Trainer, and "
                     f"{type(self.early_stopping).__name__} has its own {name}. Override judge instead."
                 )
-        if self.log is not None and not callable(self.log):
-            _refuse_type("log", "a function of (member, step, metrics)", self.log)
+        _require_type("log", self.log, Callable, "takes a function of (member, step, metrics)")
         for name in ("resume", "every_n_train_steps"):
             if self.default_root_dir is None and getattr(self, name) is not None:
                 raise ArgumentError(f"{OWNER}({name}=...) needs default_root_dir, the folder of the checkpoints.")
@@ -97,8 +95,8 @@ class Options:
         return None if isinstance(self.devices, str) else int(self.devices)
 
 
-def _refuse_type(name: str, kind: str, value: Any) -> NoReturn:
-    raise ArgumentTypeError(f"{OWNER}({name}=...) takes {kind}, got {shown(value)}.")
+def _require_type(name: str, value: Any, cls: Any, rule: str) -> None:
+    check.require(isinstance(value, cls | None), name, value, rule, owner=OWNER, kind=ArgumentTypeError)
 
 
 @dataclass(frozen=True, eq=False)

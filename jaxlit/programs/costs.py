@@ -326,47 +326,27 @@ def _ints(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a program on one device, by kind.
-
-    Attributes:
-        arguments: What it is given.
-        outputs: What it returns.
-        temporaries: What it holds meanwhile.
-        aliased: The part of the outputs that takes the place of arguments.
-        exact: Whether there are no more temporaries: of a step that runs in parts those of each part are not counted.
-    """
+    """Bytes of a program on one device, by kind."""
 
     arguments: int
     outputs: int
     temporaries: int
-    aliased: int
-    exact: bool = True
+    aliased: int  # the part of the outputs that takes the place of arguments
+    exact: bool = True  # False where there may be more temporaries: a step that runs in parts does not count theirs
 
 
 @dataclass(frozen=True)
 class ProgramCost:
-    """What one call of a compiled program costs; None for what its strategy or its platform does not report.
-
-    Attributes:
-        name: The program's name.
-        flops: Of its matrix products and convolutions, on all devices together.
-        memory: What it takes on one device.
-        collectives: What the devices send each other, by kind.
-    """
+    """The cost of one call of a compiled program; None for what its strategy or its platform does not report."""
 
     name: str
-    flops: Flops | None = None
-    memory: Memory | None = None
-    collectives: tuple[Collective, ...] | None = None
+    flops: Flops | None = None  # of its matrix products and convolutions, on all devices together
+    memory: Memory | None = None  # on one device
+    collectives: tuple[Collective, ...] | None = None  # what the devices send each other, by kind
 
 
 def trace(program: Callable[..., Any], *args: Any) -> Traced | None:
-    """Return the trace of a compiled function, or None if it has no `trace` as functions of `jax.jit` have.
-
-    Args:
-        program: The function.
-        *args: Its arguments, or their shapes, dtypes and shardings.
-    """
+    """Return the trace of a compiled function, or None if it has no `trace` as functions of `jax.jit` have."""
     return program.trace(*args) if hasattr(program, "trace") else None  # type: ignore[attr-defined]
 
 

@@ -190,7 +190,7 @@ class _Follower:
             return self._scan(eqn)
         if name == "cond":
             branches = zip(eqn.params["branches"], eqn.longer.params["branches"], strict=True)
-            results = zip(*(self.run(a, b, eqn.ins[1:]) for a, b in branches), strict=True)
+            results = zip(*[self.run(a, b, eqn.ins[1:]) for a, b in branches], strict=True)
             return [join(list(x)) if eqn.ins[0] in (SAME, ZERO) else UNKNOWN for x in results]
         if self._is_collective(eqn.one):
             return self._collective(eqn)
@@ -213,8 +213,8 @@ class _Follower:
         return [relation_of(eqn)] * count
 
     def _is_collective(self, eqn: Any) -> bool:
-        axes = [eqn.params.get(key) for key in ("axes", "axis_name")]
-        return any(self.axis == x or (isinstance(x, (tuple, list)) and self.axis in x) for x in axes)
+        axes = (eqn.params.get("axes"), eqn.params.get("axis_name"))
+        return any(self.axis in (x if isinstance(x, (tuple, list)) else (x,)) for x in axes)
 
     def _collective(self, eqn: Equation) -> list[Relation]:
         if not eqn.name.startswith("psum") or eqn.params.get("axis_index_groups") is not None:

@@ -41,23 +41,14 @@ one of eight replicas is off by an eighth.
 
 @dataclass
 class Training:
-    """The results of one training.
+    """The results of one training."""
 
-    Attributes:
-        name: Strategy and device count.
-        loss: One float a batch.
-        metrics: One dict a step of the logged values.
-        grads: Gradients of the first step by path.
-        params: The module's arrays after the last step by path: parameters and all other state.
-        random: Whether the step drew random numbers.
-    """
-
-    name: str
-    loss: list[float] = field(default_factory=list)
-    metrics: list[dict[str, float]] = field(default_factory=list)
-    grads: dict[str, np.ndarray] = field(default_factory=dict)
-    params: dict[str, np.ndarray] = field(default_factory=dict)
-    random: bool = False
+    name: str  # strategy and device count
+    loss: list[float] = field(default_factory=list)  # of each batch
+    metrics: list[dict[str, float]] = field(default_factory=list)  # the logged values of each step
+    grads: dict[str, np.ndarray] = field(default_factory=dict)  # of the first step by path
+    params: dict[str, np.ndarray] = field(default_factory=dict)  # after the last step by path, with all other state
+    random: bool = False  # whether the step drew random numbers
 
 
 _NONE: Mapping[str, Sequence[Any]] = MappingProxyType({})
@@ -180,25 +171,26 @@ class _Comparison:
             data = data.train_dataloader()
         batches: list[Any] = []
         while len(batches) < count:
-            some = list(itertools.islice(iter(data), count - len(batches)))
-            if not some:
+            more = list(itertools.islice(iter(data), count - len(batches)))
+            if not more:
                 raise ArgumentError("assert_same_training(data=...) gave no batch. Give a re-iterable loader.")
-            batches += some
-        several = [n for n in self.devices if n > 1]
+            batches += more
+        counts = [n for n in self.devices if n > 1]
         rows = num_rows(batches[0])
-        if all(any(num_rows(batch) % n for batch in batches) for n in several) or rows == 1:
+        if all(any(num_rows(batch) % n for batch in batches) for n in counts) or rows == 1:
             return batches, 0
-        size = next((r for r in range(rows - 1, 0, -1) if all(r % n for n in several)), rows - 1)
+        size = next((r for r in range(rows - 1, 0, -1) if all(r % n for n in counts)), rows - 1)
         return [*batches, jax.tree.map(lambda x: x[:size] if np.ndim(x) else x, batches[0])], 1
 
 
 def _kin_of(strategy: Any) -> Strategy | None:
     """Return another strategy that draws the same random numbers on as many replicas; None if they draw as `single`."""
-    given: Any = resolve_strategy(strategy, None)
-    if not given.per_replica:
+    resolved: Any = resolve_strategy(strategy, None)
+    if not resolved.per_replica:
         return None
-    cls = ShardMapDDP if isinstance(given, Simulated) else Simulated
-    return cls(**{name: getattr(given, name) for name in ("sync_batchnorm", "loss_reduction") if hasattr(given, name)})
+    names = [name for name in ("sync_batchnorm", "loss_reduction") if hasattr(resolved, name)]
+    cls = ShardMapDDP if isinstance(resolved, Simulated) else Simulated
+    return cls(**{name: getattr(resolved, name) for name in names})
 
 
 class _Keep(Callback):
@@ -224,21 +216,14 @@ def train(
 ) -> Training:
     """Train a new model for some steps and return the results that every strategy must reproduce.
 
-    Args:
-        model_fn: Returns a new module with the same weights at each call.
-        data: A loader.
-        strategy: The strategy.
-        devices: The number of devices.
-        steps: Optimizer steps.
-        tx: The optimizer in place of the module's own.
-        **trainer_arguments: Other arguments of the Trainer.
+    The arguments are those of `assert_same_training`.
     """
     module = model_fn()
     cls = type(module)
 
     def configure_optimizers(self: Any) -> Optimizer:
-        own = optimizer_of(self, cls)
-        return Optimizer(optax.chain(keep_first_grads(), tx or own.tx), own.wrt)
+        optimizer = optimizer_of(self, cls)
+        return Optimizer(optax.chain(keep_first_grads(), tx or optimizer.tx), optimizer.wrt)
 
     # The class, not the object: an attribute would become part of the module's graph.
     module.__class__ = type(cls.__name__, (cls,), {"configure_optimizers": configure_optimizers})
@@ -253,8 +238,12 @@ def train(
         callbacks=[_Keep(training)],
         **(quiet | trainer_arguments),
     )
-    counts = lambda: by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))  # noqa: E731
-    before, kept = counts(), nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
+
+    def counts() -> dict[str, np.ndarray]:
+        return by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
+
+    before = counts()
+    other_state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
     with noting_place(f"the training under {training.name}, of {trainer_arguments}"):
         trainer.fit(module, data)
     state = trainer.state
@@ -262,8 +251,8 @@ def train(
     for part in state.variables:
         training.params |= by_path(part)
     # By a stream, which counts, or by a key that the module holds besides them.
-    drawn = any((x != before[name]).any() for name, x in counts().items())
-    training.random = drawn or any(map(is_key, jax.tree.leaves(kept)))
+    has_drawn = any((x != before[name]).any() for name, x in counts().items())
+    training.random = has_drawn or any(map(is_key, jax.tree.leaves(other_state)))
     return training
 
 
@@ -293,30 +282,20 @@ def keep_first_grads() -> optax.GradientTransformation:
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, KeepFirstGrads]:
         first = state.count == 0
-        kept = jax.tree.map(lambda old, new: jnp.where(first, new, old), state.grads, updates)
-        return updates, KeepFirstGrads(state.count + 1, kept)
+        grads = jax.tree.map(lambda old, new: jnp.where(first, new, old), state.grads, updates)
+        return updates, KeepFirstGrads(state.count + 1, grads)
 
     return optax.GradientTransformation(init, update)
 
 
 def assert_close(parts: Sequence[str], a: Training, b: Training, rtol: float) -> float:
-    """Assert that two trainings agree; returns their largest difference, relative to the largest magnitude.
-
-    Args:
-        parts: Which of "loss", "metrics", "grads", "params".
-        a: The reference.
-        b: The other.
-        rtol: The most that they may differ.
-
-    Raises:
-        AssertionError: They differ by more, or in an integer; it names them, the part and the difference.
-    """
+    """Assert that two trainings agree in some parts; return their largest difference, relative to the magnitude."""
     return max((_assert_part_close(part, a, b, rtol) for part in parts), default=0.0)
 
 
 def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> float:
     left, right = _arrays(part, a), _arrays(part, b)
-    what = "the gradient of the first step under " if part == "grads" else ""
+    prefix = "the gradient of the first step under " if part == "grads" else ""
     assert left.keys() == right.keys(), f"{part}: {a.name} has {sorted(left)}, {b.name} has {sorted(right)}"
     sizes = {name: np.abs(x).max(initial=0.0) for name, x in left.items() if np.issubdtype(x.dtype, np.inexact)}
     # An array whose true value is zero holds rounding noise of the size of the others; counts and keys have none.
@@ -329,7 +308,7 @@ def _assert_part_close(part: str, a: Training, b: Training, rtol: float) -> floa
             continue
         scale, worst = max(sizes[name], floor), np.abs(x - y).max(initial=0.0)
         assert worst <= rtol * scale, (
-            f"{part} {name}: {what}{a.name} and {b.name} differ by {worst:.3g} where the largest value is "
+            f"{part} {name}: {prefix}{a.name} and {b.name} differ by {worst:.3g} where the largest value is "
             f"{sizes[name]:.3g} (rtol={rtol})"
         )
         largest = max(largest, float(worst / scale) if worst else 0.0)
