@@ -28,14 +28,14 @@ def match(
     """
     unmatched = {name: i for i, (name, _, _) in enumerate(saved)}
     pairs, rows = {}, []
-    for k, (name, shape, dtype) in enumerate(wanted):
+    for k, (name, _, _) in enumerate(wanted):
         if skip(name):
             continue
         i = unmatched.pop(name, None)
-        if i is not None and saved[i][1] == shape and (saved[i][2] == dtype or (cast and _float(dtype, saved[i][2]))):
+        if i is not None and _fits(saved[i], wanted[k], cast):
             pairs[i] = k
         else:
-            rows.append((name, "nothing" if i is None else _text(saved[i]), _text((name, shape, dtype))))
+            rows.append((name, "nothing" if i is None else _text(saved[i]), _text(wanted[k])))
     rows += [(name, _text(saved[i]), "nothing") for name, i in unmatched.items() if not skip(name)]
     return pairs, rows
 
@@ -53,7 +53,7 @@ def report(
     if not strict:
         _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, comparison(rows))
         return
-    optimizer = any(row[0] == "the optimizer" or row[0].startswith("opt_state") for row in rows)
+    optimizer = any(name == "the optimizer" or name.startswith("opt_state") for name, _, _ in rows)
     hint = "Build the model and the optimizer as they were. "
     hint += "For a new training that begins with the weights that fit, pass fit(init_from=path). " * resumes
     hint += "Pass reset_optimizer=True to begin with a new optimizer. " * optimizer
@@ -121,8 +121,10 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     nnx.update(module, nnx.from_flat_state(loaded))
 
 
-def _float(*dtypes: str) -> bool:
-    return all("float" in dtype and "float8" not in dtype for dtype in dtypes)
+def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:
+    (_, shape, dtype), (_, wanted_shape, wanted_dtype) = saved, wanted
+    are_floats = all("float" in x and "float8" not in x for x in (dtype, wanted_dtype))
+    return shape == wanted_shape and (dtype == wanted_dtype or (cast and are_floats))
 
 
 def _text(spec: Iterable[Any]) -> str:
