@@ -109,11 +109,6 @@ class Dispatch:
 def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batches") -> None:
     """Refuse dispatches that would cut an optimizer step.
 
-    Args:
-        size: `steps_per_execution`.
-        window: Batches of an optimizer step.
-        whose: What sets it.
-
     Raises:
         ArgumentError: Saying which sizes are possible.
     """
@@ -164,13 +159,7 @@ class StepOutputs(Mapping[str, Any]):
 
 
 def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
-    """Dispatch the step of a batch, of the accumulation window or of the optimizer, and call the hook that ends it.
-
-    Args:
-        run: The run, whose position moves after the batch.
-        batch: The batch.
-        ends: Its `on_train_batch_end`, if anything has one.
-    """
+    """Dispatch the step of a batch, of the accumulation window or of the optimizer, and call the hook that ends it."""
     engine = run.engine
     position = run.position
     # A later check may end training before this step.

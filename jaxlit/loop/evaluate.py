@@ -48,11 +48,6 @@ def sanity_check(run: Run) -> None:
 def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, float]]:
     """Run the validation or test step over loaders.
 
-    Args:
-        run: The run.
-        stage: What runs.
-        loaders: The loaders.
-
     Returns:
         The metrics of each loader; none if the run was interrupted.
     """

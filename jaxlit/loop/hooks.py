@@ -231,14 +231,7 @@ class Hooks:
         return True
 
     def ask(self, owner: Any, hook: str, function: Callable[[], Any], otherwise: Any = None) -> Any:
-        """Return the result of a callback's method, or `otherwise` if it raises and the run continues without it.
-
-        Args:
-            owner: The callback, module or DataModule.
-            hook: The method's name.
-            function: Calls it.
-            otherwise: What is returned in place of its result.
-        """
+        """Return the result of a callback's method, or `otherwise` if it raises and the run continues without it."""
         try:
             return function()
         except Exception as error:
@@ -259,11 +252,6 @@ class Hooks:
         """Call every hook of a name whatever the others raise, and return the first error of all.
 
         A later error is noted on the first: it never hides it.
-
-        Args:
-            name: The hook.
-            argument: What each is given.
-            first: An error that came before.
         """
         for function in self.bind(name).functions:
             try:

@@ -128,8 +128,7 @@ class Results:
         """Show the values of an evaluation step, given as its table, with a suffix of each metric's name."""
         for i, metric in enumerate(table.metrics):
             if metric.on_step:
-                read = lambda i=i: table.read(fetch(values))[i]  # noqa: E731
-                self.put_step(metric, read, suffix(metric), evaluating=True)
+                self.put_step(metric, lambda i=i: table.read(fetch(values))[i], suffix(metric), evaluating=True)
 
     def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
         """Show the value of a step; that of an evaluation step is not in `callback_metrics`, as in Lightning."""

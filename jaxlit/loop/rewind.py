@@ -51,13 +51,7 @@ def check_finite(run: Run) -> None:
 
 
 def roll_back(run: Run, to: Checkpoint, why: str) -> None:
-    """Return to a checkpoint of this training, while the data continue after the batches that were used.
-
-    Args:
-        run: The run.
-        to: The checkpoint.
-        why: What happened, for the log.
-    """
+    """Return to a checkpoint of this training, while the data continue after the batches that were used."""
     engine = run.engine
     position = run.position
     load_engine(engine, Resume(to))

@@ -96,11 +96,6 @@ def batches_or_inf(limit: int | None) -> int | float:
 def validation_interval(settings: Settings, source: Source, limit: int | None) -> int | None:
     """Return the batches between validations, None for one at the end of each epoch.
 
-    Args:
-        settings: The Trainer's arguments.
-        source: The training loader.
-        limit: Its batches in an epoch, None if unknown.
-
     Raises:
         ArgumentError: An epoch has too few batches, or an unknown number of them.
     """
@@ -123,14 +118,7 @@ def validation_interval(settings: Settings, source: Source, limit: int | None) -
 
 
 def make_loaders(settings: Settings, stage: Stage, arguments: Mapping[str, Any], datamodule: Any) -> Loaders:
-    """Return the loaders of a run.
-
-    Args:
-        settings: The Trainer's arguments.
-        stage: What runs.
-        arguments: By stage, what was passed to the method and the argument's name.
-        datamodule: The DataModule, if one was passed.
-    """
+    """Return the loaders of a run."""
     validator = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
     overfit = stage.method == "fit" and bool(settings.overfit_batches)
     return Loaders(stage.method, arguments, datamodule, settings.limits, validator=validator, overfit=overfit)

@@ -194,10 +194,6 @@ def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
 def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     """Make the training loader continue where the checkpoint was taken.
 
-    Args:
-        source: The loader.
-        state: The checkpoint's.
-
     Raises:
         DataError: It is another loader than the one that was saved, or cannot continue here.
     """
@@ -244,11 +240,6 @@ def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, An
     """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
 
     If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
-
-    Args:
-        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
-        settings: The Trainer's arguments now.
-        state: The checkpoint's.
     """
     before, _ = state.get("accumulate_set") or (state["accumulate"], None)
     return 1 < before == argument == settings.accumulate_grad_batches

@@ -203,11 +203,6 @@ def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
 def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
     """Return the parts of the parameters that callbacks freeze for some epochs.
 
-    Args:
-        callbacks: The callbacks of a fit.
-        module: Its module.
-        wrt: The filter of what is trained.
-
     Raises:
         ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
     """

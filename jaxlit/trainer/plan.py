@@ -310,12 +310,6 @@ def named_strategies(trainer: Any, strategy: Any, devices: int | None) -> list[t
 def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **changed: Any) -> Any:
     """Return a separate Trainer for one compile.
 
-    Args:
-        trainer: The user's.
-        strategy: The strategy.
-        devices: How many devices; None for those of the user's Trainer, and its mesh.
-        **changed: Arguments in place of the user's.
-
     Raises:
         ArgumentError: The user's Trainer has a mesh of another number of devices.
     """
@@ -334,18 +328,18 @@ def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **ch
     arguments = {name: settings.arguments[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
     if arguments["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
         arguments["nan_policy"] = "raise"
-    takes = lambda c: c.changes_step or overrides(c, "init_arrays")  # noqa: E731
-    return trial_of(trainer, takes=takes, strategy=resolved, devices=count, mesh=None, **arguments)
+    return trial_of(
+        trainer,
+        takes=lambda c: c.changes_step or overrides(c, "init_arrays"),
+        strategy=resolved,
+        devices=count,
+        mesh=None,
+        **arguments,
+    )
 
 
 def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
-    """Return a loader's first batch, what a step takes of it, and how many batches an epoch has.
-
-    Args:
-        trainer: The Trainer whose limits and keys apply.
-        model: The module, whose hooks may make the loader and prepare a batch.
-        data: A loader or a `DataModule`; None for the module's hook.
-    """
+    """Return a loader's first batch, what a step takes of it, and how many batches an epoch has."""
     if isinstance(data, DataModule):
         data.prepare_data()
         data.setup("fit")
@@ -436,14 +430,7 @@ def trial_of(
     takes: Callable[[Callback], bool] = operator.attrgetter("changes_step"),
     **arguments: Any,
 ) -> Any:
-    """Return a Trainer that takes the steps of another one, without loggers, files and validation.
-
-    Args:
-        trainer: The other one.
-        *callbacks: Callbacks of the trial.
-        takes: Which callbacks of the other one, and of the module, take part.
-        **arguments: Arguments in place of those of the other one.
-    """
+    """Return a Trainer that takes the steps of another one, without loggers, files and validation."""
     settings = {key: getattr(trainer.settings, key) for key in _SAME} | dict.fromkeys(_SILENT, False)
     settings |= {"limit_val_batches": 0, "log_every_n_steps": 0} | arguments
     of_trainer = filter(takes, without(trainer.callbacks, trainer._session.added))

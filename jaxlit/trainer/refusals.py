@@ -34,17 +34,8 @@ from jaxlit.texts import shown, stable_text
 _logger = logging.getLogger("jaxlit")
 
 _LOOKED_AT = 1000  # epochs whose windows are looked at before a fit, which may have no last epoch
-MAY_DIFFER = (
-    *("callbacks", "logger", "enable_progress_bar", "enable_model_summary"),  # what a process prints and writes
-    *(
-        "compile_cache",
-        "prefetch",
-        "max_in_flight",
-        "data_timeout",
-        "hang_timeout",
-        "fail_timeout",
-    ),  # how it compiles and waits
-)
+MAY_DIFFER = ("callbacks", "logger", "enable_progress_bar", "enable_model_summary")  # what a process prints and writes
+MAY_DIFFER += ("compile_cache", "prefetch", "max_in_flight", "data_timeout", "hang_timeout", "fail_timeout")
 """The Trainer's arguments that processes of one training may have otherwise, as well as every path. Of callbacks it is
 compared whether one logs, and what those have that change the step, end training or write checkpoints."""
 
@@ -93,12 +84,6 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], request: Reques
 
 def check_job(method: str, settings: Settings, model: Any, callbacks: Sequence[Callback] = ()) -> None:
     """Refuse in every process a run that was given something else in one of them.
-
-    Args:
-        method: The Trainer's method that runs.
-        settings: The Trainer's arguments.
-        model: The module, or a lazy one.
-        callbacks: Its callbacks.
 
     Raises:
         ProcessError: It differs, with the names, the values and the processes.
@@ -199,11 +184,6 @@ def check_first_batches(settings: Settings, data: RunData, watchdog: Watchdog) -
 
 def check_window(checkpoint: Checkpoint, argument: int, settings: Settings) -> None:
     """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
-
-    Args:
-        checkpoint: The checkpoint.
-        argument: `Trainer(accumulate_grad_batches=...)`, before any hook.
-        settings: The Trainer's arguments now.
 
     Raises:
         CheckpointError: Naming the number that it needs.

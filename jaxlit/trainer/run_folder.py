@@ -176,11 +176,6 @@ def resolve_weights(
 ) -> Callable[[TrainModule], object] | None:
     """Return what gives a module the weights that a fit begins with, None for nothing.
 
-    Args:
-        init_from: See `Trainer.fit`.
-        callbacks: The Trainer's callbacks.
-        folder: That of the run.
-
     Raises:
         ArgumentTypeError: It is neither a path nor a function.
         CheckpointError: There is no such checkpoint, or none that verifies.
@@ -209,10 +204,14 @@ def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, l
     checkpoints = [checkpoint for checkpoint, _ in newest_of_folders if checkpoint is not None]
     if errors and not checkpoints:
         raise errors[-1]
-    seen = lambda c: (c.state["position"]["total_batch_idx"], c.state["epoch"])  # noqa: E731
-    place = lambda c: (not (resumes and c.weights_only), *seen(c))  # noqa: E731
+
+    def progress(checkpoint: Checkpoint) -> tuple[bool, int, int]:
+        state = checkpoint.state
+        is_complete = not (resumes and checkpoint.weights_only)
+        return is_complete, state["position"]["total_batch_idx"], state["epoch"]
+
     skipped = [*(text for _, texts in newest_of_folders for text in texts), *map(str, errors)]
-    return max(checkpoints, key=place, default=None), skipped
+    return max(checkpoints, key=progress, default=None), skipped
 
 
 def _is_used(path: Path) -> bool:

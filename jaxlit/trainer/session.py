@@ -155,12 +155,7 @@ class Session:
 
     @out_of_meshes
     def run(self, request: Request, loops: Callable[[Run], Any]) -> Any:
-        """Run one of the Trainer's verbs, and return what its loops return: the steps of a run, in their order.
-
-        Args:
-            request: What the verb was called with.
-            loops: The loops.
-        """
+        """Run one of the Trainer's verbs, and return what its loops return: the steps of a run, in their order."""
         stage = request.stage
         fits = request.stage.method == "fit"
         results = None

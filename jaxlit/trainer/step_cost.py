@@ -148,9 +148,6 @@ class AbstractStep:
     def compiled(self, batch: Any) -> StepCost:
         """Compile the step, and return what it takes.
 
-        Args:
-            batch: The shapes and dtypes of a batch, global rows.
-
         Raises:
             OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
         """
@@ -232,12 +229,6 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
 
     A candidate is compiled unless it is certain not to fit. The program of the one that fits is in the compile cache
     then, so only those that did not fit are compiled in vain, as a rule one.
-
-    Args:
-        auto: The strategy, set up.
-        settings: The Trainer's arguments.
-        hooks: The hooks of the fit.
-        data: Its loaders, which are open.
     """
     # Devices of one kind may report other limits.
     limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(hooks.module)) or 0, 0)))
