@@ -76,7 +76,7 @@ class Prefetcher:
     from loaders whose first batches were slow, or if `prefetch` asks for it.
 
     Args:
-        place: Puts what goes to the step onto the devices; None where a step takes host arrays.
+        place: Places a batch on the devices; None if a step takes host arrays.
         validator_of: Returns the validator of a source's batches.
         splits: See `Agreement`.
         prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to decide by the first draws.
@@ -117,10 +117,8 @@ class Prefetcher:
     def batches(self, source: Source, epoch: int, limit: int | None, start: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches of one epoch, from batch `start`.
 
-        One batch is drawn ahead, so that the last is known even if the loader has no length.
-
-        Raises:
-            Exception: What the loader raised, with a note that says where; the batches before it come first.
+        One batch is drawn ahead, so that the last is known even if the loader has no length. An error of the loader is
+        raised after the batches before it, with a note of its place.
         """
         batches = self._batches(source, epoch, limit, start)
         self._open.add(batches)

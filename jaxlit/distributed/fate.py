@@ -105,7 +105,7 @@ class Fate:
         client: jax's client of the service.
         index: Which process this is.
         size: How many processes there are.
-        address: "host:port" of the service, which process 0 holds.
+        address: "host:port" of the service, which runs in process 0.
         dead_after: Seconds without a beat after which a process counts as dead.
 
     Attributes:
