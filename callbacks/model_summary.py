@@ -86,11 +86,8 @@ def summarize(
 ) -> list[Row]:
     """Return a row for each parameter, in the order of their paths, or for each path of `max_depth` components.
 
-    Args:
-        state: The state on its devices; its leaves may be shapes, dtypes and shardings.
-        module: The module of the state, for the names of classes.
-        max_depth: At least 1; -1 for a row for each parameter, "auto" to choose by their number.
-        notes: Texts before the shardings of parameters, by path.
+    The leaves of the state may be shapes, dtypes and shardings. -1 is a row for each parameter, "auto" chooses by their
+    number. Notes, by path, are texts before the shardings of parameters.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
     devices = devices_of(jax.tree.leaves(_parts(state)))

@@ -62,12 +62,10 @@ class Profiler(Callback):
             self._reset()
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin a trace if the window begins here, or a resume is inside it."""
+        """Begin to trace or to mark a step, if it is in the window."""
         self._move(trainer)
 
-    def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin the epoch's first step."""
-        self._move(trainer)
+    on_train_epoch_start = on_train_start
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the window; 1 inside it."""

@@ -280,11 +280,9 @@ class Strategy(Configured, ABC):
         return treedef.unflatten(arrays)
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function that runs on the state outside of a step.
+        """Compile a function of (a list of arrays of the state, *pytrees of inputs), to run outside of a step.
 
-        Args:
-            fn: A function of (a list of arrays of the state, *pytrees of inputs) to a pytree. An input is split over
-                the devices if its rows divide.
+        An input is split over the devices if its rows divide.
         """
         compiled = jit(self.mesh, self.in_mesh(fn))
         return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))

@@ -95,13 +95,9 @@ class DataModule(KeepsHparams):
 class Loaders:
     """The loaders of one run.
 
-    Args:
-        method: The Trainer's method, for messages.
-        arguments: By stage, the loaders that were passed to the method, and the argument's name.
-        datamodule: The DataModule, if one was passed.
-        limits: By stage, a number of batches or a fraction.
-        validator: Arguments of each loader's `BatchValidator`.
-        overfit: Whether every epoch takes the same batches, unshuffled.
+    By stage, `arguments` are the loaders that were passed to the Trainer's `method`, and the argument's name, and
+    `limits` a number of batches or a fraction. `validator` has arguments of each loader's `BatchValidator`, and
+    `overfit` is whether every epoch takes the same batches, unshuffled.
     """
 
     def __init__(

@@ -75,13 +75,8 @@ class Prefetcher:
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
     from loaders whose first batches were slow, or if `prefetch` asks for it.
 
-    Args:
-        place: Places a batch on the devices; None if a step takes host arrays.
-        validator_of: Returns the validator of a source's batches.
-        splits: See `Agreement`.
-        prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to decide by the first draws.
-        watchdog: Watches the wait for a batch, which a signal may end.
-        epoch: Returns the epoch of training, for messages.
+    `place` puts a batch on the devices, None if a step takes host arrays. `prefetch` is the number of batches that a
+    thread draws ahead, 0 for no thread, "auto" to decide by the first draws. `splits` is that of `Agreement`.
 
     Attributes:
         token: A result of the newest step; draws cost no time until it is ready.

@@ -126,7 +126,7 @@ class Source(ABC):
         The list is empty if there is no batch, or if drawing one could lose it.
         """
         if self.peeked or (hasattr(self.loader, "__next__") and not self.is_iterator):
-            return []  # an object that is its own iterator may start anew when it is iterated again, or continue
+            return []  # an object that is its own iterator may restart when it is iterated again, or continue
         self.peeked = True
         epoch = self._number(self._start.epoch if self._start else 0)
         draws = self._begin(epoch)

@@ -27,16 +27,10 @@ class _Wait(NamedTuple):
 class Watchdog:
     """Ends a process that hangs, with exit code 76: it prints the stacks, and saves what can be saved.
 
-    Python cannot interrupt what hangs, and the other processes of the job would wait for ever.
-
-    Args:
-        data: Seconds that a wait for a batch may take, None for no limit.
-        hang: Seconds in which the run must make progress, None for no limit.
-        control: Notes a wait that a signal may end.
-        progress: Returns a value that changes with any progress of the run.
-        place: Returns where the run is, for the message.
-        rescue: Saves what can be saved, and returns what it saved; it may take as long as the hang did.
-        leave: Ends the process with an exit code.
+    Python cannot interrupt what hangs, and the other processes of the job would wait for ever. A wait for a batch may
+    take `data` seconds, the run must make progress in `hang` seconds; None for no limit. `progress` returns a value
+    that changes with any progress, `place` where the run is, for the message. `rescue` saves what it can, and returns
+    what it saved; it may take as long as the hang did. `leave` ends the process with an exit code.
     """
 
     def __init__(

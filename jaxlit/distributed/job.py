@@ -332,12 +332,9 @@ def same_job(
 def same_program(name: str, make_program: Callable[[], Any], step: Any = None) -> None:
     """Refuse in every process a program that differs between them, before it is compiled.
 
-    Learning rates and seeds are constants of a program. The error names the first equation that differs.
-
-    Args:
-        name: The program's name.
-        make_program: Returns its trace, a `jax.stages.Traced` or a `ClosedJaxpr`; None if jax cannot trace it.
-        step: The trace of the user's step in it, None for none: its equations have their places in the user's code.
+    Learning rates and seeds are constants of a program. The error names the first equation that differs, with its place
+    in the user's code if `step` is the trace of the user's step. `make_program` returns the program's trace, a
+    `jax.stages.Traced` or a `ClosedJaxpr`; None if jax cannot trace it.
     """
     if team().size == 1:
         return

@@ -355,12 +355,7 @@ def _reader() -> str:
 
 
 def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return the rows of all processes, in their order.
-
-    Args:
-        x: This process's rows, (rows[process], ...).
-        rows: How many rows each process has.
-    """
+    """Return the rows of all processes, in their order, from this process's and the number of each."""
     padded = np.zeros((max(rows), *x.shape[1:]), x.dtype)
     padded[: len(x)] = x
     parts = process_allgather(padded)

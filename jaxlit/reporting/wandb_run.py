@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 STEP = "trainer/global_step"
 MARGIN = 10.0  # seconds beyond W&B's limits, which do not cover all of its waits
-_MAX_WAITING = 10_000  # rows that a run may lag behind
+_MAX_WAITING = 10_000  # rows that are not sent yet
 _open_runs: list[Any] = []  # of this process, which have not ended
 
 
@@ -32,11 +32,8 @@ def open_run(
 ) -> "wandb.Run | None":
     """Open a run online; if that fails, offline; if that fails too, return None. One line says which it is.
 
-    Args:
-        arguments: Those of `wandb.init`, without mode and settings.
-        settings: Those of `wandb.Settings` that a user chooses.
-        offline: Whether to write to disk only.
-        raises: Whether the first failure is raised.
+    The arguments are those of `wandb.init`, without mode and settings, the settings those that a user chooses. With
+    `raises` the first failure is raised.
     """
     reason = ""
     for mode in ("offline",) if offline or os.environ.get("WANDB_MODE") == "offline" else (None, "offline"):
@@ -128,13 +125,8 @@ def first_line(error: BaseException) -> str:
 class WandbRun:
     """An open run. A thread passes everything to the SDK, in order.
 
-    After a row that fails nothing more is sent: one line says so, and training continues.
-
-    Args:
-        run: The SDK's run.
-        finish_timeout: Seconds to wait at the end.
-        raises: Whether a failure is raised at the next call; otherwise it is printed.
-        finishes: Whether to finish the run at the end: it was opened for this training.
+    After a row that fails nothing more is sent: one line says so, and training continues, or with `raises` the next
+    call raises. `finishes` is whether the run was opened for this training, and is finished at its end.
     """
 
     def __init__(self, run: "wandb.Run", finish_timeout: float, *, raises: bool, finishes: bool = True) -> None:
@@ -163,15 +155,7 @@ class WandbRun:
     def log_checkpoint(
         self, path: Path, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
     ) -> None:
-        """Send a checkpoint's folder as an artifact.
-
-        Args:
-            path: The folder.
-            name: The artifact's name; the same for all checkpoints of a run.
-            aliases: Names of this version.
-            metadata: What W&B shows as well as step and epoch.
-            lasts: Whether the folder exists until the run is finished. Otherwise the SDK copies it at once.
-        """
+        """Send a checkpoint's folder as a version of an artifact; unless it `lasts`, the SDK copies it at once."""
 
         def send() -> None:
             import wandb
