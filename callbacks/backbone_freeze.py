@@ -1,4 +1,4 @@
-"""Leave a part of the module untrained for some epochs."""
+"""`BackboneFreeze`, which leaves a part of the module untrained for some epochs."""
 
 from typing import Any
 
@@ -16,25 +16,25 @@ from jaxlit.texts import shown
 class BackboneFreeze(Callback):
     """Leave a part of the module as it is until an epoch, and train it from then on.
 
-    Until then an optimizer step changes nothing of it: its parameters stay bit by bit, its optimizer's state does not
-    move, no weight decay acts on it, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch
-    on it is trained as if its optimizer had been made then: moments, counts and schedules of it begin there, and a clip
-    that is a part of the optimizer goes by its gradients alone. Rows have its rate as `lr/<part>`, 0 until then. The
-    step is compiled once: it looks the epoch up, and computes the gradients of the part from the start. What is never
-    trained is left out of `jl.Optimizer(wrt=...)`, and costs nothing.
+    Until then an optimizer step does not change the part: parameters and the optimizer's state stay bit by bit, no
+    weight decay acts on them, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch on the
+    part is trained as if its optimizer had been created then: its moments, counts and schedules begin there, and a clip
+    inside the optimizer sees its gradients only. Rows have its rate as `lr/<part>`, 0 until then. The step is compiled
+    once: it compares the epoch, and computes the gradients of the part from the start. Leave parameters that are never
+    trained out of `jl.Optimizer(wrt=...)`: they cost nothing.
 
-    Batch statistics of the part move, as its layers run in training mode: `module.backbone.eval()` before `fit` keeps
-    them. A checkpoint is of a training with the same parts. Several such callbacks unfreeze one part after the other.
+    Batch statistics of the part change, as its layers run in training mode, unless `module.backbone.eval()` is called
+    before `fit`. A checkpoint fits a training with the same parts. Several such callbacks unfreeze parts in turn.
 
     Args:
-        part: What a group of `jl.Optimizer(by=...)` is: an attribute like "backbone" or "net.layers[0]", a pattern of
-            paths, "*/kernel", or an nnx filter of parameters.
-        unfreeze_at_epoch: The first epoch that trains it.
+        part: A group as in `jl.Optimizer(by=...)`: an attribute like "backbone" or "net.layers[0]", a pattern of paths,
+            "*/kernel", or an nnx filter of parameters.
+        unfreeze_at_epoch: The first epoch that trains the part.
         tx: The optimizer of the part, for example with a lower rate; None for one like that of the module.
 
     Raises:
-        ArgumentError: An argument is out of its set, or before the first step: the part names no trained parameter, all
-            of them, or some that another part names.
+        ArgumentError: An argument is out of its set, or before the first step: the part has no trained parameter, all
+            of them, or some of another part.
         ArgumentTypeError: `tx` is no optax transform.
 
     Example:
@@ -68,16 +68,16 @@ class BackboneFreeze(Callback):
         return self.part
 
     def names(self, module: TrainModule, wrt: Any) -> frozenset[str]:
-        """Return the names of the trained parameters that it holds; a rule of one's own overrides this.
+        """Return the names of the part's trained parameters; a subclass may override this.
 
         Names are those of the model's summary, as in "backbone.layers[0].kernel".
 
         Args:
             module: The module.
-            wrt: The filter of those that are trained.
+            wrt: The filter of trained parameters.
 
         Raises:
-            ArgumentError: There is none.
+            ArgumentError: The part has none.
         """
         if names := names_in(module, wrt, self.part):
             return frozenset(names)

@@ -1,4 +1,4 @@
-"""Logged rows in a CSV file."""
+"""`CSVLogger`, which writes logged rows to a CSV file."""
 
 import contextlib
 import csv
@@ -35,8 +35,8 @@ class CSVLogger(Logger):
 
     Args:
         filename: The file's name in `trainer.run_dir`.
-        on_error: What a file that cannot be written does: "warn" prints it once and tries again with the next row,
-            "raise" ends training.
+        on_error: If the file cannot be written, "warn" prints that once and tries again with the next row, "raise"
+            ends training.
 
     Example:
         >>> import jaxlit as jl
@@ -72,11 +72,7 @@ class CSVLogger(Logger):
         return self
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write hyperparameters to `hparams.json` next to the rows, without secrets; other than JSON values as text.
-
-        Raises:
-            LoggerError: No run has begun.
-        """
+        """Write hyperparameters to `hparams.json` next to the rows, without secrets; other than JSON values as text."""
         if (trainer := self._attached) is None:
             raise self._no_run()
         if not trainer.is_global_zero:
@@ -87,15 +83,13 @@ class CSVLogger(Logger):
         values = redacted(json.loads(json.dumps({**known, **params}, default=str)))
         path.write_text(json.dumps(values, indent=1) + "\n")
 
-    # Hooks ------------------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a run."""
         self._target = trainer.run_dir / self.filename if trainer.is_global_zero else None
         self._has_warned = False
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Drop the rows that training will make again."""
+        """Drop the rows that training will repeat."""
         if self._target is not None and (old := self._target.with_name("metrics.jsonl")).exists():
             _logger.warning("%s, of an earlier jaxlit, is not continued: new rows are in %s only.", old, self.filename)
         # A checkpoint before a step that was not finite counts rows of later steps, which were undone.
@@ -107,16 +101,14 @@ class CSVLogger(Logger):
             self._drop(0)
 
     def on_log(self, trainer: "Trainer", values: dict[str, Any], step: int) -> None:
-        """Write one row.
-
-        Raises:
-            LoggerError: The file was not written by a CSVLogger; or, with `on_error="raise"`, it cannot be written.
-        """
+        """Write one row; refuse a file of another program, and with `on_error="raise"` one that cannot be written."""
         if (path := self._target) is None:
             return
         row: dict[str, Any] = {"step": step}
-        for name, x in values.items():  # Python numbers, most often: then no function is called for each
-            row[name] = x if type(x) in (float, int) else x.item() if getattr(x, "ndim", None) == 0 else str(x)
+        for name, x in values.items():
+            if type(x) not in (float, int):  # most often they are Python numbers
+                x = x.item() if getattr(x, "ndim", None) == 0 else str(x)
+            row[name] = x
         try:
             if path != self.path:
                 self._open(path)
@@ -134,7 +126,7 @@ class CSVLogger(Logger):
                 say(f"{problem} Training continues; rows are missing until it can.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows the file has, and the last ones, which later values may join."""
+        """Return the number of rows in the file, and the last rows, which later values may join."""
         return {"rows": self._num_rows, "tail": self._tail}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,8 +138,6 @@ class CSVLogger(Logger):
         self._close()
         self._tail = []
 
-    # The file ---------------------------------------------------------------------------------------
-
     def _open(self, path: Path) -> None:
         """Begin to append to a file, a new one if there is none."""
         self._close()
@@ -158,11 +148,7 @@ class CSVLogger(Logger):
         self.path, self._num_rows, self._tail = path, len(rows), []
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
-        """Return the complete rows of the file, and take its columns.
-
-        Raises:
-            LoggerError: It was not written by a CSVLogger.
-        """
+        """Return the complete rows of the file, and set its columns; refuse a file of another program."""
         text = path.read_text() if path.exists() else ""
         complete, _, torn = text.rpartition("\n")
         reader = csv.DictReader(io.StringIO(complete or torn or "step,epoch"))
@@ -175,14 +161,14 @@ class CSVLogger(Logger):
         return list(reader)
 
     def _rewrite(self, path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        """Replace the file by one that has these rows; a crash leaves the old one or the new one."""
+        """Replace the file by one with these rows; a crash leaves the old file or the new one."""
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_bytes(_lines(columns, [{name: name for name in columns}, *rows]))
         os.replace(temporary, path)
         self._columns = columns
 
     def _drop(self, step: int, *, undone: bool = False) -> None:
-        """Drop the rows that a checkpoint does not count; those from a step on if that is not known or `undone`."""
+        """Drop the rows that a checkpoint does not count; without a count, or if `undone`, those from a step on."""
         path, restored, self._restored = self._target, self._restored, None
         if path is None or not path.exists():
             return
@@ -195,7 +181,7 @@ class CSVLogger(Logger):
             if restored is None or undone:
                 rows = [row for row in rows if str(row["step"]).isdigit() and int(row["step"]) < step]
             self._rewrite(path, self._columns, rows)
-        except OSError as error:  # rows that come twice are worse than none: nothing has been trained yet
+        except OSError as error:  # better no training than rows that are repeated
             raise LoggerError(
                 f"CSVLogger cannot remove the rows that training writes again from {path}: {error}. Free the disk, or "
                 "pass Trainer(logger=False)."
@@ -204,13 +190,13 @@ class CSVLogger(Logger):
         self._tail = tail if rows[len(rows) - len(tail) :] == tail else []
 
     def _add(self, path: Path, row: dict[str, Any]) -> None:
-        """Append a row, or let it join the last row of the tail that has its step and epoch and other names."""
-        place = len(self._tail)
+        """Append a row, or join it to the last row of the tail with its step and epoch and other names."""
+        index = len(self._tail)
         for i, other in enumerate(self._tail):
-            same_place = other["step"] == row["step"] and other.get("epoch") == row.get("epoch")
-            if same_place and other.keys() & row.keys() <= {"step", "epoch"}:
-                place = i
-        old, new = self._tail[place:], [row]
+            has_same_step = other["step"] == row["step"] and other.get("epoch") == row.get("epoch")
+            if has_same_step and other.keys() & row.keys() <= {"step", "epoch"}:
+                index = i
+        old, new = self._tail[index:], [row]
         if old:
             new = [{**old[0], **row}, *old[1:]]
         if all(name in self._columns for name in row):
@@ -220,15 +206,11 @@ class CSVLogger(Logger):
             rows = self._read(path)
             columns = list(dict.fromkeys([*self._columns, *row]))
             self._rewrite(path, columns, [*rows[: len(rows) - len(old)], *new])
-        self._tail = [*self._tail[:place], *new][-_TAIL:]
+        self._tail = [*self._tail[:index], *new][-_TAIL:]
         self._num_rows += len(new) - len(old)
 
     def _replace_end(self, path: Path, old: bytes, new: bytes) -> None:
-        """Write lines over the old ones at the end, in one call: a process killed at any moment loses none.
-
-        Raises:
-            OSError: They cannot be written; the file has the old ones, or else is read again with the next row.
-        """
+        """Write lines over the old ones at the end, in one call: a process killed at any moment loses none."""
         if self._file is None:
             self._file = path.open("r+b", buffering=0)
         start = self._file.seek(0, os.SEEK_END) - len(old)
@@ -256,7 +238,7 @@ def _write(file: BinaryIO, start: int, data: bytes) -> None:
 
 
 def _lines(columns: list[str], rows: list[dict[str, Any]]) -> bytes:
-    """Return the lines of rows: whole numbers have all their digits, others six."""
+    """Return the lines of rows: integers have all digits, other numbers six."""
     writer = csv.writer(text := io.StringIO(), lineterminator="\n")
     for row in rows:
         cells = [row.get(name) for name in columns]

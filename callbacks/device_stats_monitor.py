@@ -1,4 +1,4 @@
-"""The memory of devices and host while training runs."""
+"""`DeviceStatsMonitor`, which logs the memory of devices and host."""
 
 import contextlib
 import sys
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_OF_DEVICE = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+_DEVICE_STATS = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
 
 
 class DeviceStatsMonitor(Measure):
     """Log the memory of this process's devices, and its use of the host, in the rows of steps.
 
-    For each device `device/<id>/bytes_in_use`, `peak_bytes_in_use` and `bytes_limit` of its allocator, for which
-    nothing waits. CPU devices have none. For the host:
+    For each device `device/<id>/bytes_in_use`, `peak_bytes_in_use` and `bytes_limit` of its allocator, without a wait.
+    CPU devices have none. For the host:
 
-    - `host/rss_bytes`, `host/peak_rss_bytes`: the memory of this process, now and at most so far;
+    - `host/rss_bytes`, `host/peak_rss_bytes`: the memory of this process, now and the maximum;
     - `host/available_bytes`: the free memory of the computer;
     - `host/cpu_percent`: the time of all threads of this process since the last row, 100 for one core.
 
     Systems without `/proc` have the peak and the time only.
 
     Args:
-        cpu_stats: Whether to log the host's; None: if the devices have none.
+        cpu_stats: Whether to log those of the host; None: if the devices have none.
 
     Example:
         >>> import jaxlit as jl
@@ -42,32 +42,31 @@ class DeviceStatsMonitor(Measure):
         self.cpu_stats = cpu_stats
         self._devices: list[Any] = []
         self._with_host = False
-        self._used = self._at = 0.0  # seconds of all cores, and when
+        self._cpu_seconds = self._time = 0.0  # of the last row
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Find out which devices have statistics."""
-        mine = [x for x in trainer.strategy.mesh.devices.flat if x.process_index == jax.process_index()]
-        self._devices = [device for device in mine if device.memory_stats()]
+        """Find the devices that have statistics."""
+        devices = trainer.strategy.mesh.devices.flat
+        self._devices = [x for x in devices if x.process_index == jax.process_index() and x.memory_stats()]
         self._with_host = not self._devices if self.cpu_stats is None else self.cpu_stats
-        self._used, self._at = time.process_time(), time.monotonic()
+        self._cpu_seconds, self._time = time.process_time(), time.monotonic()
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
-        """Add the statistics of now."""
+        """Add the current statistics."""
         for device in self._devices:
             stats = device.memory_stats() or {}
-            row.put(self, {f"device/{device.id}/{name}": stats[name] for name in _OF_DEVICE if name in stats})
+            row.put(self, {f"device/{device.id}/{name}": stats[name] for name in _DEVICE_STATS if name in stats})
         if self._with_host:
-            row.put(self, {f"host/{name}": value for name, value in self._host().items()})
-
-    def _host(self) -> dict[str, float]:
-        used, at = time.process_time(), time.monotonic()
-        share = {"cpu_percent": 100 * (used - self._used) / (at - self._at)} if at > self._at else {}
-        self._used, self._at = used, at
-        return host_memory() | share
+            stats = host_memory()
+            cpu_seconds, now = time.process_time(), time.monotonic()
+            if now > self._time:
+                stats["cpu_percent"] = 100 * (cpu_seconds - self._cpu_seconds) / (now - self._time)
+            self._cpu_seconds, self._time = cpu_seconds, now
+            row.put(self, {f"host/{name}": value for name, value in stats.items()})
 
 
 def host_memory() -> dict[str, float]:
-    """Return the bytes that this process uses and has used at most, and those that are free, as far as known."""
+    """Return the bytes that this process uses, their maximum so far, and the free bytes, as far as known."""
     memory = dict[str, float]()
     with contextlib.suppress(ImportError):
         import resource  # not on Windows

@@ -1,4 +1,4 @@
-"""Stop when a metric no longer improves."""
+"""`EarlyStopping`, which stops training when a metric no longer improves."""
 
 import math
 from enum import Enum
@@ -42,18 +42,18 @@ class EarlyStopping(MonitorCallback):
         mode: "min" if lower is better, else "max".
         check_finite: Stop when the metric is NaN or infinite.
         stopping_threshold: Stop as soon as the metric is better than this.
-        divergence_threshold: Stop as soon as it is worse than this.
-        check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None, as in Lightning:
-            at the end of each epoch if each validates at its end.
+        divergence_threshold: Stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: Whether to check at the end of each epoch, or after each validation. None, as in
+            Lightning: at the end of each epoch if each one ends with a validation.
         strict: A missing metric is an error.
-        verbose: Print when the metric has improved, and by how much.
+        verbose: Print each improvement of the metric.
 
     Attributes:
         wait_count: Checks since the last improvement.
-        stopped_epoch: The epoch in which it stopped, 0 if it did not.
+        stopped_epoch: The epoch in which it stopped training, 0 if it did not.
         best_score: The best value so far.
-        stopping_reason: Why it stopped, an `EarlyStoppingReason`.
-        stopping_reason_message: The same in words, None if it did not stop; it is `trainer.stop_reason` then.
+        stopping_reason: Why it stopped training, an `EarlyStoppingReason`.
+        stopping_reason_message: The same in words, as in `trainer.stop_reason`; None if it did not stop training.
 
     Example:
         >>> import jaxlit as jl
@@ -89,18 +89,18 @@ class EarlyStopping(MonitorCallback):
         self.stopping_reason_message: str | None = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Stop at once if that training was stopped, unless there is more patience now."""
+        """Stop at once if the training of the checkpoint was stopped, unless `patience` is larger now."""
         if self.stopping_reason_message is not None and self.wait_count >= self.patience:
             trainer.stop(self.stopping_reason_message)
 
     def check(self, trainer: "Trainer", value: float) -> None:
-        """Take a new value, and stop training if the rules say so."""
-        before = self.best_score
+        """Take a new value, and stop training if a rule applies."""
+        former_best = self.best_score
         blocked = trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps
         reason, message = self.judge(value, blocked=blocked)
-        if self.verbose and self.best_score != before and trainer.is_global_zero:
-            by = f" by {abs(value - before):.4g}" if math.isfinite(before) else ""
-            say(f"{self.monitor} improved{by} to {value:.4g}.")
+        if self.verbose and self.best_score != former_best and trainer.is_global_zero:
+            change = f" by {abs(value - former_best):.4g}" if math.isfinite(former_best) else ""
+            say(f"{self.monitor} improved{change} to {value:.4g}.")
         if message:
             self.stopping_reason, self.stopping_reason_message = reason, message
             self.stopped_epoch = trainer.current_epoch
@@ -113,22 +113,22 @@ class EarlyStopping(MonitorCallback):
             value: The metric's value.
             blocked: Whether a check without improvement does not count.
         """
-        is_better, name, why = self.is_better, self.monitor, EarlyStoppingReason
+        is_better, name, reasons = self.is_better, self.monitor, EarlyStoppingReason
         if self.check_finite and not math.isfinite(value):
-            return why.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"
+            return reasons.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold):
-            return why.STOPPING_THRESHOLD, f"{name} = {value:.4g} reached the threshold {self.stopping_threshold}"
+            return reasons.STOPPING_THRESHOLD, f"{name} = {value:.4g} reached the threshold {self.stopping_threshold}"
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value):
             passed = f"{name} = {value:.4g} passed the divergence threshold {self.divergence_threshold}"
-            return why.DIVERGENCE_THRESHOLD, passed
+            return reasons.DIVERGENCE_THRESHOLD, passed
         if is_better(value, self.best_score, self.min_delta):
             self.best_score, self.wait_count = value, 0
         elif not blocked:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 checks = f"{name} did not improve in the last {self.wait_count} checks"
-                return why.PATIENCE_EXHAUSTED, f"{checks}; the best was {self.best_score:.4g}"
-        return why.NOT_STOPPED, ""
+                return reasons.PATIENCE_EXHAUSTED, f"{checks}; the best was {self.best_score:.4g}"
+        return reasons.NOT_STOPPED, ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts, the best value and why training was stopped."""
@@ -139,7 +139,7 @@ class EarlyStopping(MonitorCallback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the counts, the best value and why training was stopped."""
+        """Restore the counts, the best value and why training was stopped."""
         super().load_state_dict(state_dict)
         self.stopped_epoch = state_dict["stopped_epoch"]
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])

@@ -1,4 +1,4 @@
-"""Change from epoch to epoch how many batches an optimizer step takes."""
+"""`GradientAccumulationScheduler`, which changes by epochs how many batches an optimizer step takes."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 class GradientAccumulationScheduler(Callback):
     """Take another number of batches an optimizer step from some epochs on.
 
-    Each epoch's number is that of the nearest key at or below it, 1 below all keys. The Trainer has no
-    `accumulate_grad_batches` of its own then; the callback sets it. A resumed run continues with that of its epoch,
-    also in the middle of a window. `trainer.estimated_stepping_batches` knows of it. A rule of your own is a subclass
-    that overrides `get_accumulate_grad_batches`.
+    Each epoch has the number of the nearest key at or below it, 1 below all keys. The callback sets
+    `trainer.accumulate_grad_batches`, so leave that argument out. A resumed run continues with the number of its epoch,
+    also in the middle of a window. `trainer.estimated_stepping_batches` follows it. For another rule, override
+    `get_accumulate_grad_batches` in a subclass.
 
     Args:
-        scheduling: Batches an optimizer step, by the first epoch that takes so many.
+        scheduling: Batches an optimizer step, by the first epoch that takes this number.
 
     Raises:
         ArgumentError: It is empty, or has an epoch below 0 or a number below 1; or before the first step: the Trainer
-            has a number of its own, or two such callbacks.
+            has another number, or two such callbacks.
         ArgumentTypeError: `scheduling` is not a dict of ints.
 
     Example:
@@ -44,7 +44,7 @@ class GradientAccumulationScheduler(Callback):
         if not scheduling or min(scheduling) < 0 or min(scheduling.values()) < 1:
             raise ArgumentError(f"{rule}: epochs of at least 0 and at least 1 batch. Got {dict(scheduling)!r}.")
         self.scheduling = dict(scheduling)
-        self._sets = False  # the Trainer's number is this one's
+        self._sets = False  # whether the Trainer has the number of this callback
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """Return the batches that an optimizer step of an epoch takes."""
@@ -56,7 +56,7 @@ class GradientAccumulationScheduler(Callback):
         return self.get_accumulate_grad_batches(epoch)
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin with the number of the epoch that a fit begins in, or continues in."""
+        """Set the number of the epoch that a fit begins or continues in."""
         if stage != "fit":
             return
         if trainer.accumulate_grad_batches != 1:
@@ -72,6 +72,6 @@ class GradientAccumulationScheduler(Callback):
         trainer.accumulate_grad_batches = self.get_accumulate_grad_batches(trainer.current_epoch)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer's number."""
         if self._sets:
             self._sets, trainer.accumulate_grad_batches = False, 1

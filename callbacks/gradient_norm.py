@@ -1,4 +1,4 @@
-"""The size of the gradients."""
+"""`GradientNorm`, which logs the norm of the gradients."""
 
 from typing import Any
 
@@ -40,8 +40,8 @@ class GradientNorm(Callback):
         """Compute the norms."""
         norms = {name: self._norm(x) for name, x in named_leaves(grads)}
         # The norm of the norms is that of all entries together.
-        total = self._norm(jnp.stack(list(norms.values())))
-        return {"grad_norm": total, **({f"grad_norm/{k}": v for k, v in norms.items()} if self.per_parameter else {})}
+        total = {"grad_norm": self._norm(jnp.stack(list(norms.values())))}
+        return total | ({f"grad_norm/{k}": v for k, v in norms.items()} if self.per_parameter else {})
 
     def _norm(self, x: jax.Array) -> jax.Array:
         # Without a reshape, for which a sharded gradient would be gathered.

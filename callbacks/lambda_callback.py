@@ -1,4 +1,4 @@
-"""Hooks as plain functions."""
+"""`LambdaCallback`, whose hooks are plain functions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +12,13 @@ _HOOKS = [
 
 
 class LambdaCallback(Callback):
-    """Make a callback of functions, each the hook that it is given as.
+    """Make a callback of functions, each passed by the name of its hook.
 
     Args:
-        **functions: By a hook's name a function of the hook's arguments, `trainer` and `module` first in most.
+        **functions: Functions of the hooks' arguments, `trainer` and `module` first in most, by the hooks' names.
 
     Raises:
-        ArgumentError: There is no such hook.
+        ArgumentError: No hook has this name.
         ArgumentTypeError: A value is no function.
 
     Example:

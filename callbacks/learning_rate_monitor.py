@@ -1,4 +1,4 @@
-"""Where the learning rate is logged."""
+"""`LearningRateMonitor`, which chooses the rows that have the learning rate."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Log the learning rate also in rows without other values, or once an epoch; by default it is in existing rows.
 
-    A rate is `lr`, with `jl.Optimizer(by=...)` `lr/<group>` for each group, and of a part of `BackboneFreeze`
-    `lr/<part>`. It is computed in the compiled step, and comes to the host with the row. Where it cannot be read off
+    A rate is `lr`, with `jl.Optimizer(by=...)` `lr/<group>` for each group, and for a part of `BackboneFreeze`
+    `lr/<part>`. It is computed in the compiled step, and arrives at the host with the row. If it cannot be read from
     the optimizer, a line says what to do.
 
     Args:
-        logging_interval: "step" or None: in the row of each `log_every_n_steps`, also where the module logs nothing.
+        logging_interval: "step" or None: in the row of each `log_every_n_steps`, also if the module logs nothing.
             "epoch": in the row of the epoch only, the rate of its last step.
 
     Raises:
@@ -34,10 +34,9 @@ class LearningRateMonitor(Callback):
     exclusive = "training", "learning rates"
 
     def __init__(self, logging_interval: Literal["step", "epoch"] | None = None) -> None:
-        given = "step" if logging_interval is None else logging_interval
-        self.logging_interval = self.rates_in = check.one_of(
-            "logging_interval", given, ("step", "epoch"), owner="LearningRateMonitor"
-        )
+        interval = "step" if logging_interval is None else logging_interval
+        check.one_of("logging_interval", interval, ("step", "epoch"), owner="LearningRateMonitor")
+        self.logging_interval = self.rates_in = interval
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Refuse a Trainer that logs no rows of steps."""

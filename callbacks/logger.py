@@ -1,4 +1,4 @@
-"""The base of callbacks that send rows somewhere."""
+"""`Logger`, the base of callbacks that send rows somewhere, `NoLogger`, and what they can log about a training."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -6,10 +6,16 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import flax
+import jax
+import optax
+from flax import nnx
+
 from jaxlit.callbacks.base import Callback
 from jaxlit.errors import ArgumentError, ArgumentTypeError, LoggerError
 from jaxlit.faces import no_such_name
 from jaxlit.reporting.media import MediaFolder
+from jaxlit.version import __version__
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -19,10 +25,7 @@ _MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
 
 
 def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a method of `_MEDIA` that keeps what it fails to take in the run's folder, while training continues.
-
-    A wrong argument is a mistake of the program, and raises.
-    """
+    """Wrap a method of `_MEDIA`: what it fails to store goes to the run's folder, and only wrong arguments raise."""
     signature, name = inspect.signature(method), method.__name__
 
     @wraps(method)
@@ -53,9 +56,9 @@ class Logger(Callback):
     Images, tables and the like that a logger cannot store, or fails to store during training, go to files in
     `media/<key>` of the run's folder; a failure is raised if `on_error` is "raise".
 
-    From `setup` on, a logger can use `module.hparams`, the constructor's arguments that can be saved;
-    `trainer.config`, the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which the first
-    writer makes; and `trainer.is_global_zero`, the one process that writes.
+    From `setup` on, a logger can use `module.hparams`, the constructor's arguments that can be saved; `trainer.config`,
+    the Trainer's arguments as JSON values; `trainer.run_dir`, the run's folder, which the first writer creates; and
+    `trainer.is_global_zero`, whether this is the process that writes.
 
     Example:
         >>> import jaxlit as jl
@@ -68,14 +71,14 @@ class Logger(Callback):
     """
 
     def __getattr__(self, name: str) -> Any:
-        # There is no such name, or a property of that name has raised, whose error is raised again.
+        # No such name exists, or a property of that name has raised, whose error is raised again.
         if name.startswith("_") or hasattr(type(self), name):
             return super().__getattribute__(name)
         raise no_such_name("Logger", name, dir(self), called=type(self).__name__)
 
-    def __init_subclass__(cls, **given: Any) -> None:
+    def __init_subclass__(cls, **options: Any) -> None:
         """Wrap the methods that take images and the like, so that they never end training."""
-        super().__init_subclass__(**given)
+        super().__init_subclass__(**options)
         for name in _MEDIA:
             if name in vars(cls):
                 setattr(cls, name, _never_ends_training(vars(cls)[name]))
@@ -86,13 +89,13 @@ class Logger(Callback):
     _media: MediaFolder | None = None  # the Trainer's
     _failed = False
     on_error: str = "warn"
-    """What an error in one of its hooks does: "warn" is `may_fail`, "raise" ends training."""
+    """The effect of an error in one of its hooks: "warn" is `may_fail`, "raise" ends training."""
 
     may_lose_rows: bool = False
     """Whether rows are lost if the process is killed: the Trainer then adds a CSVLogger."""
 
     hyperparams_of_module: bool = True
-    """Whether a fit calls `log_hyperparams` with those of the module; False for a logger that reads them itself."""
+    """Whether a fit calls `log_hyperparams` with the module's; False for a logger that reads them itself."""
 
     @property
     def may_fail(self) -> bool:  # type: ignore[override]
@@ -121,7 +124,7 @@ class Logger(Callback):
 
     @property
     def experiment(self) -> Any:
-        """The object that the logger writes with, during a fit and after it; None where it has none."""
+        """The object that the logger writes with, during a fit and after it; None if it has none."""
         return None
 
     @property
@@ -130,7 +133,7 @@ class Logger(Callback):
         return None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log a row of numbers; a user may call it in a hook, and a run does so with each of its rows.
+        """Log a row of numbers; a run calls this with each of its rows, and a user may call it in a hook.
 
         Args:
             metrics: Numbers by name.
@@ -149,13 +152,7 @@ class Logger(Callback):
         """Write out rows that are buffered; called after each row."""
 
     def finalize(self, status: str) -> None:
-        """Close files and connections at the end of a run.
-
-        Args:
-            status: "success", or "failed" after an error.
-        """
-
-    # Hooks, which call the methods above --------------------------------------------------------------
+        """Close files and connections at the end of a run; `status` is "success", or "failed" after an error."""
 
     def attach(self, trainer: "Trainer", media: MediaFolder) -> None:
         """Remember the Trainer whose run begins, and its folder for media that no logger can store."""
@@ -164,7 +161,7 @@ class Logger(Callback):
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Log a row, by the process that writes."""
         if trainer.is_global_zero:
-            self.log_metrics(dict(values), step)  # the next logger has the row as it is
+            self.log_metrics(dict(values), step)  # a copy: the next logger gets the same row
             self.save()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
@@ -175,13 +172,11 @@ class Logger(Callback):
         """Finalize."""
         self.finalize("failed" if self._failed else "success")
 
-    # Called by users ---------------------------------------------------------------------------------
-
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Store hyperparameters of the run; a name that is already there is replaced.
+        """Store hyperparameters of the run, in place of earlier ones of the same names.
 
-        A user may call it at any time of a run. A subclass that overrides it is called with `module.hparams`, without
-        secrets, before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
+        A user may call it at any time of a run. If a subclass overrides it, a fit calls it with `module.hparams`,
+        without secrets, before `on_fit_start`, as a hook, unless `hyperparams_of_module` is False.
 
         Args:
             params: Values by name.
@@ -196,11 +191,11 @@ class Logger(Callback):
         """Log a text.
 
         Args:
-            key: Its name.
+            key: The text's name.
             text: The text.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._take("log_text", key, text, step=step)
+        self._store("log_text", key, text, step=step)
 
     @_never_ends_training
     def log_table(
@@ -209,24 +204,24 @@ class Logger(Callback):
         """Log a table.
 
         Args:
-            key: Its name.
+            key: The table's name.
             columns: The columns' names.
-            data: Its rows, each with a cell for each column.
+            data: The rows, each with a cell for each column.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._take("log_table", key, columns, data, step=step)
+        self._store("log_table", key, columns, data, step=step)
 
     @_never_ends_training
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Log the distribution of numbers.
 
         Args:
-            key: Its name.
-            values: An array of any shape; those that are not finite are left out.
-            bins: How many bins of equal width.
+            key: The histogram's name.
+            values: An array of any shape; numbers that are not finite are left out.
+            bins: The number of bins of equal width.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._take("log_histogram", key, values, bins=bins, step=step)
+        self._store("log_histogram", key, values, bins=bins, step=step)
 
     @_never_ends_training
     def log_image(
@@ -235,26 +230,26 @@ class Logger(Callback):
         """Log images.
 
         Args:
-            key: Their name.
-            images: An image or a list of them: (height, width) or (height, width, 1, 3 or 4) arrays, of uint8 or of
+            key: The name of the images.
+            images: An image or a list of images: (height, width) or (height, width, 1, 3 or 4) arrays, of uint8 or of
                 floats from 0 to 1; Pillow images; or paths.
-            caption: A list of a text for each.
+            caption: A list with a text for each image.
             step: 0-based index of an optimizer step; None for the newest.
         """
-        self._take("log_image", key, images, caption=caption, step=step)
+        self._store("log_image", key, images, caption=caption, step=step)
 
     def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
         """Log a matplotlib figure by `log_image`.
 
         Args:
-            key: Its name.
+            key: The figure's name.
             figure: The `matplotlib.figure.Figure`.
             step: 0-based index of an optimizer step; None for the newest.
         """
         self.log_image(key, figure, step=step)
 
-    def _take(self, method: str, key: str, *args: Any, **named: Any) -> None:
-        """Give data that this logger cannot store to the run's folder."""
+    def _store(self, method: str, key: str, *args: Any, **named: Any) -> None:
+        """Write data that this logger cannot store to the run's folder."""
         if self._media is None:
             raise self._no_run()
         getattr(self._media, method)(key, *args, **named)
@@ -265,7 +260,7 @@ class Logger(Callback):
         )
 
     def _step_or_newest(self, step: int | None) -> int:
-        """Return a step, or the newest one for None."""
+        """Return the step, or the newest step for None."""
         newest = 0 if self._attached is None else max(self._attached.global_step - 1, 0)
         return newest if step is None else int(step)
 
@@ -282,8 +277,8 @@ class _Nothing:
 class NoLogger(Logger):
     """Drop rows and hyperparameters; images and the like go to the run's folder.
 
-    It is `trainer.logger` where there is none. In `fast_dev_run` images are made, so that errors are raised, and
-    dropped.
+    It is `trainer.logger` of a Trainer without loggers. In `fast_dev_run` images are converted, so that errors are
+    raised, and dropped.
 
     Example:
         >>> import jaxlit as jl
@@ -295,8 +290,22 @@ class NoLogger(Logger):
 
     @property
     def experiment(self) -> Any:  # type: ignore[override]
-        """An object whose every method does nothing: a hook may call those of another logger's."""
+        """An object whose every method does nothing: a hook may call those of another logger's object."""
         return _Nothing()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Drop hyperparameters."""
+
+
+def facts_of(trainer: "Trainer", module: "TrainModule") -> dict[str, Any]:
+    """Return how a module is trained, on which devices and with which versions."""
+    strategy = trainer.strategy
+    devices = {"kind": jax.devices()[0].device_kind, "count": strategy.mesh.size, "processes": jax.process_count()}
+    return {
+        "trainer": trainer.config,
+        "strategy": strategy.describe().split("\n")[0],
+        "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
+        "devices": devices,
+        "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
+        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
+    }

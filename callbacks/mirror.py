@@ -1,4 +1,4 @@
-"""A copy of a run in a bucket."""
+"""`Mirror`, which copies a run to a bucket: its hooks, what process 0 does, and what the thread that copies does."""
 
 import contextlib
 import logging
@@ -22,17 +22,18 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
-_MOST_BYTES = 2**26  # of a file that is read at once, as it may grow meanwhile
+_MOST_BYTES = 2**26  # of a file that is read at once, as it may grow during a copy
 _PATIENCE_S = 7 * 24 * 3600.0  # a failure ends the wait
 
 
 class Mirror(Callback):
     """Copy a run's folder to a bucket while training continues.
 
-    A checkpoint is copied once it is complete, its manifest last, and deleted there once it is deleted here. Other
-    files are copied with each checkpoint and at the end, which waits for the copies. `Trainer(default_root_dir=url)`
-    has this callback, and continues from the bucket; as a callback, it copies a run from any folder, for example on a
-    shared disk. A copy that fails ends training, or is a warning as `ModelCheckpoint(on_save_error=)` says.
+    A checkpoint is copied once it is complete, its manifest last, and deleted in the bucket once it is deleted locally.
+    Other files are copied with each checkpoint and at the end, which waits for the copies.
+    `Trainer(default_root_dir=url)` adds this callback, and continues from the bucket; as a callback, it copies a run
+    from any folder, for example on a shared disk. A copy that fails ends training, or is a warning, by
+    `ModelCheckpoint(on_save_error=)`.
 
     Args:
         url: The run's folder in the bucket: "gs://bucket/runs/net", or any URL that fsspec takes.
@@ -56,13 +57,11 @@ class Mirror(Callback):
         self._error: Exception | None = None
         self._printed = False
 
-    # Hooks ------------------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a fit, and print that a bucket has no locks."""
         self._error, self._run = None, absolute(trainer.run_dir)
-        self._names = list[str]()  # of the checkpoints here, those of this fit that are deleted too; the newest last
-        self._there: dict[str, bytes | None] = {}  # the manifests in the bucket
+        self._names = list[str]()  # of the local checkpoints, also deleted ones of this fit; the newest last
+        self._manifests: dict[str, bytes | None] = {}  # in the bucket
         self._copied: dict[str, tuple[int, int]] = {}  # the time and size of other files
         if stage == "fit" and trainer.is_global_zero and not self._printed:
             self._printed = True
@@ -73,11 +72,7 @@ class Mirror(Callback):
         self._names += [name for state in checkpoint["callbacks"].values() for name in state.get("replaced", ())]
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Refuse a bucket that cannot be written, and copy what an earlier process has not.
-
-        Raises:
-            CheckpointError: It cannot be written.
-        """
+        """Raise a CheckpointError if the bucket cannot be written; copy what an earlier process has not."""
         once_per_node(lambda: self._begin(trainer), f"opening {self.url}")
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
@@ -89,7 +84,7 @@ class Mirror(Callback):
             self._names.append(path.name)
         else:
             _logger.warning("%s is not in %s, and is not copied to %s.", path, self._run / FOLDER, self.url)
-        if len(self._queue) < 2:  # one that has not begun copies this one as well
+        if len(self._queue) < 2:  # a copy that has not begun copies this checkpoint as well
             self._queue.submit(self._copy)
 
     def due_in(self, step: int) -> int | None:
@@ -97,11 +92,11 @@ class Mirror(Callback):
         return None if self._error is None else 1
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """Raise, or warn, if a copy has failed."""
+        """Raise or warn if a copy has failed."""
         self._check(trainer)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Copy the rest, and wait for it; in several processes all do."""
+        """Copy the rest, and wait for it, in all processes."""
         if stage != "fit":
             return
         try:
@@ -110,17 +105,15 @@ class Mirror(Callback):
             if not team().over:
                 team().agree(f"copying to {self.url}", None, timeout=_PATIENCE_S)
 
-    # In process 0 -----------------------------------------------------------------------------------
-
     def _begin(self, trainer: "Trainer") -> None:
-        """Open the bucket, and copy what is not there."""
+        """Open the bucket, and begin to copy what it lacks."""
         if not trainer.is_global_zero:
             return
         try:
             self._fs, self._base = connect(self.url)
-            self._there = manifests(self._fs, f"{self._base}/{FOLDER}")
-            mark, theirs = self._run / MARK, read_mark(self._fs, self._base)
-            if any(self._there.values()) and not (mark.exists() and mark.read_text() == theirs):
+            self._manifests = manifests(self._fs, f"{self._base}/{FOLDER}")
+            mark, remote_mark = self._run / MARK, read_mark(self._fs, self._base)
+            if any(self._manifests.values()) and not (mark.exists() and mark.read_text() == remote_mark):
                 raise CheckpointError(
                     f"{self.url} holds another run. Pass Trainer(default_root_dir={self.url!r}, resume='auto') to "
                     "continue it, or another URL."
@@ -136,7 +129,7 @@ class Mirror(Callback):
         for saver in trainer.checkpoint_callbacks:
             paths = [*getattr(saver, "best_k_models", ()), getattr(saver, "last_model_path", "")]
             self._names += [Path(path).name for path in paths if Path(path).parent == self._run / FOLDER]
-        self._names += [name for name, raw in self._there.items() if raw is None and name not in self._names]
+        self._names += [name for name, raw in self._manifests.items() if raw is None and name not in self._names]
         self._names.sort(key=lambda name: order_of(self._run / FOLDER / name) or 0)
         self._queue = BackgroundQueue("jaxlit-mirror", lambda error: setattr(self, "_error", error))
         self._queue.submit(self._copy)
@@ -149,7 +142,7 @@ class Mirror(Callback):
             queue.submit(self._copy)
             if not queue.wait_idle(2.0):
                 say(f"waiting for copies to {self.url}")
-            # After the failure of another process there is not as much time.
+            # After the failure of another process there is less time.
             while not queue.wait_idle(0.5) and team().seconds_left != 0.0:
                 pass
         finally:
@@ -171,27 +164,25 @@ class Mirror(Callback):
             "same command copies it, or pass another URL or a folder."
         )
 
-    # In the thread ----------------------------------------------------------------------------------
-
     def _copy(self) -> None:
-        """Copy other files and new checkpoints, and delete there the checkpoints that are gone here."""
-        folder, names = self._run / FOLDER, [*self._names]
+        """Copy other files and new checkpoints, and delete remote checkpoints that are deleted locally."""
+        folder, names = self._run / FOLDER, list(self._names)
         self._copy_files()
         for name in reversed(names):
             self._copy_checkpoint(name)
-        if names and (folder / names[-1]).exists():  # else an even newer one is not copied yet
-            for name in self._there.keys() & {x for x in names if not (folder / x).exists()}:
+        if names and (folder / names[-1]).exists():  # otherwise an even newer one is not copied yet
+            for name in self._manifests.keys() & {x for x in names if not (folder / x).exists()}:
                 try:
                     self._remove(name)
                 except Exception as error:
                     _logger.warning("%s/%s/%s could not be deleted: %r", self.url, FOLDER, name, error)
 
     def _copy_checkpoint(self, name: str) -> None:
-        """Copy a checkpoint unless it is there, from links to its files: it may be deleted meanwhile."""
-        path, to = self._run / FOLDER / name, f"{self._base}/{FOLDER}/{name}"
+        """Copy a checkpoint unless the bucket has it, from links to its files: it may be deleted during the copy."""
+        path, remote = self._run / FOLDER / name, f"{self._base}/{FOLDER}/{name}"
         links = path.with_name(f"{TEMPORARY}{name}-{secrets.token_hex(4)}")
         try:
-            if (raw := (path / MANIFEST).read_bytes()) == self._there.get(name):
+            if (raw := (path / MANIFEST).read_bytes()) == self._manifests.get(name):
                 return
             shutil.copytree(path, links, copy_function=os.link)
         except OSError:
@@ -200,13 +191,13 @@ class Mirror(Callback):
                 raise
             return  # it was deleted: there is a newer one
         try:
-            if name in self._there:
+            if name in self._manifests:
                 self._remove(name)
-            self._there[name] = None
+            self._manifests[name] = None
             files = [x for x in links.rglob("*") if x.is_file() and x != links / MANIFEST]
-            self._fs.put([str(x) for x in files], [f"{to}/{x.relative_to(links).as_posix()}" for x in files])
-            self._fs.pipe_file(f"{to}/{MANIFEST}", raw)
-            self._there[name] = raw
+            self._fs.put([str(x) for x in files], [f"{remote}/{x.relative_to(links).as_posix()}" for x in files])
+            self._fs.pipe_file(f"{remote}/{MANIFEST}", raw)
+            self._manifests[name] = raw
         finally:
             shutil.rmtree(links, ignore_errors=True)
 
@@ -215,13 +206,13 @@ class Mirror(Callback):
         path = f"{self._base}/{FOLDER}/{name}"
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{path}/{MANIFEST}")
-        # Not by a recursive rm, which takes [1] in a name for a pattern. A store without folders refuses rmdir.
+        # A recursive rm would take [1] in a name for a pattern. A store without folders refuses rmdir.
         for file in self._fs.find(path):
             self._fs.rm_file(file)
         with contextlib.suppress(OSError):
             for folder, _, _ in self._fs.walk(path, topdown=False):
                 self._fs.rmdir(folder)
-        del self._there[name]
+        del self._manifests[name]
 
     def _copy_files(self) -> None:
         """Copy the files that have changed and are in no checkpoint."""
@@ -230,12 +221,14 @@ class Mirror(Callback):
             for path in (Path(folder, x) for x in names if not x.startswith(".")):
                 name = path.relative_to(self._run).as_posix()
                 try:
-                    key = (path.stat().st_mtime_ns, path.stat().st_size)
-                    text = path.read_bytes() if key[1] <= _MOST_BYTES and key != self._copied.get(name) else None
+                    version = (path.stat().st_mtime_ns, path.stat().st_size)
+                    if version == self._copied.get(name):
+                        continue
+                    content = path.read_bytes() if version[1] <= _MOST_BYTES else None
                 except OSError:  # it was deleted meanwhile
                     continue
-                if text is not None:
-                    self._fs.pipe_file(f"{self._base}/{name}", text)
-                elif key != self._copied.get(name):
+                if content is not None:
+                    self._fs.pipe_file(f"{self._base}/{name}", content)
+                else:
                     self._fs.put_file(str(path), f"{self._base}/{name}")
-                self._copied[name] = key
+                self._copied[name] = version

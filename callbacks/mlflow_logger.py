@@ -1,4 +1,4 @@
-"""Logged rows in MLflow."""
+"""`MLFlowLogger`, which sends logged rows to MLflow."""
 
 import re
 import secrets
@@ -13,7 +13,7 @@ from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.monitor import kept_checkpoints
+from jaxlit.callbacks.monitor import saved_checkpoints
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import redacted
@@ -33,18 +33,18 @@ class MLFlowLogger(Logger):
     """Send every logged row to an MLflow run, with hyperparameters as its parameters, and media as artifacts.
 
     Another thread sends everything: training waits for MLflow at the end only. A failure is printed once, and nothing
-    more is sent; rows stay in the CSV file. A resumed training continues in its run, where rows that it makes again
-    appear twice, at the same step. It needs MLflow, `pip install mlflow`.
+    more is sent; rows stay in the CSV file. A resumed training continues in its run, where repeated rows appear twice,
+    at the same step. It needs MLflow, `pip install mlflow`.
 
     Args:
-        experiment_name: The experiment, which is made if it is not there.
+        experiment_name: The experiment, which is created if it does not exist.
         run_name: The run's name; None for the name of its folder.
         tracking_uri: MLflow's address; None for `MLFLOW_TRACKING_URI`, or MLflow's default.
         tags: Tags of the run.
         save_dir: A folder for an `mlflow.db` and artifacts, in place of `tracking_uri`.
-        log_model: True uploads the checkpoints that are kept at the end, "all" each once it is written.
-        prefix: What the names of all metrics begin with, and a slash.
-        artifact_location: Where a new experiment keeps its artifacts; None for MLflow's default.
+        log_model: True uploads the checkpoints that exist at the end, "all" each once it is written.
+        prefix: The beginning of the names of all metrics, before a slash.
+        artifact_location: Where a new experiment stores its artifacts; None for MLflow's default.
         run_id: A run to continue with.
         finish_timeout: Seconds to wait at the end until everything is sent.
         on_error: "warn" prints a failure once; "raise" ends training.
@@ -90,9 +90,9 @@ class MLFlowLogger(Logger):
         self.tracking_uri, self.artifact_location = tracking_uri, artifact_location
         self.log_model, self.prefix, self.on_error = log_model, prefix, on_error
         self.run_id, self.experiment_id = run_id, None
-        self._given_id = run_id
+        self._users_id = run_id
         self._client: Any = None
-        self._key = ""  # a tag of the run, which is known before its id is
+        self._key = ""  # a tag of the run, which is known before its id
         self._sender: BackgroundQueue | None = None
         self._error: Exception | None = None
 
@@ -120,26 +120,24 @@ class MLFlowLogger(Logger):
         page = f"{uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
         return page if uri.startswith("http") else f"{uri} (run {self.run_id})"
 
-    # What a run calls -------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a run of the Trainer; each fit has its own run in MLflow, unless it is resumed."""
         if stage == "fit":
-            self.run_id, self._client, self._key = self._given_id, None, secrets.token_hex(8)
+            self.run_id, self._client, self._key = self._users_id, None, secrets.token_hex(8)
         self._error = None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Send hyperparameters, without secrets, nested ones by paths; one that the run has keeps its value there."""
+        """Send hyperparameters, without secrets, nested ones by paths; MLflow cannot change those that the run has."""
         flat = dict(_flat(redacted(dict(params))))
         self._send(lambda: self._log_params(flat))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        row, now, at = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
-        self._send(lambda: self._log_metrics(row, now, at))
+        row, time_ms, step = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
+        self._send(lambda: self._log_metrics(row, time_ms, step))
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
-        """Upload a copy of it, as it may be deleted before it is sent."""
+        """Upload a copy of the checkpoint, which may be deleted before it is sent."""
         if self.log_model == "all" and trainer.is_global_zero and self._error is None:
             folder = tempfile.mkdtemp(prefix="jaxlit-mlflow-")
             shutil.copytree(path, Path(folder, path.name))
@@ -150,11 +148,13 @@ class MLFlowLogger(Logger):
         if self._sender is None or (trainer := self._attached) is None:
             return
         if self.log_model is True:
-            for _, path, _ in kept_checkpoints(trainer):
-                where = f"checkpoints/{Path(path).name}"
-                self._send(lambda path=path, where=where: self._client.log_artifacts(self.run_id, path, where))
-        ended = "FAILED" if status == "failed" else "KILLED" if trainer.interrupted else "FINISHED"
-        self._send(lambda: self._client.set_terminated(self.run_id, status=ended))
+            for _, path, _ in saved_checkpoints(trainer):
+                target = f"checkpoints/{Path(path).name}"
+                self._send(lambda path=path, target=target: self._client.log_artifacts(self.run_id, path, target))
+        run_status = "KILLED" if trainer.interrupted else "FINISHED"
+        if status == "failed":
+            run_status = "FAILED"
+        self._send(lambda: self._client.set_terminated(self.run_id, status=run_status))
         sender, self._sender = self._sender, None
         if not sender.wait_idle(self.finish_timeout):
             say(f"MLFlowLogger waited {self.finish_timeout:g} s for MLflow: {len(sender)} rows or files are not sent.")
@@ -162,25 +162,24 @@ class MLFlowLogger(Logger):
         self._raise()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tag by which the run is found."""
+        """Return the tag that identifies the run."""
         return {"run": self._key}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue in that run, unless another was asked for."""
+        """Continue in the run of the checkpoint, unless `run_id` is set."""
         self._key = state_dict["run"]
 
-    # Helpers, the last four in the thread -------------------------------------------------------------
-
-    def _take(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
+    def _store(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
         """Send media as files."""
         if self._attached is None or not self._attached.is_global_zero or self._error is not None:
             return
-        folder, at = tempfile.mkdtemp(prefix="jaxlit-mlflow-"), self._step_or_newest(step)
-        getattr(MediaFolder(lambda: Path(folder), lambda: at, announces=False), method)(key, *args, **named)
+        folder = tempfile.mkdtemp(prefix="jaxlit-mlflow-")
+        media = MediaFolder(lambda: Path(folder), announces=False)
+        getattr(media, method)(key, *args, step=self._step_or_newest(step), **named)
         self._send(lambda: self._client.log_artifacts(self.run_id, folder), folder)
 
     def _send(self, job: Callable[[], Any], folder: str | None = None) -> None:
-        """Have the thread do something with the run, which it opens first, and delete a folder afterwards."""
+        """Run a job in the thread, which opens the run first, and delete the folder afterwards."""
         self._raise()
         trainer = self._attached
         if trainer is None or not trainer.is_global_zero:
@@ -237,16 +236,16 @@ class MLFlowLogger(Logger):
             self.run_id = client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
         self._client = client
 
-    def _log_metrics(self, row: Mapping[str, float], now: int, step: int) -> None:
+    def _log_metrics(self, row: Mapping[str, float], time_ms: int, step: int) -> None:
         from mlflow.entities import Metric  # type: ignore[import-not-found]
 
         names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in row}
-        self._log_batches("metrics", [Metric(names[name], float(value), now, step) for name, value in row.items()])
+        self._log_batches("metrics", [Metric(names[name], float(value), time_ms, step) for name, value in row.items()])
 
     def _log_params(self, flat: Mapping[str, str]) -> None:
         from mlflow.entities import Param  # type: ignore[import-not-found]
 
-        known = self._client.get_run(self.run_id).data.params  # which cannot be changed
+        known = self._client.get_run(self.run_id).data.params  # MLflow cannot change them
         self._log_batches("params", [Param(key, value) for key, value in flat.items() if key not in known])
 
     def _log_batches(self, kind: str, values: list[Any]) -> None:
@@ -254,10 +253,10 @@ class MLFlowLogger(Logger):
             self._client.log_batch(self.run_id, **{kind: values[start : start + _MAX_BATCH]})
 
 
-def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield values as texts that every store takes, with the path of their names."""
+def _flat(params: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield values as texts that every store takes, with the paths of their names."""
     for key, value in params.items():
-        name = _FORBIDDEN.sub("_", f"{before}{key}")
+        name = _FORBIDDEN.sub("_", f"{parent}{key}")
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{name}/")
         else:

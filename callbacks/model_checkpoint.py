@@ -1,4 +1,4 @@
-"""Checkpoints while training: when one is written, and which are kept."""
+"""`ModelCheckpoint`: when a checkpoint is written during training, and which of them stay."""
 
 import logging
 import math
@@ -28,31 +28,31 @@ _logger = logging.getLogger("jaxlit")
 class ModelCheckpoint(Callback):
     """Write checkpoints while training continues, and keep the newest and the best.
 
-    A checkpoint holds everything, so that training resumed from it takes the same steps bit by bit. It is written
-    in the background, verified, and only then are older ones deleted. Whatever `save_top_k` says, the newest is kept
-    until a newer one is there, and one is written where training ends or is interrupted. Names are Lightning's.
+    A checkpoint is complete: training resumed from it takes the same steps bit by bit. It is written in the background
+    and verified, and only then older ones are deleted. Whatever `save_top_k` is, the newest one stays until a newer one
+    exists, and one is written when training ends or is interrupted. Names are Lightning's.
 
     Args:
         dirpath: The folder; None for `checkpoints` in `trainer.run_dir`.
-        filename: What follows `step_00000040` in a checkpoint's name: "{epoch}-{val/loss:.3f}" makes
+        filename: The part after `step_00000040` in a checkpoint's name: "{epoch}-{val/loss:.3f}" gives
             `step_00000040-epoch=3-val_loss=0.120`, with epochs from 0.
-        monitor: The metric that says which are best; None keeps the newest.
+        monitor: The metric that decides which are best; None keeps the newest.
         mode: "min" if lower is better, else "max".
         save_top_k: How many of the best to keep, -1 for all.
         save_last: Write a checkpoint also if it is not among the best, so that a crash costs little.
         every_n_train_steps: Optimizer steps between checkpoints; None for none.
         every_n_epochs: Epochs between checkpoints. None, without `every_n_train_steps` and `train_time_interval`: one
-            after each epoch; where only the newest is kept, so seldom that writing takes a tenth of the time at most.
+            after each epoch; if only the newest is kept, so rarely that writing takes a tenth of the time at most.
         train_time_interval: Time between checkpoints: a timedelta, a dict of its arguments or "DD:HH:MM:SS".
-        save_on_exception: Write one when training raises, if the state is complete.
-        save_weights_only: Write the module's arrays alone, for evaluations, `load_from_checkpoint` and
+        save_on_exception: Write a checkpoint when training raises, if the state is complete.
+        save_weights_only: Write the module's arrays only, for evaluations, `load_from_checkpoint` and
             `fit(init_from=...)`: a third of the size with Adam. No training can be resumed from them.
-        on_save_error: What a checkpoint that cannot be written does: "raise", a step later at most, or "warn".
+        on_save_error: After a checkpoint that cannot be written, "raise", a step later at most, or "warn".
 
     Attributes:
         best_model_path: The best checkpoint, without `monitor` the newest; "" if there is none.
         best_model_score: The best value of `monitor`, or None.
-        best_k_models: The value of each checkpoint that is kept as one of the best, by path.
+        best_k_models: The value of each of the best checkpoints, by path.
         last_model_path: The newest checkpoint; "" if there is none.
 
     Raises:
@@ -88,8 +88,8 @@ class ModelCheckpoint(Callback):
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
         self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        for name, every in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
-            check.integer(name, every, low=1, also=(None,), owner=owner)
+        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
+        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         if (interval := train_time_interval) is not None:
             interval = check.duration("train_time_interval", interval, owner)
@@ -102,13 +102,14 @@ class ModelCheckpoint(Callback):
                 f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
             )
         self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
-        self.filename, self.monitor, self.mode, self._sign = filename, monitor, mode, 1 if mode == "min" else -1
+        self.filename, self.monitor, self.mode = filename, monitor, mode
+        self._sign = 1 if mode == "min" else -1
         self.save_last = check.boolean("save_last", save_last, owner=owner)
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
-        no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
-        self.every_n_epochs = 1 if no_trigger else every_n_epochs
-        # Where only the newest is kept, not every epoch must write one.
-        self._relaxed = no_trigger and monitor is None and save_top_k in (0, 1)
+        has_no_trigger = every_n_epochs is every_n_train_steps is interval is None
+        self.every_n_epochs = 1 if has_no_trigger else every_n_epochs
+        # If only the newest is kept, not every epoch must write one.
+        self._may_skip_epochs = has_no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
         self.exclusive = "folder, the dirpath", self.dirpath
@@ -122,12 +123,14 @@ class ModelCheckpoint(Callback):
         self._before: dict[str, Any] = {}  # the state before the checkpoint that is being written
         self._replaced: list[str] = []  # the names of checkpoints that are deleted once it is written
         self._seen: int | None = None  # the version of the monitored value that was read last
-        self._step = self._order = 0  # of the last step trigger; of the newest checkpoint in its folder
+        self._step = 0  # of the last trigger by steps
+        self._order = 0  # of the newest checkpoint in its folder
         self._saved_at: Any = None
-        self._resumed, self._fitting = False, False
-        self._deadline, self._rests_until, self._validated_at = math.inf, 0.0, -1  # the step of the last validation
-        # The step of the newest checkpoint in the state that was restored, and the steps in the folder alone.
-        self._restored_step, self._steps_in_folder, self._at_epoch_end = None, set[int | None](), False
+        self._resumed = self._fitting = self._at_epoch_end = False
+        self._deadline, self._rests_until = math.inf, 0.0
+        self._validated_at = -1  # the step of the last validation
+        self._restored_step: int | None = None  # of the newest checkpoint in the state that was restored
+        self._steps_in_folder = set[int | None]()  # of checkpoints that the state does not have
 
     @property
     def best_model_path(self) -> str:
@@ -142,7 +145,7 @@ class ModelCheckpoint(Callback):
         return self.best_k_models.get(self.best_model_path)
 
     def folder(self, run_dir: Path) -> Path:
-        """Return where the checkpoints of a run go, whose folder is `run_dir`."""
+        """Return the folder of the checkpoints of a run whose folder is `run_dir`."""
         return self.dirpath or absolute(run_dir) / disk.FOLDER
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -152,18 +155,13 @@ class ModelCheckpoint(Callback):
             self._folder, self._fitting = self.folder(trainer.run_dir), True
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Remember that training is resumed: checkpoints that a crash has left at later steps may be replaced."""
+        """Note that training is resumed: checkpoints at later steps, from before a crash, may be replaced."""
         self._resumed, self._step = True, min(self._step, trainer.global_step)
         position = checkpoint["position"]
         self._at_epoch_end = trainer.current_epoch > 0 and not (position["batch_idx"] or position["over"])
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Refuse a folder that cannot be written, or a state that cannot be kept, before the first step.
-
-        Raises:
-            CheckpointError: Saying which.
-            ArgumentError: `Trainer(resume="auto")` is to continue, and only weights would be saved.
-        """
+        """Refuse a folder that cannot be written, a state that cannot be saved, or a resume from weights only."""
         writers = trainer.checkpoint_callbacks
         if trainer.resume == "auto" and all(getattr(c, "save_weights_only", False) for c in writers):
             raise ArgumentError(
@@ -184,15 +182,15 @@ class ModelCheckpoint(Callback):
         self._restart_clock()
         if (step := trainer.global_step) == self._restored_step:
             self._saved_at = trainer.saver.position if self.last_model_path else None
-        elif self._restored_step is not None:  # another one wrote that checkpoint, before this one was asked
+        elif self._restored_step is not None:  # another callback wrote that checkpoint, before this one's turn
             self.on_safe_point(trainer, module, self._at_epoch_end, step in self._steps_in_folder)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Note at which step there has been a validation."""
+        """Note the step of the validation."""
         self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
 
     def due_in(self, step: int) -> int | None:
-        """Return the steps to the next checkpoint by number of steps; the next step once one is written."""
+        """Return the steps to the next checkpoint by steps; 1 once a checkpoint is written."""
         if self._saving is not None and self._saving.is_done and team().size == 1:
             return 1
         return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
@@ -204,15 +202,15 @@ class ModelCheckpoint(Callback):
         return self._deadline - time.monotonic()
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """Write a checkpoint if it is time; raise or warn if the one before could not be written."""
+        """Write a checkpoint if one is due; raise or warn if the one before could not be written."""
         if self._saving is not None and self._saving.is_done and team().size == 1:
             self.finish(trainer)
         step, every = trainer.global_step, self.every_n_train_steps
         due = fires = every is not None and step != self._step and step % every == 0
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
-            # Writing takes a tenth of the time at most; several processes have a clock each, and write all.
-            rested = self._saving is None and time.monotonic() >= self._rests_until
-            due = due or not self._relaxed or rested or team().size > 1
+            # Writing takes a tenth of the time at most; several processes, whose clocks differ, write after each epoch.
+            has_rested = self._saving is None and time.monotonic() >= self._rests_until
+            due = due or not self._may_skip_epochs or has_rested or team().size > 1
         if self.train_time_interval is not None:
             due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", time.monotonic() >= self._deadline)
         if due or training_over:
@@ -221,12 +219,11 @@ class ModelCheckpoint(Callback):
             self._restart_clock()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
-        """Write what was reached, unless the state was lost or is not to be kept."""
-        kept = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        # All processes write a checkpoint together. The others are elsewhere, except after an error that all raise.
-        meets = not team().over
-        begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
-        if not (self.save_on_exception and self._fitting and kept and meets and begun):
+        """Write the state at the error, if it is complete and all processes can write it together."""
+        may_save = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
+        has_begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
+        # After a failure the other processes are elsewhere, unless all of them raise the error.
+        if not (self.save_on_exception and self._fitting and may_save and has_begun) or team().over:
             return
         try:
             self._save(trainer, epoch_over=False, due=False, forced=True)
@@ -252,10 +249,10 @@ class ModelCheckpoint(Callback):
         self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)
 
     def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
-        """Begin to write a checkpoint, once the one before is there."""
+        """Begin to write a checkpoint, after the one before is written."""
         trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
-        at = trainer.saver.position
-        if at == self._saved_at:
+        position = trainer.saver.position
+        if position == self._saved_at:
             return
         self.finish(trainer)
         score = None if self.monitor is None else self._score(trainer, epoch_over, due)
@@ -268,9 +265,9 @@ class ModelCheckpoint(Callback):
         except OSError as error:
             self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
             return
-        if score is not None or path != self.last_model_path:  # else it is written again, before any later step
+        if score is not None or path != self.last_model_path:  # otherwise it is written again, before any later step
             self.best_k_models.pop(path, None)
-        if score is not None and self._is_best(score):  # without the value of what it replaces
+        if score is not None and self._is_best(score):  # after the value of the replaced checkpoint is dropped
             self.best_k_models[path] = score
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]
@@ -286,10 +283,10 @@ class ModelCheckpoint(Callback):
         except BaseException:
             self.load_state_dict(self._before)
             raise
-        self._saved_at = at
+        self._saved_at = position
 
     def finish(self, trainer: "Trainer") -> None:
-        """Wait for the checkpoint that is being written; then delete what it replaces."""
+        """Wait for the checkpoint that is being written; then delete those that it replaces."""
         if (saving := self._saving) is None:
             return
         try:
@@ -299,7 +296,7 @@ class ModelCheckpoint(Callback):
             if isinstance(error, CheckpointError):
                 return self._failed(error)
             raise
-        self._saving = None  # only now: a Ctrl-C in the wait leaves it to the next one
+        self._saving = None  # only now: after a Ctrl-C in the wait the next call waits
         self._rests_until = time.monotonic() + 9 * saving.seconds  # writing takes a tenth of the time
         self._delete_replaced(trainer)
         trainer.saver.announce(self, saving.path)
@@ -322,7 +319,7 @@ class ModelCheckpoint(Callback):
         _logger.warning("%s", error)
 
     def _names(self, state: dict[str, Any]) -> set[str]:
-        """Return the checkpoints of a state; unless all are kept, they are deleted once a later one lacks them."""
+        """Return the checkpoints of a state; unless all are kept, they are deleted once a later state lacks them."""
         return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
 
     def _is_best(self, score: float) -> bool:
@@ -334,11 +331,7 @@ class ModelCheckpoint(Callback):
         return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
     def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
-        """Return the monitored value, None if there is no new one or it is not finite.
-
-        Raises:
-            LoggerError: No such metric is logged.
-        """
+        """Return the monitored value, None if no new one exists or it is not finite; refuse an unknown metric."""
         metrics, name = trainer.callback_metrics, str(self.monitor)
         if name not in metrics:
             if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
@@ -347,31 +340,32 @@ class ModelCheckpoint(Callback):
         number = metrics.version(name)
         is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
         if number is not None and (number == self._seen or is_older):
-            return None  # of an earlier checkpoint, or, where training is cut, of weights before these
+            return None  # of an earlier checkpoint, or, if training is interrupted, of earlier weights
         self._seen, value = number, float(metrics[name])
         return value if math.isfinite(value) else None
 
     def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
-        suffix, metrics = "", trainer.callback_metrics
+        suffix = ""
+        metrics = trainer.callback_metrics
         if self.filename:
             counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
             suffix = f"-{filled(self.filename, counts, lambda name: metrics.get(name, math.nan))}"
         name = disk.name_of(trainer.global_step, suffix)
         path, version = self._folder / name, 0
-        mine = {*self.best_k_models, self.last_model_path, self._newest_finite}
-        # Those of an earlier fit are kept; those of a training that crashed are replaced.
-        while not self._resumed and str(path) not in mine and path.exists():
+        own_paths = {*self.best_k_models, self.last_model_path, self._newest_finite}
+        # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
+        while not self._resumed and str(path) not in own_paths and path.exists():
             version += 1
             path = self._folder / f"{name}-v{version}"
         return path
 
     @property
     def state_key(self) -> str:
-        """The class, with what it monitors: values of another metric mean nothing to it."""
+        """The class and its metric: the state is not that of another metric."""
         return type(self).__name__ if self.monitor is None else f"{type(self).__name__}[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which checkpoints there are, by their names in the folder."""
+        """Return the checkpoints, by their names in the folder."""
         name = os.path.basename
         return {
             "best_k_models": [[name(path), score] for path, score in self.best_k_models.items()],
@@ -385,7 +379,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back which checkpoints there are; those that are gone are forgotten."""
+        """Restore the checkpoints that still exist."""
         known = {path.name: str(path) for path in disk.candidates(self._folder)}
         self.best_k_models = {known[k]: float(v) for k, v in state_dict["best_k_models"] if k in known}
         self.last_model_path = known.get(state_dict["last_model"], "")
@@ -395,5 +389,5 @@ class ModelCheckpoint(Callback):
         self._seen, self._step = state_dict["seen"], state_dict["step"]
         self._restored_step = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
         self._validated_at = state_dict.get("validated_at", -1)
-        others = known.keys() - self._names(state_dict) - {*self._replaced}
-        self._steps_in_folder = {disk.step_of(Path(name)) for name in others}
+        unknown = known.keys() - self._names(state_dict) - {*self._replaced}
+        self._steps_in_folder = {disk.step_of(Path(name)) for name in unknown}

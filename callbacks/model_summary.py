@@ -1,4 +1,4 @@
-"""The parameters of a module, and how they are sharded."""
+"""`ModelSummary`, which prints the parameters of a module and how they are sharded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,35 +21,33 @@ if TYPE_CHECKING:
 
 
 MOST_ROWS = 20  # of parameters; a longer table would fill the terminal before training has begun
-
-
 _COLUMNS = ("path", "type", "shape", "sharding", "params", "per device")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary: a parameter, or all those below a path."""
+    """One line of the summary: a parameter, or a group, all parameters below a path."""
 
     path: str
-    type: str  # class of the module that holds it, or of the module at the path
+    type: str  # class of the module that has the parameter, or of the module at the path
     shape: tuple[int, ...] | None  # None for a group
     params: int
-    trained: int  # how many of them the optimizer trains
+    trained: int  # how many of the params the optimizer trains
     sharding: str  # see `partition`
     bytes: int  # of the unsharded arrays
-    bytes_per_device: int  # on the device that holds the most
+    bytes_per_device: int  # on the device that has the most
 
 
 class ModelSummary(Callback):
     """Print the parameters, their shardings and their bytes on each device before training.
 
-    A fit whose summary is that of the one before prints none. Nothing is computed and no array is read. The last line
-    counts the parameters and their bytes, the optimizer's bytes, and what the whole state takes on each device.
+    A fit with the same summary as the fit before prints none. Nothing is computed and no array is read. The last line
+    has the number of parameters and their bytes, the optimizer's bytes, and the bytes of the state on each device.
 
     Args:
-        max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for
-            the last line only, -1 for a line for each parameter. "auto" is -1 for at most 20 parameter
-            arrays, else the least depth with more than one line.
+        max_depth: How many components of a path to show: 1 for a line for each part of the module, 0 for the last line
+            only, -1 for a line for each parameter. "auto" is -1 for at most 20 parameter arrays, otherwise the least
+            depth with more than one line.
 
     Example:
         >>> import jaxlit as jl
@@ -86,21 +84,17 @@ def summarize(
     max_depth: int | str = -1,
     notes: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
-    """Return a row for each parameter, in the order of their paths.
+    """Return a row for each parameter, in the order of their paths, or for each path of `max_depth` components.
 
-    Args:
-        state: The state on its devices; its leaves may be shapes, dtypes and shardings.
-        module: Its module, for the names of classes.
-        max_depth: Put the parameters whose paths start with the same `max_depth` components, at least 1, into one row;
-            -1 for none, "auto" by their number.
-        notes: Texts before the shardings of parameters, by path.
+    The leaves of the state may be shapes, dtypes and shardings. -1 is a row for each parameter, "auto" chooses by their
+    number. Notes, by path, are texts before the shardings of parameters.
     """
     types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
-    devices = devices_of(jax.tree.leaves(_held(state)))
+    devices = devices_of(jax.tree.leaves(_parts(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
     trees = (state.params, state.frozen)
     parameters = [(tuple(keys), x, tree is state.params) for tree in trees for keys, x in nnx.to_flat_state(tree)]
-    # Indices and names cannot be compared, and two paths may have one of each at the same place.
+    # Indices and names cannot be compared, and two paths may have one of each at one level.
     parameters.sort(key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]])
     depth: Any = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
     if depth == "auto":
@@ -109,13 +103,13 @@ def summarize(
         groups.setdefault(leaf[0][:depth], []).append(leaf)
     rows = []
     for path, leaves in groups.items():
-        alone, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]
+        is_single, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]
         remarks = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
         rows.append(
             Row(
                 path=leaf_name(path),
-                type=types[path[:-1] if alone else path],
-                shape=arrays[0].shape if alone else None,
+                type=types[path[:-1] if is_single else path],
+                shape=arrays[0].shape if is_single else None,
                 params=sum(x.size for x in arrays),
                 trained=sum(x.size for _, x, trained in leaves if trained),
                 sharding=", ".join([*remarks, partition(arrays, devices)]),
@@ -127,24 +121,24 @@ def summarize(
 
 
 def totals(state: "TrainState") -> str:
-    """Return the summary's last line, and one on replicated arrays if others are sharded."""
-    leaves, held = jax.tree.leaves((state.params, state.frozen)), jax.tree.leaves(_held(state))
-    params, trained = (sum(x.size for x in arrays) for arrays in (leaves, jax.tree.leaves(state.params)))
+    """Return the summary's last line, and a line on replicated arrays if others are sharded."""
+    leaves, arrays = jax.tree.leaves((state.params, state.frozen)), jax.tree.leaves(_parts(state))
+    params, trained = sum(x.size for x in leaves), sum(x.size for x in jax.tree.leaves(state.params))
     optimizer = size(bytes_of(jax.tree.leaves(state.opt_state)))
     parts = [f"{params:,} params ({trained:,} trained)", size(bytes_of(leaves)), f"optimizer {optimizer}"]
-    text = join([*parts, f"{size(bytes_per_device(held))} per device"], between=", ")
-    replicated = [x for x in held if x.sharding.is_fully_replicated]
-    if replicated and len(replicated) < len(held):  # these bytes do not shrink on more devices
+    text = join([*parts, f"{size(bytes_per_device(arrays))} per device"], between=", ")
+    replicated = [x for x in arrays if x.sharding.is_fully_replicated]
+    if replicated and len(replicated) < len(arrays):  # these bytes do not shrink on more devices
         text += f"\n  {size(bytes_of(replicated))} of it is replicated (not sharded)"
     return text
 
 
-def _held(state: "TrainState") -> tuple[Any, ...]:
+def _parts(state: "TrainState") -> tuple[Any, ...]:
     return state.params, state.frozen, state.model_state, state.opt_state
 
 
 def _table(rows: list[Row]) -> str:
-    """Return the rows as a table; in a narrow terminal without the columns that matter least."""
+    """Return the rows as a table; a narrow terminal gets fewer columns."""
     cells = []
     for row in rows:
         mark = "" if row.trained == row.params else "(frozen) " if not row.trained else "(partly frozen) "

@@ -1,17 +1,15 @@
-"""The base of callbacks that check a metric after each validation, or after each epoch.
+"""Monitored metrics: `MonitorCallback`, the base of callbacks that check one after each validation or epoch.
 
-The best value so far of the metric that is monitored, and the checkpoints that are kept, for people to read.
+The functions after it check a monitor's arguments, and return what the callbacks of a Trainer monitor and have saved.
 """
 
 import logging
 import math
 from abc import ABC, abstractmethod
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import step_of
 from jaxlit.errors import LoggerError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,30 +20,21 @@ _logger = logging.getLogger("jaxlit")
 
 
 class MonitorCallback(Callback, ABC):
-    """Check a metric, and keep the best value and how many checks have passed since.
-
-    Args:
-        monitor: The metric's name in `trainer.callback_metrics`.
-        mode: "min" if lower is better, else "max".
-        check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None: at the end of
-            each epoch if each validates at its end.
-        min_delta: The least change that counts as an improvement.
-        strict: A missing metric is an error.
-    """
+    """Check a metric, and store its best value and the number of checks since; the arguments are `EarlyStopping`'s."""
 
     runs_last = True
 
     def __init__(
         self, monitor: str, mode: str, check_on_train_epoch_end: bool | None, *, min_delta: float, strict: bool = True
     ) -> None:
-        owner, asked = type(self).__name__, check_on_train_epoch_end
+        owner = type(self).__name__
         self.monitor, self.mode = check_monitor(monitor, mode, owner=owner)
-        if asked is not None:
-            check.boolean("check_on_train_epoch_end", asked, owner=owner)
+        if check_on_train_epoch_end is not None:
+            check.boolean("check_on_train_epoch_end", check_on_train_epoch_end, owner=owner)
         self.min_delta = check.number("min_delta", min_delta, low=0, owner=owner)
         self.strict = check.boolean("strict", strict, owner=owner)
-        self._asked, self._at_epoch_end = asked, False
-        self._fitting = self._validated = self._looked = False
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self._at_epoch_end = self._fitting = self._validated = self._has_checked = False
         self._first_step = 0
         self._reset()
 
@@ -66,12 +55,13 @@ class MonitorCallback(Callback, ABC):
         return self._sign * value < self._sign * than - min_delta
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Find out when to check; each fit counts from zero."""
-        self._fitting, self._validated, self._looked = stage == "fit", False, False
+        """Decide when to check; each fit counts from zero."""
+        self._fitting = stage == "fit"
+        self._validated = self._has_checked = False
         self._first_step = trainer.global_step
         interval = trainer.val_check_interval  # an int counts batches
         each_epoch = isinstance(interval, float) and interval == 1.0 and trainer.check_val_every_n_epoch == 1
-        self._at_epoch_end = each_epoch if self._asked is None else self._asked
+        self._at_epoch_end = each_epoch if self._check_on_train_epoch_end is None else self._check_on_train_epoch_end
         if self._fitting:
             self._reset()
 
@@ -85,25 +75,22 @@ class MonitorCallback(Callback, ABC):
     def on_train_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Check after an epoch."""
         validated, self._validated = self._validated, False
-        # An epoch that was interrupted has had no validation: its old value must not count twice.
-        due = self._at_epoch_end and (self._asked is not None or validated)
-        if due or not trainer.num_val_batches:  # without validations there is no other time
+        # An interrupted epoch has had no validation: its old value must not count twice.
+        is_due = self._at_epoch_end and (self._check_on_train_epoch_end is not None or validated)
+        if is_due or not trainer.num_val_batches:  # without validations there is no other time
             self._read(trainer)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Warn if the metric was never checked."""
-        if not self._looked and not trainer.interrupted:
-            _logger.warning(
-                "%s(monitor=%r) was never checked: training ended before a validation or epoch that it watches.",
-                type(self).__name__,
-                self.monitor,
-            )
+        if not self._has_checked and not trainer.interrupted:
+            text = "%s(monitor=%r) was never checked: training ended before a validation or epoch that it watches."
+            _logger.warning(text, type(self).__name__, self.monitor)
 
     def _read(self, trainer: "Trainer") -> None:
         metrics = trainer.callback_metrics
         if self.monitor not in metrics and trainer.global_step == self._first_step:
             return  # a stop inside the first window: no step has logged anything yet
-        self._looked = True
+        self._has_checked = True
         if self.monitor in metrics:
             self.check(trainer, float(metrics[self.monitor]))
         elif self.strict:
@@ -111,7 +98,7 @@ class MonitorCallback(Callback, ABC):
 
     @property
     def state_key(self) -> str:
-        """The class and its metric: values of another metric mean nothing to it."""
+        """The class and its metric: the state is not that of another metric."""
         return f"{type(self).__name__}[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,17 +111,13 @@ class MonitorCallback(Callback, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the counts and the best value."""
-        self._validated, self._looked = bool(state_dict.get("validated", False)), True
+        """Restore the counts and the best value."""
+        self._validated, self._has_checked = bool(state_dict.get("validated", False)), True
         self.wait_count, self.best_score = state_dict["wait_count"], float(state_dict["best_score"])
 
 
 def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
-    """Return the name of a metric, and "min" or "max".
-
-    Raises:
-        ArgumentError: One of them is none.
-    """
+    """Return the name of a metric, and "min" or "max"; raise an ArgumentError for anything else."""
     rule = "takes the name of a logged metric"
     check.require(isinstance(monitor, str) and monitor != "", "monitor", monitor, rule, owner=owner)
     return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
@@ -148,43 +131,6 @@ def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:
     )
 
 
-class BestSoFar:
-    """Follows the metric of the first ModelCheckpoint, EarlyStopping or the like that monitors one."""
-
-    def __init__(self) -> None:
-        self._name, self._mode = "", "min"  # "" if nothing is monitored
-        self._best: tuple[float, int] | None = None  # the value, and the optimizer steps until then, 0 if unknown
-
-    def recall(self, trainer: "Trainer") -> None:
-        """Take the best value that a callback knows: of a resumed training, or of the middle of an epoch."""
-        self._name, self._mode = next(iter(monitored(trainer).items()), ("", "min"))
-        for callback in (*trainer.checkpoint_callbacks, *trainer.callbacks):
-            score = getattr(callback, "best_model_score", getattr(callback, "best_score", None))
-            if getattr(callback, "monitor", None) == self._name and score is not None and math.isfinite(score):
-                self._take(score, step_of(Path(getattr(callback, "best_model_path", ""))) or 0)
-                return
-
-    def mark(self, trainer: "Trainer") -> str:
-        """Take the newest value, and return an epoch's mark, or as many spaces; "" if nothing is monitored."""
-        metrics = trainer.callback_metrics
-        best = self._name in metrics and self._take(float(metrics[self._name]), trainer.global_step)
-        return f"{'* best' if best else '':6}" if self._name else ""
-
-    def describe(self) -> str:
-        """Return the best value in words; "" if there is none."""
-        if self._best is None:
-            return ""
-        value, step = self._best
-        return f"best {self._name} {value:.4g}" + (f" at step {step}" if step else "")
-
-    def _take(self, value: float, step: int) -> bool:
-        sign = 1 if self._mode == "min" else -1
-        if math.isnan(value) or (self._best is not None and sign * value >= sign * self._best[0]):
-            return False
-        self._best = value, step
-        return True
-
-
 def monitored(trainer: "Trainer") -> dict[str, str]:
     """Return the metrics that callbacks monitor, checkpoints before others, and whether "min" or "max" is best."""
     callbacks = (*trainer.checkpoint_callbacks, *trainer.callbacks)
@@ -192,13 +138,22 @@ def monitored(trainer: "Trainer") -> dict[str, str]:
     return {name: mode for name, mode in modes.items() if isinstance(name, str) and mode in ("min", "max")}
 
 
-def kept_checkpoints(trainer: "Trainer") -> list[tuple[Any, str, list[str]]]:
-    """Return the callback, the path and the marks "best" and "last" of each checkpoint that is kept."""
-    kept = []
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint that a callback has saved and not deleted."""
+
+    callback: Any
+    path: str
+    marks: list[str]  # "best" and "last"
+
+
+def saved_checkpoints(trainer: "Trainer") -> list[SavedCheckpoint]:
+    """Return the checkpoints of a Trainer's callbacks."""
+    checkpoints = []
     for callback in trainer.checkpoint_callbacks:
-        marks = {"best": callback.best_model_path if callback.monitor is not None else ""}
-        marks["last"] = callback.last_model_path
-        others = getattr(callback, "best_k_models", ())  # of a ModelCheckpoint
-        for path in dict.fromkeys(filter(None, (marks["best"], *others, marks["last"]))):
-            kept.append((callback, path, [mark for mark, at in marks.items() if at == path]))
-    return kept
+        best = callback.best_model_path if callback.monitor is not None else ""
+        marked = {"best": best, "last": callback.last_model_path}
+        best_k = getattr(callback, "best_k_models", ())  # of a ModelCheckpoint
+        for path in dict.fromkeys(filter(None, (best, *best_k, callback.last_model_path))):
+            marks = [mark for mark, marked_path in marked.items() if marked_path == path]
+            checkpoints.append(SavedCheckpoint(callback, path, marks))
+    return checkpoints

@@ -1,4 +1,4 @@
-"""Write predictions to files as they are made."""
+"""`PredictionWriter`, which writes predictions to files while they are computed."""
 
 import shutil
 import zipfile
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_FILE_BYTES = 2**26  # of rows in a file: that many are in memory
+_FILE_BYTES = 2**26  # of the rows of a file, which are in memory
 
 
 class PredictionWriter(Callback):
-    """Write what `predict_step` returns to files while `trainer.predict` runs, in the order of the data.
+    """Write the outputs of `predict_step` to files while `trainer.predict` runs, in the order of the data.
 
     The files have 64 MiB of rows each: `predictions_0_00000.npz`, with the index of the loader and the number of the
     file. A file has an array, or with "parquet" a column, for each leaf of the outputs, named by its path: `mean`,
-    `sides.up`, or `predictions` if the outputs are one array. bfloat16 is written as float32. Where the outputs are
-    a dict, `Trainer(host_keys=...)` are written as well, in one process. In several processes the first one writes the
-    rows of all. The folder appears when everything is written, in place of earlier predictions.
+    `sides.up`, or `predictions` if the outputs are one array. bfloat16 is written as float32. If the outputs are a
+    dict, `Trainer(host_keys=...)` are written as well, in a single process. In several processes the first one writes
+    the rows of all. The folder appears when everything is written, in place of earlier predictions.
 
     Args:
         output_dir: The folder.
@@ -36,7 +36,7 @@ class PredictionWriter(Callback):
 
     Raises:
         ArgumentError: An argument is invalid, or the folder has other files.
-        DataError: The outputs are no arrays with one row for each row of the batch.
+        DataError: The outputs are not arrays with one row for each row of the batch.
 
     Example:
         >>> import jaxlit as jl
@@ -56,9 +56,9 @@ class PredictionWriter(Callback):
 
     def _begin(self, partial: Path | None) -> None:
         self._partial = partial  # the folder that is written to, in the first process
-        self._loader = 0  # that of the rows
+        self._loader = 0  # the index of the rows' loader
         self._rows: list[dict[str, np.ndarray]] = []  # of the next file
-        self._waiting: list[tuple[int, Any]] = []  # a loader, and outputs that are not read yet
+        self._pending: list[tuple[int, Any]] = []  # a loader's index, and outputs that are not read yet
 
     @staticmethod
     def load(output_dir: str | Path, dataloader_idx: int = 0) -> dict[str, np.ndarray]:
@@ -68,7 +68,7 @@ class PredictionWriter(Callback):
         return _concatenated([dict(np.load(path)) for path in paths])
 
     def on_predict_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Refuse to replace other files, and make the folder that is written to."""
+        """Refuse to replace other files, and create the folder that is written to."""
         if not trainer.is_global_zero:
             return
         name = "predictions_[0-9]*_[0-9][0-9][0-9][0-9][0-9].*"
@@ -85,15 +85,15 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: "Trainer", module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the outputs, and take those of the batch before, which are ready by now."""
+        """Store the outputs, and read those of the batch before, which are ready by now."""
         if trainer.host_keys and isinstance(outputs, dict):
             outputs = {**{str(key): np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
-        ready, self._waiting = self._waiting, [(dataloader_idx, outputs)]
-        self._take(ready)
+        ready, self._pending = self._pending, [(dataloader_idx, outputs)]
+        self._read(ready)
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Write the rest, and give the folder its name."""
-        self._take(self._waiting)
+        """Write the rest, and rename the folder."""
+        self._read(self._pending)
         if (partial := self._partial) is not None and not trainer.interrupted:
             self._write(partial)
             self._partial = None  # complete: it stays if it cannot be renamed
@@ -101,19 +101,19 @@ class PredictionWriter(Callback):
             partial.rename(self._folder)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Delete what was interrupted."""
+        """Delete the files of an interrupted prediction."""
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
         self._begin(None)
 
-    def _take(self, waiting: list[tuple[int, Any]]) -> None:
-        """Bring outputs to the host, in all processes, and write full files in the first."""
-        for loader, outputs in waiting:
+    def _read(self, pending: list[tuple[int, Any]]) -> None:
+        """Fetch outputs to the host, in all processes, and write full files in the first."""
+        for loader, outputs in pending:
             arrays = jax.tree.map(fetch, outputs)
             if (partial := self._partial) is None:
                 continue
             rows = {name or "predictions": np.asarray(x) for name, x in named_leaves(arrays)}
-            # "V" is what numpy takes bfloat16 for.
+            # numpy's kind of bfloat16 is "V".
             rows = {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in rows.items()}
             counts = {x.shape[:1] for x in rows.values()}
             if len(counts) != 1 or () in counts:

@@ -1,4 +1,4 @@
-"""A trace of what devices and host do in a few steps."""
+"""`Profiler`, which traces devices and host in a few steps."""
 
 import contextlib
 import logging
@@ -25,12 +25,12 @@ class Profiler(Callback):
     with its hooks and its row, without validations and the ends of epochs. Training waits for the devices only at both
     ends of the window. View it by `xprof <folder>`, or open its `.trace.json.gz` in ui.perfetto.dev.
 
-    A window that an error, an interrupt or the end of training cuts is written all the same. Steps are counted from the
-    beginning of the training, also in one that is resumed. Of several processes each writes its own, to `process_<i>`.
+    A window that ends early by an error, an interrupt or the end of training is written as well. Steps are counted from
+    the beginning of the training, also after a resume. Each of several processes writes a trace, to `process_<i>`.
 
     Args:
         start_step: 0-based index of the first optimizer step; 0 would include compiling.
-        num_steps: How many.
+        num_steps: The number of steps.
         dirpath: The folder; None for `profile` in the run's folder.
 
     Example:
@@ -50,42 +50,40 @@ class Profiler(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._folder: Path | None = None  # of the trace that runs
+        self._folder: Path | None = None  # of the current trace
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
-        self._step = -1  # the one that it marks
-        self._over = False  # the window
+        self._step = -1  # of the annotation
+        self._over = False  # whether the window has ended
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin again."""
+        """Reset the window for a fit."""
         if stage == "fit":
             self.location = None
             self._reset()
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin where the window does, also in the middle of it."""
+        """Begin to trace or to mark a step, if it is in the window."""
         self._move(trainer)
 
-    def on_train_epoch_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Begin the epoch's first step."""
-        self._move(trainer)
+    on_train_epoch_start = on_train_start
 
     def due_in(self, step: int) -> int | None:
-        """Return the steps to the window, and each step in it."""
+        """Return the steps to the window; 1 inside it."""
         return None if self._over else max(self.start_step - step, 1)
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
-        """End the step before, and begin the next."""
+        """End the mark of the step, and begin the next."""
         if epoch_over or training_over:  # the work until the next batch belongs to no step
             self._mark(None)
         else:
             self._move(trainer)
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """End the step: a validation is none of it."""
+        """End the mark of the step: a validation does not belong to it."""
         self._mark(None)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """End the trace; warn if there was nothing to trace."""
+        """End the trace; warn if nothing was traced."""
         self._stop(trainer)
         if self.location is None:
             words = "Profiler(start_step=%d, num_steps=%d) has traced nothing: this training ended after step %d."
@@ -99,8 +97,6 @@ class Profiler(Callback):
         """End the trace."""
         self._stop(trainer)
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _move(self, trainer: "Trainer") -> None:
         step, end = trainer.global_step, self.start_step + self.num_steps
         if step >= end:
@@ -111,14 +107,15 @@ class Profiler(Callback):
             self._mark(step)
 
     def _mark(self, step: int | None) -> None:
-        """Begin to mark a step, which its batches share; None to end the mark."""
+        """Begin to mark a step, for all its batches; None to end the mark."""
         if step is not None and self._annotation is not None and self._step == step:
             return
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
         if step is not None:
-            self._step, self._annotation = step, jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._step = step
+            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
 
     def _start(self, trainer: "Trainer") -> None:
@@ -126,7 +123,7 @@ class Profiler(Callback):
         folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
         _wait_for_devices(trainer)  # earlier steps are not part of the window
         jax.profiler.start_trace(str(folder))
-        self._folder = folder  # only now: a trace that somebody else has begun is not ended
+        self._folder = folder  # only now: a trace that other code has begun is not ended
 
     def _stop(self, trainer: "Trainer") -> None:
         self._mark(None)

@@ -1,4 +1,4 @@
-"""Lower a hyperparameter of the optimizer when a metric no longer improves."""
+"""`ReduceLROnPlateau`, which lowers a hyperparameter when a metric no longer improves."""
 
 import logging
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,26 +19,26 @@ _logger = logging.getLogger("jaxlit")
 class ReduceLROnPlateau(MonitorCallback):
     """Multiply the learning rate by a factor when a metric has not improved for some checks.
 
-    Arguments are those of Keras. The optimizer must keep its learning rate in its state:
+    Arguments are those of Keras. The optimizer must have its learning rate in its state:
     `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`.
 
     Args:
         monitor: The metric's name in `trainer.callback_metrics`.
         mode: "min" if lower is better, else "max".
-        factor: The factor by which it is lowered, between 0 and 1.
-        patience: Checks without improvement after which it is lowered.
+        factor: The factor of a reduction, between 0 and 1.
+        patience: Checks without improvement before a reduction.
         min_delta: The least change that counts as an improvement.
         cooldown: Checks after a reduction that do not count.
         min_lr: The lowest value.
-        hyperparam: The hyperparameter to lower, one of `trainer.hyperparams`; of several labels, all.
-        check_on_train_epoch_end: Check at the end of each epoch, or else after each validation. None: at the end of
-            each epoch if each validates at its end.
+        hyperparam: The hyperparameter to lower, one of `trainer.hyperparams`, under all its labels.
+        check_on_train_epoch_end: Whether to check at the end of each epoch, or after each validation. None: at the end
+            of each epoch if each one ends with a validation.
 
     Attributes:
         wait_count: Checks since the last improvement or reduction.
         cooldown_count: Checks that still do not count.
         best_score: The best value so far.
-        num_reductions: How often it was lowered.
+        num_reductions: The number of reductions.
 
     Raises:
         ArgumentError: An argument is out of its set, or at the start of a fit the optimizer has no such
@@ -86,18 +86,19 @@ class ReduceLROnPlateau(MonitorCallback):
             )
 
     def check(self, trainer: "Trainer", value: float) -> None:
-        """Take a new value, and lower the hyperparameter if it is time."""
-        cooling, self.cooldown_count = self.cooldown_count > 0, max(self.cooldown_count - 1, 0)
+        """Take a new value, and lower the hyperparameter if patience is exhausted."""
+        is_cooling = self.cooldown_count > 0
+        self.cooldown_count = max(self.cooldown_count - 1, 0)
         if self.is_better(value, self.best_score, self.min_delta):
             self.best_score, self.wait_count = value, 0
             return
-        self.wait_count = 0 if cooling else self.wait_count + 1
+        self.wait_count = 0 if is_cooling else self.wait_count + 1
         if self.wait_count >= self.patience:
             self.wait_count, self.cooldown_count = 0, self.cooldown
             self._reduce(trainer)
 
     def _names(self, trainer: "Trainer") -> list[str]:
-        """Return the hyperparameter's names, several if several transforms have one."""
+        """Return the hyperparameter's names, one for each transform that has it."""
         return [x for x in trainer.hyperparams if x == self.hyperparam or x.startswith(f"{self.hyperparam}/")]
 
     def _reduce(self, trainer: "Trainer") -> None:
@@ -118,6 +119,6 @@ class ReduceLROnPlateau(MonitorCallback):
         return super().state_dict() | {"cooldown_count": self.cooldown_count, "num_reductions": self.num_reductions}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back the counts and the best value."""
+        """Restore the counts and the best value."""
         super().load_state_dict(state_dict)
         self.cooldown_count, self.num_reductions = state_dict["cooldown_count"], state_dict["num_reductions"]

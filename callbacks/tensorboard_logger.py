@@ -1,4 +1,4 @@
-"""Logged rows in TensorBoard."""
+"""`TensorBoardLogger`, which writes logged rows to event files."""
 
 import json
 import time
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Logger):
     """Write every logged row to an event file, and images, figures, texts, tables, histograms and hyperparameters.
 
-    View them by `tensorboard --logdir runs`. A training that is resumed drops the rows that it makes again. It needs
-    tensorboardX, `pip install tensorboardX`.
+    View them by `tensorboard --logdir runs`. A resumed training drops the rows that it repeats. It needs tensorboardX,
+    `pip install tensorboardX`.
 
     Args:
-        save_dir: The folder of several runs; None for the run's own folder, without a name and a version.
+        save_dir: The folder of several runs; None for the folder of the Trainer's run, without a name and a version.
         name: A folder in `save_dir`; "" for none.
-        version: The run's folder in it; None for the name of the Trainer's run.
-        prefix: What the names of all metrics begin with, and a slash.
-        on_error: What a file that cannot be written does: "warn" prints it once, and calls the logger no more; "raise"
+        version: The run's folder in `name`; None for the name of the Trainer's run.
+        prefix: The beginning of the names of all metrics, before a slash.
+        on_error: If a file cannot be written, "warn" prints that once and does not call the logger any more, "raise"
             ends training.
 
     Example:
@@ -76,19 +76,13 @@ class TensorBoardLogger(Logger):
         """The `tensorboardX.SummaryWriter`, also after a fit; None before the first row, and in other processes."""
         return self._writer
 
-    # What a run calls -------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Refuse to begin without tensorboardX.
-
-        Raises:
-            LoggerError: It is not installed.
-        """
+        """Raise a LoggerError if tensorboardX is not installed."""
         check.import_package("tensorboardX", owner="TensorBoardLogger", install="tensorboardX")
         self._purge = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Drop the rows that training will make again."""
+        """Drop the rows that training will repeat."""
         self._purge = int(checkpoint["global_step"])
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -98,7 +92,7 @@ class TensorBoardLogger(Logger):
         from tensorboardX.summary import hparams  # type: ignore[import-not-found]
 
         plain = {k: v if isinstance(v, (bool, int, float, str)) else json.dumps(v) for k, v in params.items()}
-        # Without the first, which fixes the metrics, TensorBoard shows all that the run has.
+        # Without the first summary, which fixes the metrics, TensorBoard shows all metrics of the run.
         for summary in hparams(redacted(plain), {})[1:]:
             writer.file_writer.add_summary(summary)
         writer.flush()
@@ -120,8 +114,6 @@ class TensorBoardLogger(Logger):
             self._open = False
             self._writer.close()
 
-    # Media ------------------------------------------------------------------------------
-
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text, which TensorBoard reads as Markdown."""
         if (writer := self._opened()) is not None:
@@ -142,24 +134,30 @@ class TensorBoardLogger(Logger):
         counts, edges = count(values, bins)
         x = np.asarray(values, np.float64)
         x = x[np.isfinite(x)]
-        sums = float(x.sum()), float((x**2).sum())
-        limits, at = edges[1:].tolist(), self._step_or_newest(step)
-        writer.add_histogram_raw(key, edges[0], edges[-1], x.size, *sums, limits, counts.tolist(), at)
+        writer.add_histogram_raw(
+            key,
+            edges[0],
+            edges[-1],
+            x.size,
+            float(x.sum()),
+            float((x**2).sum()),
+            edges[1:].tolist(),
+            counts.tolist(),
+            self._step_or_newest(step),
+        )
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
         """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
-        taken = as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images, caption)
+        pairs = as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images, caption)
         if (writer := self._opened()) is None:
             return
-        for i, (image, _) in enumerate(taken):
-            name = f"{key}/{i}" if len(taken) > 1 else key
+        for i, (image, _) in enumerate(pairs):
+            name = f"{key}/{i}" if len(pairs) > 1 else key
             writer.add_image(name, image, self._step_or_newest(step), dataformats="HWC"[: image.ndim])
         if caption is not None:
             self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
-
-    # Helpers ----------------------------------------------------------------------------------------
 
     def _opened(self) -> Any:
         """Return the writer, None in a process that writes nothing."""
@@ -170,7 +168,7 @@ class TensorBoardLogger(Logger):
         if not self._open:
             from tensorboardX import SummaryWriter  # type: ignore[import-not-found]
 
-            # The name has the second only, and a second file of that name would replace the first.
+            # The name has whole seconds only, and a second file of that name would replace the first.
             suffix = f".{time.time_ns() % 10**9:09d}"
             self._writer = SummaryWriter(str(self.log_dir), purge_step=self._purge, filename_suffix=suffix)
             self._open, self._purge = True, None

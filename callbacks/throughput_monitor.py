@@ -1,4 +1,4 @@
-"""The speed of a training."""
+"""`ThroughputMonitor`, which logs the speed of a training."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Point(NamedTuple):
-    """The counts of a training at a time."""
+    """The counts of a training at one time."""
 
     steps: int  # optimizer steps
     batches: int
@@ -35,18 +35,18 @@ class ThroughputMonitor(Measure):
 
     In the rows of steps, and in `trainer.history`, of all processes together:
 
-    - `train/samples`, `train/lengths`: those so far;
+    - `train/samples`, `train/lengths`: the counts so far;
     - `train/batches_per_sec`, `train/samples_per_sec`, `train/items_per_sec`, the last with `length_fn`;
     - `train/flops_per_sec`: by the matrix products and convolutions of the compiled step, see `trainer.step_flops`;
-    - `train/mfu`: the share of the devices' peak, where that is known.
+    - `train/mfu`: the share of the devices' peak, if that is known.
 
-    A row's time is that at which its values have arrived, so that steps which are only dispatched do not count. The
-    time of validations does not count, nor do the steps of a window in which a program was compiled.
+    The time of a row is when its values have arrived, so that steps which are only dispatched do not count. The time of
+    validations does not count, nor do the steps of a window in which a program was compiled.
 
     Args:
-        batch_size_fn: Returns the samples of a batch, as the loader gave it; None for its rows.
+        batch_size_fn: Returns the samples of a batch of the loader; None for its rows.
         length_fn: Returns the items of a batch, for example tokens; None for none.
-        window_size: The number of batches that a rate is of; at least those from one row to the next.
+        window_size: The number of batches of a rate; at least those from one row to the next.
         available_flops: Peak operations per second of one device; None for its data sheet's, by the step's dtypes.
 
     Example:
@@ -72,15 +72,15 @@ class ThroughputMonitor(Measure):
 
     def _reset(self) -> None:
         self._batches = self._samples = self._lengths = 0
-        self._rows = dict[int, _Point]()  # by step, at those whose rows have not arrived
+        self._rows = dict[int, _Point]()  # of rows that have not arrived, by step
         self._begin()
 
     def _begin(self) -> None:
         self._points = deque[_Point]()
         self._compiled: dict[str, float] = {}
-        self._paused, self._validated = 0.0, 0.0  # when the validation at hand began; seconds of all
-        self._of_first: int | None = None  # the samples of the batch that `step_flops` is for
-        self._key: Any = None  # where in a batch an array has its rows
+        self._validation_start = self._validation_seconds = 0.0
+        self._first_samples: int | None = None  # of the batch that `step_flops` is for
+        self._key: Any = None  # of an array in a batch that has its rows
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Count each fit from zero."""
@@ -92,12 +92,12 @@ class ThroughputMonitor(Measure):
         self, trainer: "Trainer", module: "TrainModule", outputs: "Mapping[str, Any]", batch: Any, batch_idx: int
     ) -> None:
         """Count the batch."""
-        if self._of_first is None:
+        if self._first_samples is None:
             rows = num_rows(batch)
             # By a key if there is one: this runs in every step, and walking a tree would cost calls.
             items = batch.items() if type(batch) is dict else ()
             self._key = next((key for key, x in items if getattr(x, "ndim", 0) and len(x) == rows), None)
-            self._of_first = rows if self.batch_size_fn is None else self.batch_size_fn(batch)
+            self._first_samples = rows if self.batch_size_fn is None else self.batch_size_fn(batch)
         self._batches += 1
         if self.batch_size_fn is not None:
             self._samples += self.batch_size_fn(batch)
@@ -105,18 +105,18 @@ class ThroughputMonitor(Measure):
             self._samples += num_rows(batch) if self._key is None else len(batch[self._key])
         if self.length_fn is not None:
             self._lengths += self.length_fn(batch)
-        if not self._points:  # the clock begins after a step, for which all was compiled
-            _ = trainer.step_flops  # traces a step once more, which is no part of training
+        if not self._points:  # the clock begins after a step, for which all programs were compiled
+            _ = trainer.step_flops  # traces a step again, which must not count
             self._compiled = trainer.compile_seconds
             self._points.append(_of_all(self._now(trainer.global_step))[0])
 
     def on_validation_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Stop the clock: the steps before it are done."""
-        self._paused = perf_counter()
+        self._validation_start = perf_counter()
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Let the clock continue."""
-        self._validated += perf_counter() - self._paused
+        self._validation_seconds += perf_counter() - self._validation_start
 
     def begin_row(self, trainer: "Trainer", module: "TrainModule", step: int) -> None:
         """Remember the counts of the row, before the next batch is counted."""
@@ -124,47 +124,46 @@ class ThroughputMonitor(Measure):
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
         """Add the rates up to the row's step, which is done by now."""
-        before, self._compiled = self._compiled, trainer.compile_seconds
-        points, arrived = self._points, perf_counter() - self._validated
-        here, compiled = _of_all(self._rows.pop(step)._replace(seconds=arrived), before != self._compiled)
-        values = {"samples": here.samples} | ({"lengths": here.lengths} if self.length_fn else {})
-        if compiled or (points and here.steps < points[-1].steps):  # a rollback has undone steps
+        former, self._compiled = self._compiled, trainer.compile_seconds
+        seconds = perf_counter() - self._validation_seconds
+        point, has_compiled = _of_all(self._rows.pop(step)._replace(seconds=seconds), former != self._compiled)
+        values = {"samples": point.samples} | ({"lengths": point.lengths} if self.length_fn else {})
+        points = self._points
+        if has_compiled or (points and point.steps < points[-1].steps):  # a rollback has undone steps
             points.clear()
-        points.append(here)
-        while len(points) > 2 and here.batches - points[1].batches >= self.window_size:
+        points.append(point)
+        while len(points) > 2 and point.batches - points[1].batches >= self.window_size:
             points.popleft()
-        if here.batches > points[0].batches and here.seconds > points[0].seconds:
-            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], here, strict=True))))  # type: ignore[arg-type]
+        if point.batches > points[0].batches and point.seconds > points[0].seconds:
+            values |= self._rates(trainer, _Point(*(b - a for a, b in zip(points[0], point, strict=True))))  # type: ignore[arg-type]
         row.put(self, {f"train/{name}": float(value) for name, value in values.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was counted."""
+        """Return the counts."""
         rows = [list(point[:4]) for point in self._rows.values()]
         return {"counted": [self._batches, self._samples, self._lengths], "rows": rows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what was counted; rates start again."""
+        """Restore the counts; rates start again."""
         self._batches, self._samples, self._lengths = state_dict["counted"]
         self._rows = {row[0] - 1: _Point(*row) for row in state_dict["rows"]}
         self._begin()
 
-    # Helpers ----------------------------------------------------------------------------------------
-
     def _now(self, steps: int) -> _Point:
-        return _Point(steps, self._batches, self._samples, self._lengths, perf_counter() - self._validated)
+        return _Point(steps, self._batches, self._samples, self._lengths, perf_counter() - self._validation_seconds)
 
-    def _rates(self, trainer: "Trainer", passed: _Point) -> dict[str, float]:
-        steps, batches, samples, lengths, seconds = passed
+    def _rates(self, trainer: "Trainer", difference: _Point) -> dict[str, float]:
+        steps, batches, samples, lengths, seconds = difference
         rates = {"batches_per_sec": batches / seconds, "samples_per_sec": samples / seconds}
         if self.length_fn is not None:
             rates["items_per_sec"] = lengths / seconds
-        known = trainer.step_flops
-        step = known.get("train_step") or known.get("train_step_traced")
+        step_flops = trainer.step_flops
+        step = step_flops.get("train_step") or step_flops.get("train_step_traced")
         if step is None:
             return rates
-        flops = step * steps + known.get("micro_step", step) * (batches - steps)
-        # A batch of fewer rows takes its share of what the first one took.
-        first = (self._of_first or 0) * jax.process_count()
+        flops = step * steps + step_flops.get("micro_step", step) * (batches - steps)
+        # A batch of fewer rows counts as a share of the first batch.
+        first = (self._first_samples or 0) * jax.process_count()
         share = samples / (batches * first) if first else 1.0
         rates["flops_per_sec"] = flops.count * share / seconds
         if (least := self._least_seconds(trainer, flops)) is not None:
@@ -172,7 +171,7 @@ class ThroughputMonitor(Measure):
         return rates
 
     def _least_seconds(self, trainer: "Trainer", flops: Flops) -> float | None:
-        """Return how long operations take all devices at their peak, None if that is not known."""
+        """Return how long operations take on all devices at their peak, None if that is not known."""
         mesh = trainer.strategy.mesh
         if (available := self.available_flops) is not None:
             return flops.count / available / mesh.size

@@ -1,4 +1,4 @@
-"""Stop a training when its time is over, and measure each stage."""
+"""`Timer`, which stops a training when its time is over, and measures each stage."""
 
 import logging
 import time
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 _logger = logging.getLogger("jaxlit")
-
 _STAGES = ("train", "validate", "test", "predict")
 
 
@@ -28,24 +27,24 @@ def _begins(stage: str) -> Any:
 
 def _ends(stage: str) -> Any:
     def hook(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
-        """Keep how long it took."""
+        """Note the end."""
         self._end[stage] = time.monotonic()
 
     return hook
 
 
 class Timer(Callback):
-    """Stop training after a duration, over all the runs that it was resumed in, and measure stages.
+    """Stop training after a duration, over all runs of a resumed training, and measure stages.
 
-    Arguments and methods are Lightning's. `Trainer(max_time=...)` counts each `fit` again; here what a checkpoint has
-    seen counts as well. In several processes all stop at the same step. `min_epochs` and `min_steps` keep training
-    going, as with every stop.
+    Arguments and methods are Lightning's. `Trainer(max_time=...)` counts each `fit` from zero; here the time before a
+    checkpoint counts as well. Several processes all stop at the same step. As with every stop, training continues until
+    `min_epochs` and `min_steps` are reached.
 
     Args:
         duration: The time after which to stop: a timedelta, a dict of its arguments or "DD:HH:MM:SS"; None to measure
             only.
         interval: "step" to stop after the step that runs, "epoch" at the end of the epoch.
-        verbose: Log that it has stopped the training.
+        verbose: Log when it has stopped the training.
 
     Raises:
         ArgumentError: An argument is out of its set.
@@ -72,7 +71,7 @@ class Timer(Callback):
         self.verbose = check.boolean("verbose", verbose, owner="Timer")
         self._start: dict[str, float] = {}
         self._end: dict[str, float] = {}
-        self._before = 0.0  # seconds of training that a checkpoint has seen
+        self._before = 0.0  # seconds of training before the checkpoint
 
     def start_time(self, stage: str = "train") -> float | None:
         """Return when a stage began last, by `time.monotonic()`; None if it has not.
@@ -87,20 +86,20 @@ class Timer(Callback):
         return self._end.get(self._known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that a stage has taken; of training with those before a resume."""
+        """Return the seconds of a stage; for training with those before a resume."""
         start, end = self.start_time(stage), self.end_time(stage)
         before = self._before if stage == "train" else 0.0
         return before if start is None else before + (time.monotonic() if end is None else end) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds of the duration that a stage has left; None without one."""
+        """Return the seconds that a stage has left; None without a duration."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     def _known(self, stage: str) -> str:
         return check.one_of("stage", stage, _STAGES, owner="Timer.time_elapsed")
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Each fit counts from zero, or from what its checkpoint has seen."""
+        """Count each fit from zero; a checkpoint adds the time before it."""
         if stage == "fit":
             self._start, self._end, self._before = {}, {}, 0.0
 
@@ -114,11 +113,10 @@ class Timer(Callback):
         self._start["train"] = time.monotonic()
         if self.duration is not None:
             # The loop checks the clock, not a hook: several processes must stop at the same step.
-            left = self.duration - self._before
-            trainer.stop_after(left, self._reason, at_epoch_end=self.interval == "epoch")
+            trainer.stop_after(self.duration - self._before, self._reason, at_epoch_end=self.interval == "epoch")
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Keep how long it took."""
+        """Note the end."""
         self._end["train"] = time.monotonic()
         if self.verbose and trainer.is_global_zero and trainer.stop_reason == self._reason:
             _logger.info("%s: training took %s.", self._reason, timedelta(seconds=round(self.time_elapsed())))

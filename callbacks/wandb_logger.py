@@ -1,7 +1,4 @@
-"""Logged rows in Weights & Biases.
-
-What is known of a training, for the config of a W&B run and for a report.
-"""
+"""`WandbLogger`, which sends logged rows to Weights & Biases."""
 
 import os
 import secrets
@@ -9,21 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import flax
 import jax
 import numpy as np
-import optax
-from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.logger import Logger
-from jaxlit.callbacks.monitor import kept_checkpoints, monitored
+from jaxlit.callbacks.logger import Logger, facts_of
+from jaxlit.callbacks.monitor import monitored, saved_checkpoints
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.media import as_images, count, histogram, unpack
 from jaxlit.reporting.secrets import redacted
 from jaxlit.reporting.wandb_run import STEP, WandbRun, import_wandb, open_already, open_run
 from jaxlit.texts import named_leaves
-from jaxlit.version import __version__
 
 if TYPE_CHECKING:
     import wandb
@@ -33,60 +26,36 @@ if TYPE_CHECKING:
     from jaxlit.trainer import Trainer
 
 
-def facts_of(trainer: "Trainer", module: "TrainModule") -> dict[str, Any]:
-    """Return how a module is trained, where and by which versions."""
-    strategy = trainer.strategy
-    count, kind = strategy.mesh.size, jax.devices()[0].device_kind
-    return {
-        "trainer": trainer.config,
-        "strategy": strategy.describe().split("\n")[0],
-        "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
-        "devices": {"kind": kind, "count": count, "processes": jax.process_count()},
-        "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
-        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
-    }
-
-
-def config_of(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's config without secrets: hyperparameters, what else the user gives, and `facts_of` the training."""
-    # A name that the user has taken stays the user's.
-    data = trainer.datamodule
-    theirs = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
-    return redacted(
-        {**{f"jaxlit/{k}" if k in theirs else k: v for k, v in facts_of(trainer, module).items()}, **theirs}
-    )
-
-
 class WandbLogger(Logger):
     """Send every logged row to Weights & Biases, and images, tables, checkpoints and histograms of gradients if asked.
 
-    The x axis is `trainer/global_step`, the 0-based index of the optimizer step that made the values. The run's config
-    contains the module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary
-    contains the last value of each metric, and the best of those that a callback monitors. A training that is resumed
-    from a checkpoint continues in the same run.
+    The x axis is `trainer/global_step`, the 0-based index of the optimizer step of the values. The run's config has the
+    module's hyperparameters, the Trainer's arguments, devices and versions, without secrets. The summary has the last
+    value of each metric, and the best value of those that a callback monitors. A training that is resumed from a
+    checkpoint continues in the same run.
 
-    No failure of W&B stops training, or keeps it waiting longer than the timeouts: everything is sent by another
-    thread. Without an API key or without network the run is kept on disk, and one line says how to upload it.
+    No failure of W&B stops training, or keeps it waiting longer than the timeouts: another thread sends everything.
+    Without an API key or without network the run is stored on disk, and one line says how to upload it.
 
     Args:
         project: The project; None for W&B's default.
-        name: The run's name; None for one that W&B makes.
+        name: The run's name; None for W&B's choice.
         id: The run's id, to continue with a run; None for that of the checkpoint, or a new one.
         entity: The user or team; None for W&B's default.
-        group: The group of runs that it belongs to.
-        job_type: What kind of run it is.
-        tags: Its tags, of 1 to 64 characters.
+        group: The group of the run.
+        job_type: The kind of the run.
+        tags: Tags of the run, of 1 to 64 characters.
         notes: A longer description.
         config: Other values of the config; secrets are hidden in them as well.
         save_dir: Where W&B writes its files; None for `trainer.run_dir`.
         offline: Write to disk only.
         log_model: Upload checkpoints as artifacts `model-<id>`, aliases `latest` and `best`: "all" each as soon as it
-            is written, True those that are kept at the end, "best" the best one at the end.
-        watch: "gradients", "parameters" or "all": log a histogram of each one's entries, computed on the devices.
+            is written, True those that exist at the end, "best" the best one at the end.
+        watch: "gradients", "parameters" or "all": log a histogram of each array's entries, computed on the devices.
         watch_every_n_steps: Optimizer steps between histograms.
         experiment: A run that you have opened by `wandb.init`; it is used in place of a new one, and left open. So is
             the run that is open when training begins.
-        on_error: What a failure of W&B does: "warn" prints a line and continues without it, "raise" raises.
+        on_error: After a failure of W&B, "warn" prints a line and continues without it, "raise" raises.
         init_timeout: Seconds to wait for the server at the start.
         finish_timeout: Seconds to wait for the upload at the end.
 
@@ -96,8 +65,9 @@ class WandbLogger(Logger):
         >>> trainer = jl.Trainer(max_epochs=1, callbacks=logger)
     """
 
-    hyperparams_of_module, may_lose_rows = False, True  # the config contains the hyperparameters
-    name: str | None = None  # type: ignore[assignment]  # the argument, not that of the folder
+    hyperparams_of_module = False  # the config has the hyperparameters
+    may_lose_rows = True
+    name: str | None = None  # type: ignore[assignment]  # the argument, not the folder's name
 
     def __init__(
         self,
@@ -127,7 +97,7 @@ class WandbLogger(Logger):
             check.one_of("log_model", log_model, ("all", "best"), owner=owner)
         if watch is not None:
             check.one_of("watch", watch, ("gradients", "parameters", "all"), owner=owner)
-        every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
+        trace_every = check.integer("watch_every_n_steps", watch_every_n_steps, low=1, owner=owner)
         self.on_error = check.one_of("on_error", on_error, ("warn", "raise"), owner=owner)
         self.init_timeout = check.seconds("init_timeout", init_timeout, owner=owner)
         self.finish_timeout = check.seconds("finish_timeout", finish_timeout, owner=owner)
@@ -135,13 +105,13 @@ class WandbLogger(Logger):
         self.tags, self.notes, self.config = tuple(tags), notes, dict(config or {})
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.offline, self.log_model, self.watch = offline, log_model, watch
-        self.trace_every_n_steps = 0 if watch is None else every
+        self.trace_every_n_steps = 0 if watch is None else trace_every
         self.exclusive = "project of W&B", (entity, project)
-        self._given, self._wanted_id = experiment, id
+        self._users_run, self._users_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs
         self._run: WandbRun | None = None
-        self._last: wandb.Run | None = None  # the newest that was finished
+        self._last: wandb.Run | None = None  # the newest finished one
         self._opened = False
 
     @property
@@ -157,7 +127,7 @@ class WandbLogger(Logger):
     @property
     def experiment(self) -> "wandb.Run | None":
         """W&B's run, also after it is finished; None before it is open, and in other processes than the first."""
-        return self._run.run if self._run is not None else self._last or self._given
+        return self._run.run if self._run is not None else self._last or self._users_run
 
     @property
     def location(self) -> str | None:
@@ -166,20 +136,14 @@ class WandbLogger(Logger):
             return None
         return str(Path(run.dir).parent) if run.offline else run.url
 
-    # Hooks ------------------------------------------------------------------------------------------
-
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
-        """Begin a run of the Trainer; W&B's run is opened when a checkpoint is loaded that may name it."""
+        """Begin a run of the Trainer; W&B's run is opened after a checkpoint is loaded, which may name it."""
         self._trainer, self._module = trainer, module
         self._opened = False
         self._sent: set[str] = set()  # checkpoints
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Open the run.
-
-        Raises:
-            ArgumentError: Checkpoints are to be uploaded, and there will be none.
-        """
+        """Open the run; refuse `log_model` if no checkpoints are written."""
         if self.log_model and not trainer.checkpoint_callbacks:
             raise ArgumentError(
                 f"WandbLogger(log_model={self.log_model!r}) without a ModelCheckpoint has nothing to upload. Leave "
@@ -204,7 +168,6 @@ class WandbLogger(Logger):
         """Send the histograms."""
         if self._run is None:
             return
-
         run, make = self._run.run, import_wandb().Histogram
 
         def send() -> None:
@@ -242,11 +205,9 @@ class WandbLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the run of the checkpoint, unless another was asked for."""
-        if self._wanted_id is None and self._given is None and state_dict["id"] is not None:
+        """Continue with the run of the checkpoint, unless the user has chosen another."""
+        if self._users_id is None and self._users_run is None and state_dict["id"] is not None:
             self._id = str(state_dict["id"])
-
-    # Media ------------------------------------------------------------------------------------------
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Send a text."""
@@ -261,31 +222,26 @@ class WandbLogger(Logger):
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Send a histogram of at most 512 bins, W&B's limit."""
-        counted = count(values, bins)
-        self._log(key, lambda wandb: wandb.Histogram(np_histogram=counted), step)
+        np_histogram = count(values, bins)
+        self._log(key, lambda wandb: wandb.Histogram(np_histogram=np_histogram), step)
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
-        """Send images.
-
-        Raises:
-            LoggerError: Pillow is not installed.
-            ArgumentError: An array is no image.
-        """
-        taken = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
-        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in taken], step)
+        """Send images, which needs Pillow."""
+        pairs = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
+        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in pairs], step)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Set values of the run's config, without secrets; it contains those of the module from the beginning."""
+        """Set values of the run's config, without secrets; it has those of the module from the beginning."""
         self._open_here()
         if self._run is not None:
             self._update_config(self._run, redacted(dict(params)))
 
     def _open_here(self) -> None:
-        """Open the run for a call outside of the logger's own hooks."""
+        """Open the run for a call outside of the logger's hooks."""
         trainer = self._trainer
-        if trainer is None or not trainer.is_running:  # which run it is, is known after setup
+        if trainer is None or not trainer.is_running:  # the run's id is known after setup
             raise LoggerError(
                 "WandbLogger has no run open. Log from a hook of fit, validate, test or predict other than setup and "
                 "teardown."
@@ -296,10 +252,8 @@ class WandbLogger(Logger):
         """Send what `make(wandb)` returns in the thread of the run."""
         self._open_here()
         if self._run is not None:
-            run, at = self._run.run, self._step_or_newest(step)
-            self._run.do(lambda: run.log({key: make(import_wandb()), STEP: at}), key)
-
-    # Helpers ----------------------------------------------------------------------------------------
+            run, step = self._run.run, self._step_or_newest(step)
+            self._run.do(lambda: run.log({key: make(import_wandb()), STEP: step}), key)
 
     def _update_config(self, run: WandbRun, values: Mapping[str, Any]) -> None:
         run.do(lambda: run.run.config.update(values, allow_val_change=True))
@@ -308,28 +262,31 @@ class WandbLogger(Logger):
         """Open the run in the first process, if it is not open yet."""
         if self._opened:
             return
-        self._opened, raises = True, self.on_error == "raise"
-        run = self._given or open_already(self._wanted_id)
-        run_is_new, self._id = run is None, self._id if run is None else run.id
+        self._opened = True
+        raises = self.on_error == "raise"
+        run = self._users_run or open_already(self._users_id)
+        is_new = run is None
+        if run is not None:
+            self._id = run.id
         self._id = self._id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
         if not trainer.is_global_zero:
             return
         if run is None:
             folder = self.save_dir or Path(os.path.abspath(trainer.run_dir))
             folder.mkdir(parents=True, exist_ok=True)
-            # One that could not be online before stays offline: a later stage would only wait again.
+            # A run that could not be online before stays offline: a later stage would only wait again.
             offline = self.offline or (self._last is not None and bool(self._last.offline))
             names = ("project", "entity", "name", "id", "group", "job_type", "tags", "notes")
             arguments = {name: getattr(self, name) for name in names}
-            arguments |= {"dir": str(folder), "config": config_of(trainer, self._module, self.config)}
+            arguments |= {"dir": str(folder), "config": _config(trainer, self._module, self.config)}
             timeouts = {"init_timeout": self.init_timeout, "finish_timeout": self.finish_timeout}
             run = open_run(arguments, timeouts, offline=offline, raises=raises)
         if run is None:
             return
-        self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=run_is_new)
-        if not run_is_new:
-            self._update_config(self._run, config_of(trainer, self._module, self.config))
-        # Steps are a metric like others: W&B drops rows whose own `step` goes back, after a resume for example.
+        self._run = WandbRun(run, self.finish_timeout, raises=raises, finishes=is_new)
+        if not is_new:
+            self._update_config(self._run, _config(trainer, self._module, self.config))
+        # The step is a metric: W&B drops rows whose built-in `step` goes back, for example after a resume.
         summaries = {name: {"summary": f"last,{mode}"} for name, mode in monitored(trainer).items()}
 
         def define() -> None:
@@ -340,14 +297,14 @@ class WandbLogger(Logger):
         self._run.do(define)
 
     def _conclude(self, trainer: "Trainer", run: WandbRun) -> None:
-        """Send the best values and the checkpoints that are kept at the end of training."""
+        """Send the best values and the checkpoints that exist at the end of training."""
         bests = {}
         for callback in reversed(trainer.checkpoint_callbacks):
             if callback.best_model_score is not None:
                 bests[f"best/{callback.monitor}"] = callback.best_model_score
                 bests["best/checkpoint"] = Path(callback.best_model_path).name
         run.do(lambda: run.run.summary.update(bests))
-        for callback, path, _ in sorted(kept_checkpoints(trainer), key=lambda kept: Path(kept[1]).name):
+        for callback, path, _ in sorted(saved_checkpoints(trainer), key=lambda x: Path(x.path).name):
             if self.log_model is True or (self.log_model == "best" and path == callback.best_model_path):
                 self._upload(trainer, callback, Path(path), lasts=True)
 
@@ -357,8 +314,17 @@ class WandbLogger(Logger):
             return
         self._sent.add(str(path))
         marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
-        aliases = [*(mark for mark, at in marks.items() if at == str(path)), path.name]
+        aliases = [*(mark for mark, marked_path in marks.items() if marked_path == str(path)), path.name]
         metadata = {"monitor": callback.monitor, "score": getattr(callback, "best_k_models", {}).get(str(path))}
         index = trainer.checkpoint_callbacks.index(callback)
         name = f"model-{self._id}" + (f"-{index}" if index else "")
         self._run.log_checkpoint(path, name=name, aliases=aliases, metadata=metadata, lasts=lasts)
+
+
+def _config(trainer: "Trainer", module: "TrainModule", extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a run's config without secrets: hyperparameters, `extra` values, and `facts_of` the training."""
+    data = trainer.datamodule
+    values = {**({} if data is None else data.hparams.readable()), **module.hparams.readable(), **extra}
+    # A fact with the name of one of the user's values is renamed.
+    facts = {f"jaxlit/{k}" if k in values else k: v for k, v in facts_of(trainer, module).items()}
+    return redacted({**facts, **values})

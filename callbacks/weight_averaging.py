@@ -1,4 +1,4 @@
-"""Averages of the weights, which evaluations see and the module has after a fit."""
+"""`WeightAveraging` and `EMA`, averages of the weights that evaluations see and the module has after a fit."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -17,23 +17,22 @@ if TYPE_CHECKING:
 
 
 class WeightAveraging(Callback):
-    """Keep the mean of the weights of many steps: stochastic weight averaging.
+    """Compute the mean of the weights of many steps: stochastic weight averaging.
 
-    The mean is kept in the training state, split over the devices as the weights are, saved in checkpoints and restored
-    bit by bit. Validations of a fit and `trainer.apply` run with it, and `fit` leaves it in the module; what is trained
-    never sees it. Until the first average it is the weights themselves. Batch statistics stay those of the training.
-
-    A learning rate that stays high, or rises again, is a matter of the optimizer's schedule.
+    The mean is stored in the training state, split over the devices like the weights, saved in checkpoints and restored
+    bit by bit. Validations of a fit and `trainer.apply` use it, and the module has it after `fit`; training does not
+    use it. Until the first average it is the weights themselves. Batch statistics stay those of the training. The
+    optimizer's schedule decides whether the learning rate stays high.
 
     Source: Izmailov et al., Averaging weights leads to wider optima and better generalization, arXiv 1803.05407.
 
     Args:
         update_every_n_steps: Optimizer steps between weights that are averaged.
-        update_starting_at_step: The first step whose weights are, from 0.
-        update_starting_at_epoch: The first epoch whose weights are, from 0; it needs a loader with a length.
+        update_starting_at_step: The first step whose weights are averaged, from 0.
+        update_starting_at_epoch: The first epoch whose weights are averaged, from 0; it needs a loader with a length.
 
     Raises:
-        ArgumentError: An argument is out of its set, or both starts are given.
+        ArgumentError: An argument is out of its set, or both starts are set.
 
     Example:
         >>> import jaxlit as jl
@@ -59,12 +58,12 @@ class WeightAveraging(Callback):
         self._start = update_starting_at_step or 0
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
-        """Return the average with one more array of weights in it; a pure function, to be overridden.
+        """Return the average with one more array of weights; a pure function that a subclass may override.
 
         Args:
             average: The average so far, float32 or wider.
             weights: The weights, of the same dtype.
-            count: () int32, how many arrays the average is of, at least 1.
+            count: () int32, the number of arrays in the average, at least 1.
         """
         return average + (weights - average) / (count + 1).astype(average.dtype)
 
@@ -77,52 +76,51 @@ class WeightAveraging(Callback):
                     f"{type(self).__name__}(update_starting_at_epoch={self.update_starting_at_epoch}) does not know "
                     "when that epoch begins: the training loader has no length. Give update_starting_at_step."
                 )
-            given = trainer.callbacks, trainer.accumulate_grad_batches, int(batches)
-            self._start = steps_of(*given, self.update_starting_at_epoch)
+            accumulate, epochs = trainer.accumulate_grad_batches, self.update_starting_at_epoch
+            self._start = steps_of(trainer.callbacks, accumulate, int(batches), epochs)
 
     def init_arrays(self, params: Any) -> dict[str, Any]:
-        """Return the average, how many arrays it is of, and what low precision makes of it."""
+        """Return the average, its number of arrays, and for parameters of low precision the rounded average."""
         arrays = {"average": jax.tree.map(_wide, params), "count": jnp.zeros((), jnp.int32)}
-        low = any(_wide(x).dtype != x.dtype for x in jax.tree.leaves(params))
-        return arrays | ({"rounded": params} if low else {})
+        is_low = any(_wide(x).dtype != x.dtype for x in jax.tree.leaves(params))
+        return arrays | ({"rounded": params} if is_low else {})
 
     def update_arrays(
         self, arrays: dict[str, Any], params: Any, grads: Any, global_step: jax.Array
     ) -> tuple[dict[str, Any], Any]:
         """Average the weights of a step."""
         count = arrays["count"]
-        due = (global_step >= self._start) & (global_step % self.update_every_n_steps == 0)
+        is_due = (global_step >= self._start) & (global_step % self.update_every_n_steps == 0)
 
         def averaged(average: jax.Array, weights: jax.Array) -> jax.Array:
             weights = _wide(weights)
             if not jnp.issubdtype(weights.dtype, jnp.inexact):
                 return weights
-            mixed = jnp.where(due, self.average(average, weights, count), average)
+            mixed = jnp.where(is_due, self.average(average, weights, count), average)
             return jnp.where(count == 0, weights, mixed)
 
         average = jax.tree.map(averaged, arrays["average"], params)
-        made = {"average": average, "count": count + due}
+        updated = {"average": average, "count": count + is_due}
         if "rounded" in arrays:
-            made["rounded"] = jax.tree.map(lambda x, old: x.astype(old.dtype), average, arrays["rounded"])
-        return made, params
+            updated["rounded"] = jax.tree.map(lambda x, old: x.astype(old.dtype), average, arrays["rounded"])
+        return updated, params
 
     def eval_params(self, arrays: dict[str, Any]) -> Any:
         """Return the average."""
         return arrays.get("rounded", arrays["average"])
 
     def on_fit_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Leave the average in the module."""
+        """Write the average to the module."""
         nnx.update(module, self.eval_params(trainer.callback_arrays(self)))
 
 
 class EMA(WeightAveraging):
-    """Keep an exponential moving average of the weights; see `WeightAveraging` for who sees it.
+    """Compute an exponential moving average of the weights, which is used like that of `WeightAveraging`.
 
-    The first weights that are averaged are taken as they are; from then on each makes it
-    `decay * average + (1 - decay) * weights`.
+    The average begins with the first weights; then it becomes `decay * average + (1 - decay) * weights`.
 
     Args:
-        decay: How much of the average stays, in [0, 1).
+        decay: The share of the average that stays, in [0, 1).
         **arguments: Those of `WeightAveraging`.
 
     Raises:
@@ -139,11 +137,11 @@ class EMA(WeightAveraging):
         super().__init__(**arguments)
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
-        """Return the average with one more array of weights in it."""
+        """Return the average with one more array of weights."""
         return self.decay * average + (1 - self.decay) * weights
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """Return an array in which small changes do not get lost."""
-    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return x.astype(jnp.float32) if low else x
+    """Return an array in which small changes are not lost."""
+    is_low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if is_low else x

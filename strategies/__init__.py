@@ -3,15 +3,7 @@
 from jaxlit.faces import lazy_imports
 
 with lazy_imports(globals()):
-    from jaxlit.pipeline.schedules import (
-        ZBV,
-        Eager1F1B,
-        GPipe,
-        Interleaved1F1B,
-        Schedule,
-        Std1F1B,
-        ZeroBubbleH1,
-    )
+    from jaxlit.pipeline.schedules import ZBV, Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubbleH1
     from jaxlit.strategies.auto import Auto
     from jaxlit.strategies.base import Program, Strategy, like_params
     from jaxlit.strategies.ddp import DDP

@@ -39,11 +39,7 @@ class Auto(FSDP):
         self.memory_bytes = check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner="Auto")
 
     def setup(self, devices: int | None = None) -> None:
-        """Build the mesh.
-
-        Raises:
-            ArgumentError: No limit is known.
-        """
+        """Build the mesh; raise an ArgumentError if no limit is known."""
         super().setup(devices)
         rule = "has to be given where devices report no memory, as CPUs do not"
         check.require(self.limit() is not None, "memory_bytes", None, rule, owner="Auto")
@@ -68,11 +64,8 @@ def candidates(devices: int) -> dict[str, Strategy]:
 def memory_limit(step_bytes: int = 0) -> int | None:
     """Return the bytes that a training step may use of any device of this process; None if one does not report them.
 
-    XLA plans with 95 % of the memory, as allocations leave gaps. The bytes of other arrays are subtracted: the result
-    is negative if they exceed that.
-
-    Args:
-        step_bytes: Bytes of the arrays on a device that belong to the step.
+    XLA plans with 95 % of the memory, as allocations leave gaps. The bytes of arrays other than the `step_bytes` of the
+    step are subtracted: the result is negative if they exceed that.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     if not all(x.get("bytes_limit") for x in stats):

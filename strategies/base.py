@@ -280,11 +280,9 @@ class Strategy(Configured, ABC):
         return treedef.unflatten(arrays)
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile a function that runs on the state outside of a step.
+        """Compile a function of (a list of arrays of the state, *pytrees of inputs), to run outside of a step.
 
-        Args:
-            fn: A function of (a list of arrays of the state, *pytrees of inputs) to a pytree. An input is split over
-                the devices if its rows divide.
+        An input is split over the devices if its rows divide.
         """
         compiled = jit(self.mesh, self.in_mesh(fn))
         return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))
@@ -386,13 +384,7 @@ class Strategy(Configured, ABC):
         return call
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it.
-
-        Args:
-            fn: A function that returns nothing.
-            states: Pytrees of arrays or `jax.ShapeDtypeStruct`s.
-            batch: The host batch.
-        """
+        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it."""
         jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
 
     def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:

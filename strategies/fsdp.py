@@ -84,11 +84,7 @@ class FSDP(Strategy):
         super().use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each.
-
-        Raises:
-            ArgumentError: The copies do not divide the devices.
-        """
+        """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each."""
         if self.replicas == 1:
             return super().mesh_shape(device_count)
         replicas = self.replicas

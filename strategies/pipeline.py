@@ -126,11 +126,7 @@ class Pipeline(Strategy):
         self.use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return the axis `stage` and those of the strategy within a rank.
-
-        Raises:
-            ArgumentError: The ranks do not divide the devices.
-        """
+        """Return the axis `stage` and those of the inner strategy; refuse ranks that do not divide the devices."""
         stages = device_count // jax.process_count() if self.stages is None else self.stages
         if device_count % stages:
             raise ArgumentError(

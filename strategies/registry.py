@@ -92,16 +92,9 @@ def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 
 def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> Strategy:
-    """Return the strategy of a name, or the object itself; a copy of one that is in use.
+    """Return the strategy of a name such as "ddp" or "simulate:8", or the object itself; a copy if it is in use.
 
-    Args:
-        strategy: A name, a name with an int as in "simulate:8", or a `Strategy`.
-        devices: The number of devices asked for, None for all; "auto" depends on it.
-        mesh: A mesh to train on, or the sizes of its axes; "auto" depends on these too.
-
-    Raises:
-        ArgumentError: The name is unknown.
-        ArgumentTypeError: `strategy` is neither a name nor a strategy.
+    "auto" depends on the number of devices, None for all, and on the axes of the mesh.
     """
     resolved = _resolve(strategy, devices, mesh)
     if mesh is not None:

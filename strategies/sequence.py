@@ -39,11 +39,7 @@ class SequenceParallel(Strategy):
         return P("data", "seq") if self._divides(x) else super().batch_spec(x)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the replicated sharding for every leaf.
-
-        Raises:
-            ArgumentError: No second dim of the batch divides by `seq`.
-        """
+        """Return the replicated sharding for every leaf; refuse a batch without a second dim that divides by `seq`."""
         leaves = jax.tree.leaves(example)
         if leaves and not any(map(self._divides, leaves)):
             raise ArgumentError(

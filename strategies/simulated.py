@@ -41,11 +41,7 @@ class Simulated(PerReplica):
         self.replicas = check.integer("replicas", replicas, low=1, also=(None,), owner="Simulated")
 
     def setup(self, devices: int | None = None) -> None:
-        """Take the first device, and the number of replicas.
-
-        Raises:
-            ArgumentError: `devices` differs from the number of replicas.
-        """
+        """Take the first device, and the number of replicas; refuse two different numbers."""
         if self.replicas is not None and devices not in (None, self.replicas):
             raise ArgumentError(
                 f"Trainer(strategy='simulate:{self.replicas}', devices={devices}) names two numbers of replicas. "

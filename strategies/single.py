@@ -22,11 +22,7 @@ class SingleDevice(Strategy):
     takes_mesh = False
 
     def setup(self, devices: int | None = None) -> None:
-        """Take the first device.
-
-        Raises:
-            ArgumentError: `devices` is more than one.
-        """
+        """Take the first device; refuse a larger number."""
         if devices not in (None, 1):
             raise ArgumentError(
                 f"Trainer(strategy='single', devices={devices}): 'single' uses one device. "

@@ -50,11 +50,7 @@ class TensorParallel(FSDP):
         super().__init__(rules=rules, min_size=min_size, remat=remat, mesh={"data": data, "fsdp": fsdp, "tp": tp})
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the shardings by rules; the optimizer state is split like the parameters.
-
-        Raises:
-            ArgumentError: Nothing is split over `tp`.
-        """
+        """Return the shardings by rules, also of the optimizer state; refuse rules that split nothing over `tp`."""
         shardings = super().state_sharding(state, model, example)
         weights = jax.tree.leaves((shardings.params, shardings.frozen))
         if self.mesh.shape["tp"] > 1 and not any("tp" in axes_of(x.spec) for x in weights):

@@ -42,13 +42,7 @@ class ArrayLoader:
 
     @takes_only_its_arguments("ArrayLoader")
     def __init__(
-        self,
-        arrays: Any,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-        seed: int = 0,
-        drop_remainder: bool = False,
+        self, arrays: Any, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_remainder: bool = False
     ) -> None:
         leaves = jax.tree.leaves(arrays)
         sizes: set[Any] = {x.shape[0] if getattr(x, "shape", ()) else None for x in leaves}
@@ -101,13 +95,7 @@ class ArrayLoader:
                 yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
 
     def gather(self, order: np.ndarray | None, first: int, count: int) -> Any:
-        """Return `count` full batches as a `Stack`, or a single batch if the last of them is short.
-
-        Args:
-            order: The rows of the epoch, as `order` returns them.
-            first: The number of the first batch.
-            count: How many batches are wanted.
-        """
+        """Return `count` full batches, from batch `first`, as a `Stack`; batch `first` if the last of them is short."""
         size = self.batch_size
         if (first + count) * size > self.num_rows:
             count = 1
@@ -131,10 +119,10 @@ class ArrayLoader:
         return {"epoch": self._epoch, "batch": self._next, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Start the next iteration where `state_dict` was taken.
+        """Start the next iteration at the position of `state_dict`.
 
         Raises:
-            DataError: It was taken from other data, or with another batch size, seed or order.
+            DataError: The state is of other data, or of another batch size, seed or order.
         """
         if changes := differences(state["fingerprint"], self.fingerprint):
             raise DataError(

@@ -43,15 +43,9 @@ class _Kind:
 class BatchValidator:
     """Checks the batches of one loader, and splits them into what the step gets and what stays on the host.
 
-    A hook of the user's runs first. A batch is checked if it is of another kind than those before.
-
-    Args:
-        argument: Where the loader was passed, for messages.
-        prepare: The user's `on_before_batch_transfer`.
-        prepared_by: Its owner and name, for messages.
-        host_keys: Keys of the batch, or indices of a tuple, that stay on the host.
-        max_recompiles: How many times a new shape or dtype may recompile a step; None for no limit.
-        debug: Refuse NaN, in every batch.
+    A hook of the user's, `prepare`, runs first. A batch is checked if it is of another kind than those before.
+    `argument` is where the loader was passed, for messages. `host_keys` stay on the host, `max_recompiles` (None for no
+    limit) restricts new shapes and dtypes, and `debug` refuses NaN in every batch.
 
     Attributes:
         kind: The structure, dtypes and shapes of the newest batch.
@@ -309,13 +303,8 @@ class Agreement:
 
     The processes compare the first batch of a loader, and the last one of each epoch, whose rows may differ. Other
     batches need no exchange. Rows that do not divide among the devices, or that devices of several processes hold
-    together, are joined.
-
-    Args:
-        loader: The loader.
-        argument: Where it was passed, for messages.
-        prepares: Whether a hook of the user's changes its batches.
-        splits: Returns whether each process places its own rows, by a global batch's shapes; else all rows are joined.
+    together, are joined: `splits` returns whether each process places its own rows, by a global batch's shapes.
+    `prepares` is whether a hook of the user's changes the batches.
     """
 
     def __init__(self, loader: Any, argument: str, prepares: bool, splits: Callable[[Any], bool]) -> None:
@@ -326,13 +315,7 @@ class Agreement:
     def __call__(self, batch: Any, at: Any, *, last: bool) -> tuple[Any, Any]:
         """Return the global batch's shapes, and what to place: this process's rows, or a `ReplicatedBatch` of all.
 
-        Args:
-            batch: This process's part of the global batch.
-            at: The iteration's position after the batch.
-            last: Whether the batch is the last of the epoch.
-
-        Raises:
-            DataError: The processes' batches do not belong together.
+        `batch` is this process's part, `at` the iteration's position after it, `last` whether the epoch ends with it.
         """
         argument, loader = self._argument, self._loader
         rows, process = num_rows(batch), jax.process_index()
@@ -416,11 +399,8 @@ class InStep:
     """The batches of a loader that may end earlier in one process than in another: as many as every process has.
 
     The processes compare how many batches they have drawn, a few at a time, so that none begins a step for which
-    another has no batch. The next few are drawn one by one while those that were compared are used.
-
-    Args:
-        stream: Yields the loader's batches; a thread may take its place between two draws.
-        argument: Where the loader was passed, for messages.
+    another has no batch. The next few are drawn one by one while those that were compared are used. Between two draws,
+    `stream`, the loader's batches, may be replaced by a thread that draws from it.
     """
 
     def __init__(self, stream: Iterator[Any], argument: str) -> None:

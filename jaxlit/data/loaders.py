@@ -95,13 +95,9 @@ class DataModule(KeepsHparams):
 class Loaders:
     """The loaders of one run.
 
-    Args:
-        method: The Trainer's method, for messages.
-        arguments: What was passed to it, by stage: the loaders and the argument's name.
-        datamodule: The DataModule, if one was passed.
-        limits: By stage, a number of batches or a fraction.
-        validator: Arguments of each loader's `BatchValidator`.
-        overfit: Whether every epoch takes the same batches, unshuffled.
+    By stage, `arguments` are the loaders that were passed to the Trainer's `method`, and the argument's name, and
+    `limits` a number of batches or a fraction. `validator` has arguments of each loader's `BatchValidator`, and
+    `overfit` is whether every epoch takes the same batches, unshuffled.
     """
 
     def __init__(
@@ -153,13 +149,10 @@ class Loaders:
                         self.check_first(source, limit, watchdog, required=stage == "training")
 
     def check_first(self, source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:
-        """Draw a loader's first batch and refuse one that no step could take.
+        """Draw a loader's first batch, unless the limit is 0, and refuse a batch that no step could take.
 
-        Args:
-            source: Draws from the loader.
-            limit: How many batches are wanted; nothing is drawn for 0.
-            watchdog: Watches the wait. After a signal the check ends, and the loops stop the run.
-            required: Whether an empty loader is refused; otherwise it warns.
+        After a signal in the wait the check ends, and the loops stop the run. An empty loader is refused if it is
+        `required`, otherwise it warns.
         """
         if source.peeked or (limit == 0 and source.length != 0):
             return
@@ -199,11 +192,7 @@ class Loaders:
         return {argument: validator.change for argument, validator in self._validators.items() if validator.change}
 
     def open(self, stage: str, *, required: bool) -> list[tuple[Source, int | None]]:
-        """Return each loader of a stage, with its limit in batches.
-
-        Raises:
-            ArgumentError: A required loader is missing, or a limit does not fit.
-        """
+        """Return each loader of a stage, with its limit in batches; refuse a missing loader if it is `required`."""
         if stage in self._opened:
             return self._opened.pop(stage)
         hook, limit_name = STAGES[stage].loaders, STAGES[stage].limit
@@ -284,17 +273,10 @@ def _batches_of(limit: int | float, loader: Any, origin: str, limit_name: str) -
 def source_of(
     loader: Any, argument: str, *, may_continue: bool = False, overfit: bool = False, keep: int | None = None
 ) -> Source:
-    """Return the source that draws from a loader.
+    """Return the source that draws from a loader; refuse what is no loader.
 
-    Args:
-        loader: A grain dataset or DataLoader, an `ArrayLoader`, or any re-iterable of batches.
-        argument: Where it was passed, for messages.
-        may_continue: See `Source`.
-        overfit: Whether every epoch takes the same batches; those of an `ArrayLoader` are not shuffled then.
-        keep: See `Source`.
-
-    Raises:
-        ArgumentTypeError: `loader` is not a loader.
+    A loader is a grain dataset or DataLoader, an `ArrayLoader`, which is not shuffled for `overfit`, or any re-iterable
+    of batches. The other arguments are those of `Source`.
     """
     _check_loader(loader, argument)
     if overfit and type(loader) is ArrayLoader:
@@ -315,11 +297,7 @@ def _check_loader(loader: Any, argument: str) -> None:
 
 
 def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
-    """Return a loader, or each of a list of loaders, with the argument that it was passed as.
-
-    Raises:
-        ArgumentTypeError: One is no loader.
-    """
+    """Return a loader, or each of a list of loaders, with its argument for messages; refuse what is no loader."""
     if loaders is None:
         return []
     pairs = [(loaders, argument)]

@@ -75,13 +75,8 @@ class Prefetcher:
     Batch k + 1 is placed after step k was dispatched, so that the device computes meanwhile. A thread draws only
     from loaders whose first batches were slow, or if `prefetch` asks for it.
 
-    Args:
-        place: Puts what goes to the step onto the devices; None where a step takes host arrays.
-        validator_of: Returns the validator of a source's batches.
-        splits: See `Agreement`.
-        prefetch: Batches that a thread draws ahead, 0 for no thread, "auto" to decide by the first draws.
-        watchdog: Watches the wait for a batch, which a signal may end.
-        epoch: Returns the epoch of training, for messages.
+    `place` puts a batch on the devices, None if a step takes host arrays. `prefetch` is the number of batches that a
+    thread draws ahead, 0 for no thread, "auto" to decide by the first draws. `splits` is that of `Agreement`.
 
     Attributes:
         token: A result of the newest step; draws cost no time until it is ready.
@@ -117,10 +112,8 @@ class Prefetcher:
     def batches(self, source: Source, epoch: int, limit: int | None, start: int = 0) -> Iterator[Batch]:
         """Return an iterator over the batches of one epoch, from batch `start`.
 
-        One batch is drawn ahead, so that the last is known even if the loader has no length.
-
-        Raises:
-            Exception: What the loader raised, with a note that says where; the batches before it come first.
+        One batch is drawn ahead, so that the last is known even if the loader has no length. An error of the loader is
+        raised after the batches before it, with a note of its place.
         """
         batches = self._batches(source, epoch, limit, start)
         self._open.add(batches)

@@ -66,13 +66,7 @@ class Source(ABC):
     """Whether the loader is known never to end."""
 
     def __init__(
-        self,
-        loader: Any,
-        argument: str,
-        *,
-        may_continue: bool = False,
-        overfit: bool = False,
-        keep: int | None = None,
+        self, loader: Any, argument: str, *, may_continue: bool = False, overfit: bool = False, keep: int | None = None
     ) -> None:
         self.loader, self.argument = loader, argument
         self._may_continue, self._overfit, self._keep = may_continue, overfit, keep
@@ -97,7 +91,7 @@ class Source(ABC):
         """Return whether `at` is a position in this kind of loader."""
 
     def content(self) -> dict[str, Any]:
-        """Return what the order and the content of the batches depend on, as far as it is known."""
+        """Return what the order and the content of the batches depend on, as far as known."""
         return {}
 
     def gatherer(self, epoch: int) -> Callable[[int, int], Any] | None:
@@ -132,7 +126,7 @@ class Source(ABC):
         The list is empty if there is no batch, or if drawing one could lose it.
         """
         if self.peeked or (hasattr(self.loader, "__next__") and not self.is_iterator):
-            return []  # an object that is its own iterator may start anew when it is iterated again, or continue
+            return []  # an object that is its own iterator may restart when it is iterated again, or continue
         self.peeked = True
         epoch = self._number(self._start.epoch if self._start else 0)
         draws = self._begin(epoch)
@@ -176,11 +170,7 @@ class Source(ABC):
         return {"epoch": self._number(epoch), "at": at, "fingerprint": self._fingerprint()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at a position: the state's epoch starts after the last batch that was used.
-
-        Raises:
-            DataError: The state belongs to other data, or another batch size, seed or order.
-        """
+        """Continue after the last batch that was used; refuse a state of other data, batch size, seed or order."""
         saved, at = state["fingerprint"], state["at"]
         if saved is not None and (changes := differences(saved, self._fingerprint())):
             if at is not None:

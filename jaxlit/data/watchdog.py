@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress any more."""
+"""`Watchdog`, which ends a process that makes no progress any more."""
 
 import contextlib
 import faulthandler
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxlit.background import Background
 from jaxlit.control import Control
@@ -15,19 +15,22 @@ EXIT_CODE = 76
 """The exit code of a process that the watchdog ended."""
 
 
+class _Wait(NamedTuple):
+    """A wait for a batch."""
+
+    begun: float
+    argument: str
+    epoch: int
+    batch: int
+
+
 class Watchdog:
-    """Ends the process where it hangs: the stacks are printed, what can be saved is, and the exit code is 76.
+    """Ends a process that hangs, with exit code 76: it prints the stacks, and saves what can be saved.
 
-    Python cannot interrupt what hangs, and the other processes of the job would wait for ever.
-
-    Args:
-        data: Seconds that a wait for a batch may take, None for no limit.
-        hang: Seconds in which the run must have made progress, None for no limit.
-        control: Where a wait that a signal may cut is noted.
-        progress: Returns a value that changes whenever the run makes progress.
-        place: Returns where the run is, for the message.
-        rescue: Saves what can be saved, and returns what was; it may take as long as the hang did.
-        leave: Ends the process with an exit code.
+    Python cannot interrupt what hangs, and the other processes of the job would wait for ever. A wait for a batch may
+    take `data` seconds, the run must make progress in `hang` seconds; None for no limit. `progress` returns a value
+    that changes with any progress, `place` where the run is, for the message. `rescue` saves what it can, and returns
+    what it saved; it may take as long as the hang did. `leave` ends the process with an exit code.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Watchdog:
     ) -> None:
         self._data, self._hang, self.control = data, hang, control or Control()
         self._progress, self._place, self._rescue, self._leave = progress, place, rescue, leave
-        self._watched: tuple[float, str, int, int] | None = None
+        self._wait: _Wait | None = None
         self._limits = [limit for limit in (data, hang) if limit is not None]
         self._thread = Background("jaxlit-watchdog", self._run)
 
@@ -54,11 +57,11 @@ class Watchdog:
 
     def watch(self, argument: str, epoch: int, batch: int) -> None:
         """Begin to count, for a batch of a loader."""
-        self._watched = (time.monotonic(), argument, epoch, batch)
+        self._wait = _Wait(time.monotonic(), argument, epoch, batch)
 
     def rest(self) -> None:
-        """Stop counting: the batch came."""
-        self._watched = None
+        """Stop counting: the batch has arrived."""
+        self._wait = None
 
     def __enter__(self) -> "Watchdog":
         if self._limits:
@@ -72,21 +75,20 @@ class Watchdog:
         pause = min(1.0, *(limit / 4 for limit in self._limits))
         seen, since = self._progress(), time.monotonic()
         while not self._thread.stopping.wait(pause):
-            watched, now = self._watched, time.monotonic()
+            wait, now = self._wait, time.monotonic()
             if (progress := self._progress()) != seen:
                 seen, since = progress, now
-            if watched is not None and self._data is not None and now - watched[0] > self._data:
-                _, argument, epoch, batch = watched
-                what = f"{argument} gave no batch {batch} of epoch {epoch}"
-                self._bite(f"{what} within Trainer(data_timeout={self._data:g}) seconds.", self._data)
+            if wait is not None and self._data is not None and now - wait.begun > self._data:
+                problem = f"{wait.argument} gave no batch {wait.batch} of epoch {wait.epoch}"
+                self._bite(f"{problem} within Trainer(data_timeout={self._data:g}) seconds.", self._data)
             elif self._hang is not None and now - since > self._hang:
-                what = f"Nothing has moved for Trainer(hang_timeout={self._hang:g}) seconds"
-                self._bite(f"{what}, {self._place()}.", self._hang)
+                problem = f"Nothing has moved for Trainer(hang_timeout={self._hang:g}) seconds"
+                self._bite(f"{problem}, {self._place()}.", self._hang)
 
-    def _bite(self, what: str, patience: float) -> None:
+    def _bite(self, problem: str, patience: float) -> None:
         try:
-            with contextlib.suppress(Exception):  # there may be nothing left to write to
-                _print(f"{what} The stacks of all threads follow, then the process ends with code {EXIT_CODE}.")
+            with contextlib.suppress(Exception):  # the stream may be closed
+                _print(f"{problem} The stacks of all threads follow, then the process ends with code {EXIT_CODE}.")
                 faulthandler.dump_traceback(file=_stderr(), all_threads=True)
             try:
                 saved = Background("jaxlit-rescue", self._rescue).start().result(patience)
@@ -104,4 +106,4 @@ def _print(text: str) -> None:
 
 
 def _stderr() -> Any:
-    return sys.__stderr__ or sys.stderr  # a notebook's own has no file
+    return sys.__stderr__ or sys.stderr  # a notebook's stderr has no file

@@ -101,12 +101,8 @@ class Fate:
     is ended. The thread ends before jax shuts its client down: a thread that waits for the service then would abort the
     process.
 
-    Args:
-        client: jax's client of the service.
-        index: Which process this is.
-        size: How many processes there are.
-        address: "host:port" of the service, which process 0 holds.
-        dead_after: Seconds without a beat after which a process counts as dead.
+    The service runs in process 0, at `address`, "host:port". A process counts as dead after `dead_after` seconds
+    without a beat.
 
     Attributes:
         listener: What the thread calls once a second.

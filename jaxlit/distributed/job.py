@@ -300,11 +300,8 @@ def same_job(
     Args:
         topic: What the items are of, for messages.
         make_items: Returns what must be the same, a text by its name; not called in a single process.
-        most: How many items that differ are named.
+        most: How many items that differ are named, with their values, processes and hosts.
         place: Returns where an item is in the user's code; places may differ.
-
-    Raises:
-        ProcessError: Items differ, with their names, values, processes and hosts.
     """
     processes = team()
     if processes.size == 1:
@@ -335,15 +332,9 @@ def same_job(
 def same_program(name: str, make_program: Callable[[], Any], step: Any = None) -> None:
     """Refuse in every process a program that differs between them, before it is compiled.
 
-    Learning rates and seeds are constants of a program.
-
-    Args:
-        name: The program's name.
-        make_program: Returns its trace, a `jax.stages.Traced` or a `ClosedJaxpr`; None if jax cannot trace it.
-        step: The trace of the user's step in it, None for none: its equations have their places in the user's code.
-
-    Raises:
-        ProcessError: The program differs, with the first equation that does and its place.
+    Learning rates and seeds are constants of a program. The error names the first equation that differs, with its place
+    in the user's code if `step` is the trace of the user's step. `make_program` returns the program's trace, a
+    `jax.stages.Traced` or a `ClosedJaxpr`; None if jax cannot trace it.
     """
     if team().size == 1:
         return

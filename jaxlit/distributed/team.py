@@ -247,18 +247,7 @@ def _client() -> Any:
 
 
 def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[Any]:
-    """Return a JSON value of each process, or raise in all of them the error of one.
-
-    This takes one agreement, and a second one only if there is an error.
-
-    Args:
-        topic: What is agreed on, for messages.
-        value: This process's value.
-        error: The error of this process, if there is one.
-
-    Raises:
-        JaxlitError: A process has an error.
-    """
+    """Return a JSON value of each process, or raise in all of them the error of one, by a second agreement."""
     processes = team()
     values, failures = zip(*processes.agree(topic, [value, error is not None]), strict=True)
     if any(failures):
@@ -366,12 +355,7 @@ def _reader() -> str:
 
 
 def join_rows(x: np.ndarray, rows: Sequence[int]) -> np.ndarray:
-    """Return the rows of all processes, in their order.
-
-    Args:
-        x: This process's rows, (rows[process], ...).
-        rows: How many rows each process has.
-    """
+    """Return the rows of all processes, in their order, from this process's and the number of each."""
     padded = np.zeros((max(rows), *x.shape[1:]), x.dtype)
     padded[: len(x)] = x
     parts = process_allgather(padded)

@@ -1,7 +1,4 @@
-"""Curves of metrics as SVG, which needs no library and is sharp at any size.
-
-A page of HTML that loads no other file.
-"""
+"""Curves of metrics as SVG, which needs no library and is sharp at any size, and the parts of a page of HTML."""
 
 import math
 import re
@@ -18,10 +15,11 @@ from jaxlit.texts import count
 WIDTH, HEIGHT = 440, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 12, 38  # margins around the curves
 _MAX_POINTS = 400  # of a curve: more cannot be seen
-_COLORS = 6
+_NUM_COLORS = 6
 _STAGES = ("train", "val", "test")  # which have the first colors
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps and values
+Cell = tuple[str, str]  # a text, and its class: "n" for a number, "n best" for the best number, "" for text
 
 
 def together(names: Iterable[str]) -> dict[str, list[str]]:
@@ -38,8 +36,8 @@ def colors(names: Iterable[str]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name in sorted(names, key=lambda name: (not name.startswith(_STAGES), name)):
         first = next((k for k, stage in enumerate(_STAGES) if name.startswith(stage)), 0)
-        free = (first, *range(len(_STAGES), _COLORS), *range(len(_STAGES)))
-        numbers[name] = next((k for k in free if k not in numbers.values()), first)
+        choices = (first, *range(len(_STAGES), _NUM_COLORS), *range(len(_STAGES)))
+        numbers[name] = next((k for k in choices if k not in numbers.values()), first)
     return numbers
 
 
@@ -51,11 +49,8 @@ def spans_decades(values: np.ndarray) -> bool:
 def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
     """Return a picture of curves, an SVG element that takes its colors from the page; "" without a finite value.
 
-    Values that are not finite are gaps. Positive values that span more than a factor of 30 have a logarithmic axis.
-
-    Args:
-        title: What the picture shows, for screen readers.
-        curves: Steps and values by name.
+    Values that are not finite are gaps. Positive values that span more than a factor of 30 have a logarithmic axis. The
+    title is for screen readers.
     """
     finite = np.concatenate([values[np.isfinite(values)] for _, values in curves.values()] or [np.zeros(0)])
     if not finite.size:
@@ -82,11 +77,12 @@ def curves_svg(title: str, curves: Mapping[str, Curve]) -> str:
         parts.append(label("middle", f"{x(tick):.1f}", f"{bottom + 18}", _short(tick)))
     parts.append(label("end", f"{right}", f"{HEIGHT - 4}", "step"))
     for name, curve in curves.items():
-        color, (at, values) = f"var(--c{number_of[name]})", thinned(*curve)
+        curve_steps, values = thinned(*curve)
         for piece in np.ma.clump_unmasked(np.ma.masked_invalid(values)):
-            places = zip(x(at[piece]), y(scale(values[piece])), strict=True)
-            points = [f"{px:.1f},{py:.1f}" for px, py in places]
+            positions = zip(x(curve_steps[piece]), y(scale(values[piece])), strict=True)
+            points = [f"{px:.1f},{py:.1f}" for px, py in positions]
             points *= 2 if len(points) == 1 else 1  # a line from a point to itself is a dot
+            color = f"var(--c{number_of[name]})"
             line = f'<polyline class="curve" stroke="{color}" points="{" ".join(points)}">'
             parts.append(f"{line}<title>{escape(name)}</title></polyline>")
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
@@ -96,10 +92,11 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> Curve:
     """Return at most 400 points of a curve: the smallest and the largest value of each stretch, and both ends."""
     if len(steps) <= _MAX_POINTS:
         return steps, values
-    kept, known = {0, len(steps) - 1}, np.ma.masked_invalid(values)
+    points = {0, len(steps) - 1}
+    finite = np.ma.masked_invalid(values)
     for stretch in np.array_split(np.arange(len(steps)), _MAX_POINTS // 2 - 1):
-        kept |= {stretch[known[stretch].argmin()], stretch[known[stretch].argmax()]}
-    order = sorted(kept)
+        points |= {stretch[finite[stretch].argmin()], stretch[finite[stretch].argmax()]}
+    order = sorted(points)
     return steps[order], values[order]
 
 
@@ -116,16 +113,13 @@ def _ticks(low: float, high: float, *, integers: bool = False) -> list[float]:
     return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
-Cell = tuple[str, str]  # the text, and its class: "n" for a number, "n best" for the best, "" for text
-
-
 def number(value: float, note: str = "", *, best: bool = False) -> Cell:
     """Return a number as a cell, followed by a note."""
     return f"{value:.6g}{note}", "n best" if best else "n"
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """Return a page of parts, each of them HTML; empty ones are left out."""
+    """Return a page of the parts in HTML that are not empty."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     start = f'<!doctype html>\n<html lang="en"><head>{head}<style>\n{style}</style></head>\n<body><main>'

@@ -1,15 +1,10 @@
-"""Images, tables and texts that a logger cannot store, as files in the run's folder.
-
-Histograms, computed on the device, also inside a step, or on the host.
-
-Images that a user logs, as Pillow takes them.
-"""
+"""Histograms and images that a user logs, and `MediaFolder`, which writes what a logger cannot store to files."""
 
 import csv
 import io
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +17,34 @@ from jaxlit.errors import ArgumentError
 from jaxlit.reporting.terminal import say, short_path
 
 BINS = 64
+_FORBIDDEN = str.maketrans(dict.fromkeys('<>:"|?*\\' + "".join(map(chr, range(32))), "_"))
+_logger = logging.getLogger("jaxlit")
 
 
 def histogram(x: jax.Array, bins: int = BINS) -> jax.Array:
     """Count the finite entries of an array in bins of equal width, as `numpy.histogram` does; may be traced.
 
-    Args:
-        x: Numbers of any shape, however sharded: only the counts leave a device.
-        bins: How many bins.
+    Only the counts of a sharded array leave a device.
 
     Returns:
         (2 + bins,) float32: the lowest and the highest edge, and the counts. Counts above 2**24 are rounded.
     """
     x = x.astype(jnp.float32)
     finite = jnp.isfinite(x)
-    some = finite.any()
-    low = jnp.where(some, jnp.min(x, where=finite, initial=jnp.inf), 0.0)
-    high = jnp.where(some, jnp.max(x, where=finite, initial=-jnp.inf), 0.0)
+    any_finite = finite.any()
+    low = jnp.where(any_finite, jnp.min(x, where=finite, initial=jnp.inf), 0.0)
+    high = jnp.where(any_finite, jnp.max(x, where=finite, initial=-jnp.inf), 0.0)
     half = jnp.where(low == high, jnp.maximum(0.5, jnp.abs(low) * 2.0**-20), 0.0)
     low, high = low - half, high + half
-    # Parts, whose difference does not overflow, nor underflows its reciprocal, by which XLA multiplies. The last bin
-    # includes its upper edge. Not reshaped: a sharded array would be gathered for it.
-    at = jnp.clip(((x / 16 - low / 16) / (high / 16 - low / 16) * bins).astype(jnp.int32), 0, bins - 1)
-    counts = jnp.zeros(bins, jnp.int32).at[jnp.where(finite, at, bins)].add(1, mode="drop")
+    # By 16, so that the difference does not overflow, nor its reciprocal, by which XLA multiplies, underflow. The last
+    # bin includes its upper edge. Not reshaped: a sharded array would be gathered for it.
+    indices = jnp.clip(((x / 16 - low / 16) / (high / 16 - low / 16) * bins).astype(jnp.int32), 0, bins - 1)
+    counts = jnp.zeros(bins, jnp.int32).at[jnp.where(finite, indices, bins)].add(1, mode="drop")
     return jnp.concatenate([jnp.stack([low, high]), counts.astype(jnp.float32)])
 
 
 def count(values: Any, bins: int = BINS) -> tuple[np.ndarray, np.ndarray]:
-    """Return the counts and the edges of a histogram of the finite entries, on the host.
-
-    Args:
-        values: Numbers of any shape.
-        bins: How many bins.
-
-    Returns:
-        (bins,) int64 and (bins + 1,) float64.
-    """
+    """Return the counts, int64, and the edges, float64, of a histogram of the finite entries, on the host."""
     values = np.asarray(values, np.float64)
     return np.histogram(values[np.isfinite(values)], bins)
 
@@ -67,16 +54,11 @@ def unpack(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return packed[2:].astype(np.int64), np.linspace(float(packed[0]), float(packed[1]), len(packed) - 1)
 
 
-def as_image(where: str, x: Any) -> np.ndarray:
-    """Return an image as an array of uint8 of its own.
+def as_image(call: str, x: Any) -> np.ndarray:
+    """Return an image as a new array of uint8; `call` is for messages.
 
-    Args:
-        where: The call, for messages.
-        x: (height, width) or (height, width, 1, 3 or 4) of uint8, bool, or floats from 0 to 1, others are clipped; a
-            Pillow image; a matplotlib figure; or a path.
-
-    Raises:
-        ArgumentError: It is an array, and no image.
+    An image is an array (height, width) or (height, width, 1, 3 or 4) of uint8, bool, or floats, which are clipped to 0
+    to 1; a Pillow image; a matplotlib figure; or a path.
     """
     if not hasattr(x, "dtype"):
         from PIL import Image
@@ -88,11 +70,10 @@ def as_image(where: str, x: Any) -> np.ndarray:
         return np.array(picture if picture.mode in ("L", "RGB", "RGBA") else picture.convert("RGBA"))
     array = np.asarray(x)
     channels = array.shape[-1] if array.ndim == 3 else 1
-    # bfloat16 is of kind V.
-    known = array.dtype == np.uint8 or array.dtype.kind in "fVb"
-    if array.ndim not in (2, 3) or not array.size or channels not in (1, 3, 4) or not known:
+    has_known_dtype = array.dtype == np.uint8 or array.dtype.kind in "fVb"  # V is bfloat16
+    if array.ndim not in (2, 3) or not array.size or channels not in (1, 3, 4) or not has_known_dtype:
         raise ArgumentError(
-            f"{where} takes (height, width) or (height, width, 1, 3 or 4) arrays of uint8, or of floats from 0 to 1, "
+            f"{call} takes (height, width) or (height, width, 1, 3 or 4) arrays of uint8, or of floats from 0 to 1, "
             f"got {array.dtype}{list(array.shape)}. Pass a list for several images."
         )
     if array.dtype != np.uint8:
@@ -100,42 +81,33 @@ def as_image(where: str, x: Any) -> np.ndarray:
     return (array[..., 0] if array.ndim == 3 and channels == 1 else array).copy()
 
 
-def as_images(where: str, images: Any, caption: Sequence[str] | None = None) -> list[tuple[np.ndarray, str | None]]:
-    """Return an image or a list of them as `as_image` returns each, with their captions.
-
-    Raises:
-        ArgumentError: An array is no image, or there is not a caption for each image.
-        LoggerError: Pillow is not installed.
-    """
-    check.import_package("PIL", owner=where, install="pillow")
-    given = [as_image(where, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
-    texts = [None] * len(given) if caption is None else caption
-    if isinstance(texts, str) or len(texts) != len(given):
+def as_images(call: str, images: Any, caption: Sequence[str] | None = None) -> list[tuple[np.ndarray, str | None]]:
+    """Return an image or a list of images, each as `as_image` returns it and with its caption; this needs Pillow."""
+    check.import_package("PIL", owner=call, install="pillow")
+    arrays = [as_image(call, x) for x in (images if isinstance(images, (list, tuple)) else [images])]
+    texts = [None] * len(arrays) if caption is None else caption
+    if isinstance(texts, str) or len(texts) != len(arrays):
         raise ArgumentError(
-            f"{where} takes a list with a caption for each image, got {len(given)} images and {caption!r:.60}. Pass "
+            f"{call} takes a list with a caption for each image, got {len(arrays)} images and {caption!r:.60}. Pass "
             "caption=['...']."
         )
-    return list(zip(given, texts, strict=True))
-
-
-_logger = logging.getLogger("jaxlit")
-_FORBIDDEN = str.maketrans(dict.fromkeys('<>:"|?*\\' + "".join(map(chr, range(32))), "_"))
-
-_File = tuple[str, bytes]  # a suffix, and what is in it
+    return list(zip(arrays, texts, strict=True))
 
 
 class MediaFolder:
     """Writes media to `<run folder>/media/<key>/<step>`, with a suffix for its kind.
 
-    Several of one key at one step are numbered, `3.png`, `3_1.png`; a training that is resumed overwrites what it makes
-    again. The methods take the arguments of those of `jaxlit.callbacks.Logger`.
+    Files of one key at one step are numbered, `3.png`, `3_1.png`; a resumed training overwrites those that it repeats.
+    The methods take the arguments of those of `jaxlit.callbacks.Logger`.
 
     Args:
-        run_dir: Returns the run's folder; None to make everything and keep nothing.
-        step: Returns the step of media that are given without one.
+        run_dir: Returns the run's folder; None to convert everything and write nothing.
+        step: Returns the step of media that are logged without one.
         goes_on: Returns whether training continues, so that a failure must not end it.
         announces: Whether a line names the folder.
     """
+
+    _announced: Path | None = None
 
     def __init__(
         self,
@@ -148,23 +120,13 @@ class MediaFolder:
         self._run_dir, self._step, self.goes_on, self._announces = run_dir, step, goes_on, announces
         self.begin()
 
-    _announced: Path | None = None
-
     def begin(self) -> None:
-        """Begin a run: it overwrites files of an earlier one, and prints its failures again."""
-        self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step, and how many files it has
+        """Begin a run, which overwrites files of an earlier run and prints its own failures."""
+        self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step and its number of files
         self._failures: set[tuple[str, type]] = set()
 
     def stand_in(self, call: str, method: str, error: Exception, *args: Any, **named: Any) -> None:
-        """Keep media that a logger failed to take; warn once and never raise.
-
-        Args:
-            call: The logger's method that failed, for the warning.
-            method: Its name, which this folder has as well.
-            error: What it has raised.
-            *args: Its arguments.
-            **named: Its keyword arguments.
-        """
+        """Write media that a logger's `method(*args, **named)` failed to store; warn once and never raise."""
         outcome = "It is kept in the run's media folder"
         try:
             getattr(self, method)(*args, **named)
@@ -177,20 +139,20 @@ class MediaFolder:
 
     def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
         """Write a text to a .txt file."""
-        self._keep(key, [(".txt", str(text).encode())], step)
+        self._write(key, {".txt": str(text).encode()}, step)
 
     def log_table(
         self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
     ) -> None:
         """Write a table to a .csv file."""
         csv.writer(text := io.StringIO(), lineterminator="\n").writerows([columns, *data])
-        self._keep(key, [(".csv", text.getvalue().encode())], step)
+        self._write(key, {".csv": text.getvalue().encode()}, step)
 
     def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
         """Write counts and edges to a .json file."""
         counts, edges = count(values, bins)
         text = json.dumps({"counts": counts.tolist(), "edges": edges.tolist()})
-        self._keep(key, [(".json", text.encode())], step)
+        self._write(key, {".json": text.encode()}, step)
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
@@ -200,24 +162,24 @@ class MediaFolder:
             from PIL import Image
 
             Image.fromarray(image).save(content := io.BytesIO(), format="png")
-            files = [(".png", content.getvalue())]
-            self._keep(key, files if text is None else [*files, (".txt", text.encode())], step)
+            caption_file = {} if text is None else {".txt": text.encode()}
+            self._write(key, {".png": content.getvalue()} | caption_file, step)
 
     log_figure = log_image
 
-    def _keep(self, key: str, files: Sequence[_File], step: int | None) -> None:
-        """Write files of one name, and print once where."""
+    def _write(self, key: str, files: Mapping[str, bytes], step: int | None) -> None:
+        """Write the contents of files by their suffixes, and print once where."""
         if (run_dir := self._run_dir()) is None:
             return
-        at, media = int(self._step() if step is None else step), run_dir / "media"
+        step, media = int(self._step() if step is None else step), run_dir / "media"
         parts = [part.translate(_FORBIDDEN) for part in key.split("/")]
         folder = media.joinpath(*("_" if part in ("", ".", "..") else part for part in parts))
-        newest, number = self._newest.get(folder, (at, 0))
-        number = number if newest == at else 0
+        newest, number = self._newest.get(folder, (step, 0))
+        number = number if newest == step else 0
         folder.mkdir(parents=True, exist_ok=True)
-        for suffix, content in files:
-            (folder / f"{at}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
-        self._newest[folder] = at, number + 1
+        for suffix, content in files.items():
+            (folder / f"{step}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
+        self._newest[folder] = step, number + 1
         if self._announces and media != self._announced:
             self._announced = media
             say(f"images, tables and texts are saved in {short_path(media)}: their logger does not store them")

@@ -10,7 +10,7 @@ from jaxlit.reporting.terminal import say
 
 PLACEHOLDER = "<redacted>"
 
-_OWNERS = (  # whose key, pass or token is a secret: a label_key is no key, a forward_pass no password
+_OWNERS = (  # a key, pass or token of these is a secret: a label_key is no key, a forward_pass no password
     "access|admin|anthropic|api|auth|aws|azure|bot|csrf|database|db|deploy|email|encryption|gcp|github|gitlab|hf|hub|"
     "license|login|mail|master|mysql|npm|oauth|openai|postgres|private|prod|proxy|redis|refresh|root|secret|service|"
     "session|signing|slack|smtp|ssh|storage|stripe|sudo|vpn|wandb|wifi"
@@ -22,9 +22,9 @@ _SECRET = re.compile(  # the end of a name in snake_case; password_file and toke
     r"(_(backup|hash|header|id|json|live|new|old|prod|str|string|test|v|value))*_?\d*$"
 )
 _WORD_END = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.]")
-_NOT_GIVEN = re.compile(r"|<.*>|\[.*\]", re.DOTALL)  # nothing, or a token of text: <pad>, [MASK]
+_HARMLESS = re.compile(r"|<.*>|\[.*\]", re.DOTALL)  # no text, or a token of text: <pad>, [MASK]
 _USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/]*@")  # with a password
-_told: set[str] = set()  # paths of secrets, in this run
+_printed: set[str] = set()  # paths of secrets, in this run
 
 
 def is_secret(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return JSON values with secrets hidden, at any depth, and print once in a run which."""
+    """Return JSON values with secrets hidden, at any depth, and print their paths once in a run."""
     paths: list[str] = []
     hidden = hide(values, paths)
     tell(paths)
@@ -42,7 +42,7 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide(value: Any, paths: list[str], path: str = "", name: str = "") -> Any:
     """Return a value with `PLACEHOLDER` in place of each secret, and append the paths of secrets to a list."""
-    if name and _is_given(value) and is_secret(name):
+    if name and _may_be_secret(value) and is_secret(name):
         paths.append(path)
         return PLACEHOLDER
     if isinstance(value, Mapping):
@@ -57,19 +57,19 @@ def hide(value: Any, paths: list[str], path: str = "", name: str = "") -> Any:
 
 def tell(paths: Iterable[str]) -> None:
     """Print once in a run where secrets were left out; never their values."""
-    new = [path for path in dict.fromkeys(paths) if path not in _told]
-    _told.update(new)
+    new = [path for path in dict.fromkeys(paths) if path not in _printed]
+    _printed.update(new)
     if new and jax.process_index() == 0:
         say(f"Left out of what is written, as secrets: {', '.join(new)}")
 
 
 def tell_again() -> None:
-    """Begin a run, in which names are printed again."""
-    _told.clear()
+    """Begin a run, in which paths are printed again."""
+    _printed.clear()
 
 
-def _is_given(value: Any) -> bool:
-    """Return whether a value is something to hide, or contains it: a text or another object, but no number."""
+def _may_be_secret(value: Any) -> bool:
+    """Return whether a value is or contains a text or another object, not only numbers."""
     if isinstance(value, (Mapping, list, tuple, set, frozenset)):
-        return any(map(_is_given, value.values() if isinstance(value, Mapping) else value))
-    return not isinstance(value, (bool, int, float, type(None))) and not _NOT_GIVEN.fullmatch(str(value))
+        return any(map(_may_be_secret, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, (bool, int, float, type(None))) and not _HARMLESS.fullmatch(str(value))

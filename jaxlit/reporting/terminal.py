@@ -1,9 +1,4 @@
-"""Lines in the terminal, and one line that changes in place.
-
-The line of an epoch.
-
-How arrays are sharded, and their bytes on each device.
-"""
+"""Lines in the terminal, among them one that changes in place and those of epochs; arrays and their bytes in words."""
 
 import contextlib
 import math
@@ -19,30 +14,21 @@ from typing import Any
 import jax
 
 _ASCII = str.maketrans("·…━─", "|.=-")
+_SHORTEST, _LONGEST = 6, 18  # cells of a bar
+_NUMBER_WIDTH = 10  # of a number with four significant digits, such as -1.234e-05
 
 
 def say(text: str, *, aside: bool = False) -> None:
-    """Print lines; a stdout that is gone, or that cannot write a character, never ends training.
-
-    Args:
-        text: The lines.
-        aside: Whether they go to stderr.
-    """
+    """Print lines to stdout, or `aside` to stderr; a stream that is gone or cannot write them never ends training."""
     stream = sys.stderr if aside else sys.stdout
-    # ValueError is what a closed Python file raises, AttributeError what None and an object without flush do.
+    # A closed Python file raises ValueError, None and an object without flush raise AttributeError.
     with contextlib.suppress(OSError, ValueError, LookupError, AttributeError):
         stream.write(f"{_writable(text)}\n")
         stream.flush()
 
 
 def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> str:
-    """Return parts as a line, or as so many lines as the width asks for.
-
-    Args:
-        parts: The parts, which are not broken.
-        indent: What the second line and those after it begin with.
-        between: The text between two parts of a line.
-    """
+    """Return parts as one line, or as several in a narrow terminal: no part is broken, later lines are indented."""
     width, lines = line_width(), [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}{between}{part}" if lines[-1] else part
@@ -55,18 +41,18 @@ def join(parts: Sequence[str], indent: str = "  ", *, between: str = " · ") -> 
 
 
 def line_width() -> int | None:
-    """Return how many characters a line of the terminal has, also of a dumb one; None if there is none."""
+    """Return the width of the terminal, also of a dumb one; None without a terminal."""
     return shutil.get_terminal_size().columns if _is_tty() else None
 
 
 def bar(done: int, total: float, width: int) -> str:
-    """Return how much is done as a bar; a full one if the total is not known."""
+    """Return a progress bar; a full one if the total is not known."""
     filled = width if total == math.inf else round(width * min(done / max(total, 1), 1.0))
     return "━" * filled + "─" * (width - filled)
 
 
 def clock(seconds: float) -> str:
-    """Return a duration in a form for people."""
+    """Return a duration in words."""
     if seconds >= 100:
         return str(timedelta(seconds=round(seconds)))
     return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
@@ -81,7 +67,7 @@ def short_path(path: Path) -> Path:
 
 
 def absolute(path: Path) -> Path:
-    """Return a path from the root, or as it is where the working folder was deleted."""
+    """Return an absolute path, or the path itself if the working folder was deleted."""
     with contextlib.suppress(OSError):
         return Path(os.path.abspath(path))
     return path
@@ -93,15 +79,15 @@ def is_terminal() -> bool:
 
 
 def _is_tty() -> bool:
-    # Not Rich's answer, which is yes for a file too where FORCE_COLOR is set, as build servers do.
+    # Not Rich's answer, which is yes for a file too if FORCE_COLOR is set, as on build servers.
     try:
         return _stdout().isatty()
-    except (AttributeError, ValueError):  # it is None, somebody's own object, or closed
+    except (AttributeError, ValueError):  # None, another object, or a closed file
         return False
 
 
 def _stdout() -> Any:
-    """Return the stdout that Rich puts something before while a line is live."""
+    """Return the stdout that Rich replaces while a line is live."""
     return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
 
@@ -123,7 +109,7 @@ class TerminalLine:
         from rich.live import Live
 
         class QuietConsole(Console):
-            # Rich's own ends the process.
+            # Rich's method ends the process.
             def on_broken_pipe(self) -> None:
                 raise BrokenPipeError
 
@@ -136,26 +122,51 @@ class TerminalLine:
         from rich.text import Text
 
         line = Text(text)
-        # Three are left free: in a full line the ^C that a terminal shows would begin another, and leave this one.
+        # Three cells stay free: in a full line the ^C that a terminal shows would begin another line.
         line.truncate(max((line_width() or 80) - 3, 1), overflow="ellipsis")
         self._live.update(Text(_writable(line.plain), no_wrap=True, overflow="crop"), refresh=True)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._live.stop()
 
 
-def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
-    """Return how arrays are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
+def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> str:
+    """Return an epoch's line, with as long a bar as fits; without a terminal there is no bar.
 
-    Those of one device are "on cpu:3", and those of some devices "replicated on cpu:4,5".
-
-    Args:
-        arrays: Arrays, or their shapes, dtypes and shardings.
-        devices: All devices in question.
+    The widths of the numbers decide the layout, so that all epochs have the same layout. Spaces are given up before the
+    bar. The last two of the numbers are a mark, which stays next to the part before it, and a remark, which the layout
+    does not count.
     """
-    among = frozenset(devices)
-    partitions = {_partition(sharding, among) for sharding in {x.sharding for x in arrays}}
+    *parts, mark, remark = [epoch, *numbers]
+    parts, width = list(filter(None, parts)), line_width() or 0
+    for gap in ("  ", " ") if width else ("  ",):
+        fixed = gap.join(filter(None, [*parts, mark]))
+        if (room := width - len(fixed) - len(gap)) >= _SHORTEST:
+            parts.insert(1, bar(done, total, min(room, _LONGEST)))
+            break
+    parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
+    return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
+
+
+def number(value: float) -> str:
+    """Return a metric's number with four significant digits, 10 characters wide."""
+    return f"{value:<{_NUMBER_WIDTH}.4g}"
+
+
+def live_line(epoch: str, done: int, total: float, numbers: str) -> str:
+    """Return the line of the current epoch; a narrow terminal has a shorter bar."""
+    room = (line_width() or 200) - len(f"{epoch}{numbers}") - 8
+    return f"{epoch}  {bar(done, total, min(max(room, _SHORTEST), _LONGEST))}  {numbers}"
+
+
+def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
+    """Return how arrays, or their shapes, are sharded: "P('fsdp', None)", "replicated", or "mixed" if they differ.
+
+    Arrays of one device are "on cpu:3", those of a part of the `devices` "replicated on cpu:4,5".
+    """
+    all_devices = frozenset(devices)
+    partitions = {_partition(sharding, all_devices) for sharding in {x.sharding for x in arrays}}
     return partitions.pop() if len(partitions) == 1 else "mixed"
 
 
@@ -179,53 +190,15 @@ def devices_of(arrays: Iterable[Any]) -> frozenset[jax.Device]:
     return frozenset().union(*(sharding.device_set for sharding in {x.sharding for x in arrays}))
 
 
-def _partition(sharding: Any, among: frozenset[jax.Device]) -> str:
-    held = sharding.device_set
-    if len(held) == 1:
-        return f"on {_names(held)}"
-    split = any(axes is not None for axes in sharding.spec)
-    text = f"P({', '.join(map(repr, sharding.spec))})" if split else "replicated"
-    return text if held == among else f"{text} on {_names(held)}"
+def _partition(sharding: Any, all_devices: frozenset[jax.Device]) -> str:
+    devices = sharding.device_set
+    if len(devices) == 1:
+        return f"on {_names(devices)}"
+    is_split = any(axes is not None for axes in sharding.spec)
+    text = f"P({', '.join(map(repr, sharding.spec))})" if is_split else "replicated"
+    return text if devices == all_devices else f"{text} on {_names(devices)}"
 
 
 def _names(devices: Iterable[jax.Device]) -> str:
     """Return devices as "cpu:0,1,6"."""
     return f"{next(iter(devices)).platform}:{','.join(map(str, sorted(device.id for device in devices)))}"
-
-
-_SHORTEST, _LONGEST = 6, 18  # cells of a bar
-_NUMBER = 10  # characters of a number with four significant digits, as -1.234e-05 has
-
-
-def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> str:
-    """Return an epoch's line, with as long a bar as fits; without a terminal there is no bar.
-
-    The widths of the numbers alone decide the layout, so that all epochs have the same one. Spaces go before the bar.
-
-    Args:
-        epoch: The epoch, in words.
-        done: Its batches so far.
-        total: How many it has.
-        numbers: The parts after the bar, padded with spaces to the same width in all epochs; then a mark, which stays
-            next to the part before it, and a remark, which the layout leaves no room for.
-    """
-    *parts, mark, remark = [epoch, *numbers]
-    parts, width = list(filter(None, parts)), line_width() or 0
-    for gap in ("  ", " ") if width else ("  ",):
-        fixed = gap.join(filter(None, [*parts, mark]))
-        if (room := width - len(fixed) - len(gap)) >= _SHORTEST:
-            parts.insert(1, bar(done, total, min(room, _LONGEST)))
-            break
-    parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
-    return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
-
-
-def number(value: float) -> str:
-    """Return a metric's number with four significant digits, 10 characters wide."""
-    return f"{value:<{_NUMBER}.4g}"
-
-
-def live_line(epoch: str, done: int, total: float, numbers: str) -> str:
-    """Return the line of an epoch that continues; a narrow terminal has a shorter bar, and the line is cut there."""
-    room = (line_width() or 200) - len(f"{epoch}{numbers}") - 8
-    return f"{epoch}  {bar(done, total, min(max(room, _SHORTEST), _LONGEST))}  {numbers}"

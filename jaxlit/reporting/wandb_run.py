@@ -1,7 +1,4 @@
-"""A run of Weights & Biases that cannot stop training, or keep it waiting.
-
-Opening a run of Weights & Biases in bounded time, offline if it cannot be online.
-"""
+"""A run of Weights & Biases that cannot stop training or keep it waiting, and how it is opened in bounded time."""
 
 import json
 import math
@@ -20,9 +17,10 @@ from jaxlit.reporting.terminal import join, say, short_path
 if TYPE_CHECKING:
     import wandb
 
+STEP = "trainer/global_step"
+MARGIN = 10.0  # seconds beyond W&B's limits, which do not cover all of its waits
+_MAX_WAITING = 10_000  # rows that are not sent yet
 _open_runs: list[Any] = []  # of this process, which have not ended
-
-MARGIN = 10.0  # seconds beyond W&B's own limits, which do not cover all of its waits
 
 
 class WandbError(JaxlitError):
@@ -32,54 +30,44 @@ class WandbError(JaxlitError):
 def open_run(
     arguments: Mapping[str, Any], settings: Mapping[str, Any], *, offline: bool, raises: bool
 ) -> "wandb.Run | None":
-    """Open a run online; if that fails, offline; if that fails too, continue without. One line tells which it is.
+    """Open a run online; if that fails, offline; if that fails too, return None. One line says which it is.
 
-    Args:
-        arguments: Those of `wandb.init`, without mode and settings.
-        settings: Those of `wandb.Settings` that a user chooses.
-        offline: Whether to write to disk only.
-        raises: Whether the first failure is raised.
-
-    Returns:
-        The SDK's run; None if there is none.
-
-    Raises:
-        WandbError: The SDK is not installed.
-        Exception: With `raises`, what the SDK raised.
+    The arguments are those of `wandb.init`, without mode and settings, the settings those that a user chooses. With
+    `raises` the first failure is raised.
     """
-    why = ""
+    reason = ""
     for mode in ("offline",) if offline or os.environ.get("WANDB_MODE") == "offline" else (None, "offline"):
         try:
             run = _init(arguments, settings, mode)
         except BaseException as error:
-            end_run(None, failed=True)  # the SDK holds the id of a run that failed as long as its service runs
+            end_run(None, failed=True)  # the SDK reserves the id of a failed run as long as its service runs
             if raises or not isinstance(error, Exception):
                 raise
-            why = f" ({first_line(error)})"
+            reason = f" ({first_line(error)})"
         else:
             if run.disabled:
                 say("W&B disabled")
             elif run.offline:
-                say(join([f"W&B offline{why}", f"upload: wandb sync {short_path(Path(run.dir).parent)}"]))
+                say(join([f"W&B offline{reason}", f"upload: wandb sync {short_path(Path(run.dir).parent)}"]))
             else:
                 say(f"W&B {run.url}")
             _open_runs.append(run)
             return run
-    say(f"W&B: off for this run{why}")
+    say(f"W&B: off for this run{reason}")
     return None
 
 
 def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str | None) -> "wandb.Run":
     wandb = import_wandb()
-    if (asked := os.environ.get("WANDB_MODE")) and (mode is None or asked == "disabled"):
-        mode = asked  # the SDK reads it only at its first use
-    # Its reports of its own errors would keep the process from its end if the server does not answer.
+    if (user_mode := os.environ.get("WANDB_MODE")) and (mode is None or user_mode == "disabled"):
+        mode = user_mode  # the SDK reads it only at its first use
+    # Error reports of the SDK would keep the process from ending if the server does not answer.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     settings = {
         "finish_timeout_raises": True,
-        "x_disable_meta": True,  # the command line and the environment may hold secrets
+        "x_disable_meta": True,  # the command line and the environment may contain secrets
         "save_code": False,
-        "console": "off",  # what the progress bar draws is no log
+        "console": "off",  # the progress bar is not a log
         "silent": True,
         **settings,
     }
@@ -87,7 +75,7 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
 
     def init() -> Any:
         if wandb.run is None:  # otherwise the user has set up the SDK already
-            # Its lines come also from outside of runs, and some versions ask for an API key in a terminal.
+            # It prints outside of runs as well, and some versions ask for an API key in a terminal.
             wandb.setup(settings=wandb.Settings(silent=True, login_timeout=settings["init_timeout"]))
         return wandb.init(
             **arguments,
@@ -101,27 +89,19 @@ def _init(arguments: Mapping[str, Any], settings: Mapping[str, Any], mode: str |
     return Background("wandb-init", init).start().result(settings["init_timeout"] + MARGIN)
 
 
-def open_already(wanted: str | None) -> "wandb.Run | None":
-    """Return the run that the program has opened itself, as the agents of sweeps ask for, unless it is another.
-
-    Args:
-        wanted: The id of the run that was asked for, None for any.
-    """
+def open_already(run_id: str | None) -> "wandb.Run | None":
+    """Return the run that the program has opened itself, as in sweeps, if it has this id; None for any id."""
     run = getattr(sys.modules.get("wandb"), "run", None)
-    if run is None or wanted not in (None, run.id):
+    if run is None or run_id not in (None, run.id):
         return None
     say(f"W&B {short_path(Path(run.dir).parent) if run.offline else run.url} (the run that is open)")
     return run
 
 
 def end_run(run: "wandb.Run | None", *, failed: bool) -> None:
-    """Close the SDK's service after a run that failed, without waiting for it, unless other runs are open.
+    """Note that a run has ended; if it failed and no other run is open, close the SDK's service without a wait.
 
-    At the end of the process the SDK would wait for the service, which may hang; one that is closed is not waited for.
-
-    Args:
-        run: The run that has ended; None for one that could not be opened.
-        failed: Whether it could not be opened or finished.
+    At the end of the process the SDK would wait for the service, which may hang, unless it is closed.
     """
     if run in _open_runs:
         _open_runs.remove(run)
@@ -132,35 +112,21 @@ def end_run(run: "wandb.Run | None", *, failed: bool) -> None:
 
 
 def import_wandb() -> Any:
-    """Return the SDK.
-
-    Raises:
-        WandbError: It is not installed.
-    """
+    """Return the SDK; raise a WandbError if it is not installed."""
     return check.import_package("wandb", owner="WandbLogger", install="wandb", kind=WandbError)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; an OSError's without its path, so that it is printed once."""
+    """Return the first line of an error's message; that of an OSError without the path, so that it is printed once."""
     text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
 
 
-STEP = "trainer/global_step"
-
-_MAX_WAITING = 10_000  # rows that a run may lag behind
-
-
 class WandbRun:
-    """A run that is open. A thread gives everything to the SDK, in order.
+    """An open run. A thread passes everything to the SDK, in order.
 
-    After a row that fails nothing more is sent: one line says so, and training continues.
-
-    Args:
-        run: The SDK's run.
-        finish_timeout: Seconds to wait at the end.
-        raises: Whether a failure is raised at the next call; otherwise it is printed.
-        finishes: Whether to finish the run at the end: it was opened for this training.
+    After a row that fails nothing more is sent: one line says so, and training continues, or with `raises` the next
+    call raises. `finishes` is whether the run was opened for this training, and is finished at its end.
     """
 
     def __init__(self, run: "wandb.Run", finish_timeout: float, *, raises: bool, finishes: bool = True) -> None:
@@ -169,49 +135,34 @@ class WandbRun:
         self._error: Exception | None = None
         self._failed = self._skipped = False
         self._reasons: set[str] = set()  # of failures that were printed
-        self._deadline = math.inf  # jobs that begin after it are left out
-        self._uploads: dict[str, Any] = {}  # artifacts by what they are of; the SDK sends them meanwhile
+        self._deadline = math.inf  # jobs that begin after it are skipped
+        self._uploads: dict[str, Any] = {}  # artifacts by the names of checkpoints; the SDK sends them meanwhile
         self._queue = BackgroundQueue("wandb", self._fail)
 
-    def do(self, job: Callable[[], Any], what: str | None = None) -> None:
-        """Hand a job to the thread.
-
-        Args:
-            job: Sends something: the SDK writes an image to disk when it is made, so that is a part of it.
-            what: What it sends, if that is no row of numbers; a failure is one of it only.
+    def do(self, job: Callable[[], Any], topic: str | None = None) -> None:
+        """Run a job in the thread; if it sends media or the like, named `topic`, its failure concerns that only.
 
         Raises:
-            WandbError: Something has failed, and `raises` is set.
+            WandbError: An earlier job has failed, and `raises` is set.
         """
         if self._raises and (error := self._error) is not None:
             raise WandbError(f"W&B failed: {first_line(error)}.") from error
         if len(self._queue) > _MAX_WAITING:
             self._fail(TimeoutError(f"it is {_MAX_WAITING:,} rows behind"))
         if not self._failed:
-            self._queue.submit(lambda: self._work(job, what))
+            self._queue.submit(lambda: self._work(job, topic))
 
     def log_checkpoint(
         self, path: Path, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
     ) -> None:
-        """Send a checkpoint's folder as an artifact.
-
-        Args:
-            path: The folder.
-            name: The artifact's name; the same for all checkpoints of a run.
-            aliases: Names of this version.
-            metadata: What W&B shows of it, as well as its step and epoch.
-            lasts: Whether the folder exists until the run is finished. Otherwise the SDK copies it at once.
-
-        Raises:
-            WandbError: Something has failed, and `raises` is set.
-        """
+        """Send a checkpoint's folder as a version of an artifact; unless it `lasts`, the SDK copies it at once."""
 
         def send() -> None:
             import wandb
 
             state = json.loads((path / "state.json").read_text())
-            known = {"step": state["global_step"], "epoch": state["epoch"], **metadata}
-            artifact = wandb.Artifact(name, type="model", metadata=known)
+            counts = {"step": state["global_step"], "epoch": state["epoch"]}
+            artifact = wandb.Artifact(name, type="model", metadata={**counts, **metadata})
             # Offline the SDK must keep a copy until it is synced.
             artifact.add_dir(str(path), policy="immutable" if lasts and not self.run.offline else "mutable")
             upload = self.run.log_artifact(artifact, aliases=list(aliases))
@@ -221,11 +172,7 @@ class WandbRun:
         self.do(send, path.name)
 
     def finish(self, *, failed: bool) -> None:
-        """Wait until everything is sent, in bounded time, and close the run.
-
-        Raises:
-            WandbError: It could not be finished, and `raises` is set.
-        """
+        """Wait until everything is sent, in bounded time, and close the run; raise a WandbError only with `raises`."""
         start, errors = time.monotonic(), list[Exception]()
         later = f"; later: wandb sync {short_path(Path(self.run.dir).parent)}"
 
@@ -250,8 +197,8 @@ class WandbRun:
             say(f"W&B: the upload was interrupted{later}")
             raise
         if not in_time or self._skipped:
-            why = "there was no time left" if in_time else f"no end after {time.monotonic() - start:.0f} s"
-            errors.append(TimeoutError(why))
+            reason = "there was no time left" if in_time else f"no end after {time.monotonic() - start:.0f} s"
+            errors.append(TimeoutError(reason))
         self._failed |= bool(errors)  # jobs that hang may continue later, and then print nothing
         self._end(failed=bool(errors))
         if self._raises and (error := next(iter(errors), self._error)) is not None:
@@ -264,27 +211,27 @@ class WandbRun:
         try:
             upload.wait(math.ceil(self._deadline - time.monotonic()))
         except Exception as error:
-            if not isinstance(error.__cause__, TimeoutError):  # the SDK's own limit is the one that counts
+            if not isinstance(error.__cause__, TimeoutError):  # the limit of `finish` counts
                 raise
 
     def _end(self, *, failed: bool) -> None:
         if self._finishes:
             end_run(self.run, failed=failed)
 
-    def _work(self, job: Callable[[], Any], what: str | None) -> None:
+    def _work(self, job: Callable[[], Any], topic: str | None) -> None:
         self._skipped |= time.monotonic() > self._deadline
         if self._failed or self._skipped:
             return
         try:
             job()
         except Exception as error:
-            if what is None or self._raises:
+            if topic is None or self._raises:
                 raise
-            if (why := first_line(error)) not in self._reasons and not self._failed:
-                self._reasons.add(why)
-                say(f"W&B: {what} was not sent ({why})")
+            if (reason := first_line(error)) not in self._reasons and not self._failed:
+                self._reasons.add(reason)
+                say(f"W&B: {topic} was not sent ({reason})")
 
     def _fail(self, error: Exception) -> None:
-        first, self._failed, self._error = not self._failed, True, self._error or error
-        if first and not self._raises:
+        is_first, self._failed, self._error = not self._failed, True, self._error or error
+        if is_first and not self._raises:
             say(f"W&B: off for the rest of this run ({first_line(error)})")
