@@ -199,7 +199,7 @@ class CSVLogger(Logger):
         old, new = self._tail[index:], [row]
         if old:
             new = [{**old[0], **row}, *old[1:]]
-        if all(name in self._columns for name in row):
+        if row.keys() <= set(self._columns):
             self._replace_end(path, _lines(self._columns, old), _lines(self._columns, new))
         else:
             self._close()

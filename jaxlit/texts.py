@@ -62,8 +62,8 @@ def keys_of(path: Sequence[Any]) -> list[Any]:
 def leaf_name(path: Sequence[Any]) -> str:
     """Return a pytree path as a user writes it: `net.layers[0].kernel`."""
     name = ""
-    for part in path:
-        (key,) = keys_of([part])
+    for part in path:  # without a call for each part: a fit names every array
+        key = getattr(part, "key", getattr(part, "name", getattr(part, "idx", part)))
         if isinstance(key, int) or set(".[]") & set(str(key)):  # such a name would read like more than one
             name += f"[{key!r}]"
         else:
