@@ -17,7 +17,7 @@ from kit.refusals import refuses
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.checkpoints.hparam_values import DEFAULT
+from jaxlit.checkpoints.module_state import DEFAULT
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.faces import _tables, advice
 

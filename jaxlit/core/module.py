@@ -20,9 +20,8 @@ import optax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.hparam_values import DEFAULT, NotKeptError, decode, encode, not_kept, readable
+from jaxlit.checkpoints.module_state import DEFAULT, NotKeptError, decode, encode, load_variables, not_kept, readable
 from jaxlit.checkpoints.remote import local
-from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, LogError, ModuleError

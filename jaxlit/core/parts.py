@@ -1,9 +1,11 @@
-"""Parts of a module that are trained from an epoch on: until then an optimizer step leaves them alone.
+"""The optimizer of a module by its parts: which are trained from which epoch on, and at which learning rates.
 
-At the end `optimizer_of`: what `configure_optimizers` returned, as an `Optimizer`.
+`Part` and `Hold` leave a part alone until its epoch; `optimizer_of` reads `configure_optimizers`; `Rates` are read off
+the program of the optimizer's update.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.extend.core import Literal
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.optimizer import Optimizer, updates_of
 from jaxlit.errors import ModuleError, noting_place
-from jaxlit.texts import leaf_name, shown
+from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
+from jaxlit.texts import leaf_name, named_leaves, shown
 
 
 @dataclass(frozen=True)
@@ -166,3 +170,186 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
         f"{method} must return an optax.GradientTransformation or a jaxlit.Optimizer, got {shown(returned, 100)}. "
         f"{remedy}."
     )
+
+
+_AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
+_SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The learning rates of an optimizer step.
+
+    Args:
+        names: What they are called in a row: `lr`, or one for each group and each part of the parameters.
+        values: A function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one ()
+            float32 a name; it is traced into the step.
+    """
+
+    names: tuple[str, ...] = ()
+    values: Callable[[Any, jax.Array, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
+
+
+def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
+    """Return the learning rates of an optimizer, none where they cannot be read.
+
+    optax keeps a rate inside of closures, each optimizer elsewhere. The program of the update shows it:
+    a rate is what an array of updates is multiplied with at the end, a number or one computed of the optimizer's state.
+    So it is the true one under any wrapper, whatever its schedule counts. That of a part is 0 until the epoch that
+    trains it. The parameters may be abstract.
+    """
+    scheduled = {} if optimizer.lr_schedule is None else _scheduled(optimizer, params, parts)
+    starts, read = _read(optimizer, params, parts)
+    first_epochs = [*(start for start, _ in scheduled.values()), *starts.values()]
+
+    def values(state: Any, loss: jax.Array, step: jax.Array, epoch: jax.Array) -> list[jax.Array]:
+        rates = [*(rate(state, step) for _, rate in scheduled.values()), *read(state, loss)]
+        return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(first_epochs, rates, strict=True)]
+
+    return Rates((*scheduled, *starts), values)
+
+
+def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the rates of `lr_schedule`: by name the first epoch, and a function of (optimizer's state, step).
+
+    The optimizer's own count is used: it starts again where its state was left out of a resume, and in a part with its
+    first step. A part that counts otherwise has no rate in a row, as the step's index is not its count.
+    """
+    schedule: Any = optimizer.lr_schedule
+    state = jax.eval_shape(optimizer.tx.init, params)
+    counts = {}
+    for i, ((name, x), part) in enumerate(zip(named_leaves(state), parts_along(state), strict=True)):
+        if name.split(".")[-1] == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
+            counts.setdefault(part, i)
+
+    def rate(label: str) -> Callable:
+        i = counts.get(label)
+        return lambda state, step: _number(schedule(step if i is None else jax.tree.leaves(state)[i]))
+
+    # Another transform has another rate.
+    like = {f"lr/{x.label}": (x.start, rate(x.label)) for x in parts if x.tx is None and x.label in counts}
+    return {"lr": (0, rate(""))} | like
+
+
+def _read(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> tuple[dict[str, int], Callable]:
+    """Return the first epoch of each rate that has no schedule, by name, and a function of (state, loss) to these."""
+    names = [name for name, _ in named_leaves(params)]
+    wanted = set(names)
+    if optimizer.lr_schedule is not None:
+        wanted = {name for part in parts if part.tx is not None for name in part.names}
+    if not wanted:
+        return {}, lambda *_: []
+    try:
+        # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
+        with jax.disable_jit(False):
+            program = _Program(optimizer.tx, params)
+            factors = [program.factors(i) if name in wanted else [] for i, name in enumerate(names)]
+    except Exception:  # an update that fails is reported where the step is traced
+        return {}, lambda *_: []
+    of_parameter = _named(names, optimizer.groups, [_key(x) for x in factors])
+    starts = {name: part.start for part in parts for name in part.names}
+    values = program.values([factors[i] for i in of_parameter.values()])
+    return {name: starts.get(names[i], 0) for name, i in of_parameter.items()}, values
+
+
+def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
+    """Return what the rates are called in a row, with the index of a parameter that each is the rate of."""
+    labels, of_parameter = [groups.get(name, "") for name in names], {}
+    for label in dict.fromkeys(["", *groups.values()]):  # what is in no group first
+        first = {}  # the first parameter of each of the group's rates
+        for i, key in enumerate(keys):
+            if labels[i] == label and key is not None:
+                first.setdefault(key, i)
+        name = f"lr/{label}" if label else "lr"
+        of_parameter |= {f"{name}/pg{k}" if len(first) > 1 else name: i for k, i in enumerate(first.values(), 1)}
+    return of_parameter
+
+
+class _Program:
+    """The program of an optimizer's update, for abstract parameters."""
+
+    def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
+        state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+        leaves = jax.tree.leaves((state, loss))
+
+        def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:
+            return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
+
+        closed = jax.make_jaxpr(updates)(params, params, state, loss)
+        ends = {*variables(closed.jaxpr.outvars)}
+        if any(eqn.primitive.name in CALLS and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
+            closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
+        self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self.inputs = closed.jaxpr.invars[-len(leaves) :]
+        self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
+        self.of_step = {*closed.jaxpr.invars[: -len(leaves)]}  # what depends on gradients or parameters
+        for eqn in self.jaxpr.eqns:
+            if not self.of_step.isdisjoint(variables(eqn.invars)):
+                self.of_step.update(eqn.outvars)
+
+    def factors(self, i: int) -> list:
+        """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.
+
+        From the end it goes inwards until the sign has changed, as it does where a rate makes a descent of a gradient.
+        Factors further inside are the optimizer's, such as the number by which Muon scales a matrix.
+        """
+        var, factors, is_rate, descends = self.jaxpr.outvars[i], [], False, False
+        while not (is_rate and descends) and not isinstance(var, Literal) and (eqn := self.made_by.get(var)):
+            name, factor, var = eqn.primitive.name, None, eqn.invars[0]
+            if name in _AS_IT_IS:
+                continue
+            if name == "mul":
+                sides = [self._scalar(x) for x in eqn.invars]
+                numbers = [k for k, x in enumerate(sides) if x is not None]
+                # A number that is computed of the layer, such as LAMB's trust ratio, is no rate.
+                free = [k for k in numbers if self.of_step.isdisjoint(variables([sides[k]]))]
+                places = free or numbers
+                if len(places) != 1:
+                    break
+                var = eqn.invars[1 - places[0]]
+                if not free:
+                    continue
+                factor = sides[free[0]]
+            elif name != "neg":
+                break
+            factors.append(factor)
+            is_rate |= factor is not None and not (isinstance(factor, Literal) and abs(factor.val) == 1)
+            descends ^= self._is_negative(factor)
+        return factors if is_rate else []  # else it is a sign, with the rate elsewhere
+
+    def _is_negative(self, factor: Any) -> bool:
+        """Return whether a factor changes the sign, by how it is written."""
+        if factor is None or isinstance(factor, Literal):
+            return factor is None or bool(factor.val < 0)
+        eqn = self.made_by.get(factor)
+        name, inputs = (eqn.primitive.name, eqn.invars) if eqn else ("", [])
+        return name == "neg" or (name == "mul" and any(isinstance(x, Literal) and x.val < 0 for x in inputs))
+
+    def _scalar(self, x: Any) -> Any:
+        """Return the number that is spread to an array, as it was before it was rounded to the array's dtype."""
+        while not isinstance(x, Literal) and (eqn := self.made_by.get(x)) is not None and eqn.primitive.name in _SPREAD:
+            if eqn.primitive.name not in _AS_IT_IS and eqn.invars[0].aval.size != 1:
+                return None
+            x = eqn.invars[0]
+        return x if getattr(x.aval, "shape", None) == () else None
+
+    def values(self, rates: Sequence[Sequence]) -> Callable:
+        """Return a function of (state, loss) to the values of rates, each given by its factors."""
+        needed = dict.fromkeys(variables([x for factors in rates for x in factors if x is not None]))
+        eqns = walk_back(self.jaxpr.eqns, needed)
+
+        def compute(state: Any, loss: jax.Array) -> list[jax.Array]:
+            known = walk(eqns, self.consts | dict(zip(self.inputs, jax.tree.leaves((state, loss)), strict=True)))
+            factors = [[-1.0 if x is None else value_of(x, known) for x in xs] for xs in rates]
+            return [_number(-math.prod(xs, start=1.0)) for xs in factors]
+
+        return compute
+
+
+def _key(factors: Sequence[Any]) -> Any:
+    """Return what two parameters of one rate have in common: the variables or equal numbers; None without a rate."""
+    return tuple(float(x.val) if isinstance(x, Literal) else x for x in factors) or None
+
+
+def _number(x: Any) -> jax.Array:
+    return jnp.asarray(x, jnp.float32).reshape(())

@@ -17,9 +17,8 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.core.log import StepTable, Table, loss_of
 from jaxlit.core.optimizer import updates_of
-from jaxlit.core.parts import Hold
+from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.rates import Rates
 from jaxlit.core.replica import Replica, num_rows, reduce_outputs, reduce_state, same, scatter_state, share_of_metrics
 from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
 from jaxlit.errors import noting_place

@@ -19,8 +19,8 @@ from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import StepTable, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, share_hparams
+from jaxlit.core.parts import Rates
 from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
-from jaxlit.core.rates import Rates
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
 from jaxlit.distributed.job import same_job

@@ -18,8 +18,8 @@ from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
 from jaxlit.core.inspection import StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
+from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.rates import Rates, rates_of
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index

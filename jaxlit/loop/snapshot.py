@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume
+from jaxlit.checkpoints.module_state import match, report
 from jaxlit.checkpoints.position import FORMAT, POSITION
-from jaxlit.checkpoints.weights import match, report
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source

@@ -13,8 +13,8 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, Checkpoint, FolderLock, best_of, locate, newest, read
+from jaxlit.checkpoints.module_state import load_variables
 from jaxlit.checkpoints.remote import local, names_in, staging
-from jaxlit.checkpoints.weights import load_variables
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import computers, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, raised_everywhere

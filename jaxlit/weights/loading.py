@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.weights import comparison, match
+from jaxlit.checkpoints.module_state import comparison, match
 from jaxlit.distributed.team import fetch, team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import say

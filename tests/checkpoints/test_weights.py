@@ -28,8 +28,7 @@ from kit.trainers import fit, splitting
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger
-from jaxlit.checkpoints.hparam_values import NotKeptError, decode, encode
-from jaxlit.checkpoints.weights import match
+from jaxlit.checkpoints.module_state import NotKeptError, decode, encode, match
 from jaxlit.errors import CheckpointError
 
 

@@ -17,9 +17,8 @@ from jax._src import monitoring
 import jaxlit as jl
 from jaxlit.checkpoints import files  # of a checkpoint
 from jaxlit.core.log import Metric as Metric
-from jaxlit.core.parts import optimizer_of
+from jaxlit.core.parts import optimizer_of, rates_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.rates import rates_of
 from jaxlit.core.replica import Replica as Replica
 from jaxlit.core.train_state import Precision
 from jaxlit.data.prefetcher import Prefetcher
