@@ -106,7 +106,7 @@ class ModelCheckpoint(Callback):
         self._sign = 1 if mode == "min" else -1
         self.save_last = check.boolean("save_last", save_last, owner=owner)
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
-        has_no_trigger = every_n_epochs is every_n_train_steps is interval is None
+        has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
         self.every_n_epochs = 1 if has_no_trigger else every_n_epochs
         # If only the newest is kept, not every epoch must write one.
         self._may_skip_epochs = has_no_trigger and monitor is None and save_top_k in (0, 1)
@@ -182,8 +182,11 @@ class ModelCheckpoint(Callback):
         self._restart_clock()
         if (step := trainer.global_step) == self._restored_step:
             self._saved_at = trainer.saver.position if self.last_model_path else None
-        elif self._restored_step is not None:  # another callback wrote that checkpoint, before this one's turn
-            self.on_safe_point(trainer, module, self._at_epoch_end, step in self._steps_in_folder)
+        elif self._restored_step is not None:
+            # Another ModelCheckpoint wrote the checkpoint that training continues from, before this one was called at
+            # that safe point: it is called now, and writes again what its folder has of that step.
+            has_one = step in self._steps_in_folder
+            self.on_safe_point(trainer, module, epoch_over=self._at_epoch_end, training_over=has_one)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Note the step of the validation."""

@@ -104,43 +104,44 @@ class FSDP(Strategy):
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return sharded parameters and optimizer state, and the rest replicated."""
-        split = self._split(state, model, example)
-        params, frozen, model_state = split if self.stage == 3 else jax.tree.map(self._gathered, split)
+        sharded = self._stage3_shardings(state, model, example)
+        params, frozen, model_state = sharded if self.stage == 3 else jax.tree.map(self._gathered, sharded)
         shardings = jax.tree.map(lambda _: self.replicated, state)
         window = shardings.window
         if window is not None:
-            window = replace(window, grads=split[0] if self.stage >= 2 else params)
-        opt_state = like_params(state.opt_state, state.params, split[0], self.replicated)
+            window = replace(window, grads=sharded[0] if self.stage >= 2 else params)
+        opt_state = like_params(state.opt_state, state.params, sharded[0], self.replicated)
         return replace(
             shardings, params=params, frozen=frozen, model_state=model_state, opt_state=opt_state, window=window
         )
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the gradients' shards from stage 2 on."""
-        return None if self.stage == 1 else self._split(state, model, example)[0]
+        return None if self.stage == 1 else self._stage3_shardings(state, model, example)[0]
 
     def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
         """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
         pairs = [(x, self._gathered(x)) for x in jax.tree.leaves(shardings.variables)]
         if self.remat:
             return by_layer(body, pairs, self._policy)
-        split = [pair if pair[0] != pair[1] else None for pair in pairs]
-        return by_layer(body, split) if any(split) else body
+        gathered = [pair if pair[0] != pair[1] else None for pair in pairs]
+        return by_layer(body, gathered) if any(gathered) else body
 
-    def _split(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
+    def _stage3_shardings(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
         """Return the shardings of parameters, frozen parameters and other state under stage 3."""
         parts, names = state.variables, dim_names(model.origin)
+        # Whether each is a parameter, by its place in (params, frozen, model_state); its name; the leaf.
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
 
-        def split(scanned: dict[int, set[int]]) -> list[NamedSharding]:
+        def shardings_for(scanned: dict[int, set[int]]) -> list[NamedSharding]:
             return [
                 self._sharding(name, x, names.get(name, P()), by_size=is_param, scanned=scanned.get(i, set()))
                 for i, (is_param, name, x) in enumerate(leaves)
             ]
 
-        shardings = split({})
-        # The step is traced only if a dim is split that a scan may go along.
+        shardings = shardings_for({})
+        # The step is traced only if a scan may go along a dim that is split: dim 0 of two, or any of three.
         may_scan = any(
             axes_of(first.spec) and (x.ndim > 2 or (x.ndim > 1 and first.spec[0]))
             for first, (_, _, x) in zip(shardings, leaves, strict=True)
@@ -153,7 +154,7 @@ class FSDP(Strategy):
                     f"{type(self).__name__}(remat={self.remat!r}) recomputes the layers of a scan, and "
                     f"{model.name}.training_step scans over none. Leave remat out, and wrap layers in nnx.remat."
                 )
-            shardings = split(scanned)
+            shardings = shardings_for(scanned)
         return jax.tree.structure(parts).unflatten(shardings)
 
     def _sharding(self, name: str, x: Any, names: P, *, by_size: bool, scanned: set[int]) -> NamedSharding:
@@ -163,12 +164,12 @@ class FSDP(Strategy):
             return self.replicated
         return sharding.by_size(x, self.mesh, self.shard_axes, min_size=self.min_size, unsplit_dims=scanned)
 
-    def _gathered(self, split: NamedSharding) -> NamedSharding:
+    def _gathered(self, sharded: NamedSharding) -> NamedSharding:
         """Return the sharding of an array while it is used: over the axes of rules only."""
-        if split.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
+        if sharded.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
             return self.replicated
         entries = []
-        for entry in split.spec:
+        for entry in sharded.spec:
             axes = tuple(axis for axis in axes_of(P(entry)) if axis not in self.shard_axes)
             entries.append(axes[0] if len(axes) == 1 else axes or None)
         return NamedSharding(self.mesh, P(*entries))

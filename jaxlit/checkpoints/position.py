@@ -50,13 +50,18 @@ class Position:
             last: Whether it had the last batch of the epoch.
             batches: How many batches it had.
         """
-        self.batch_idx, self.total_batch_idx = self.batch_idx + batches, self.total_batch_idx + batches
-        self.global_step, self.filled = self.global_step + stepping, 0 if stepping else self.filled + 1
-        self.validated, self.over, self.data = False, last, data
+        self.batch_idx = self.batch_idx + batches
+        self.total_batch_idx = self.total_batch_idx + batches
+        self.global_step = self.global_step + stepping
+        self.filled = 0 if stepping else self.filled + 1
+        self.validated = False
+        self.over = last
+        self.data = data
 
     def end_batches(self, data: Any) -> None:
         """End the epoch here; the loader may have more batches."""
-        self.over, self.data = True, data
+        self.over = True
+        self.data = data
 
     def drop_window(self) -> None:
         """Forget the batches of an unfinished window; `batch_idx` does not move back."""
@@ -64,14 +69,21 @@ class Position:
 
     def advance_epoch(self, data: Any) -> None:
         """Move before the next epoch, whose loader continues from `data`."""
-        self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
-        self.data, self.first_step = data, self.global_step
+        self.epoch = self.epoch + 1
+        self.batch_idx = 0
+        self.over = False
+        self.data = data
+        self.first_step = self.global_step
 
     def move_before(self, step: int, batch_idx: int, data: Any, *, filled: int = 0) -> None:
         """Move before an earlier step and batch of this epoch, with the loader's state and the filled window then."""
         self.total_batch_idx -= self.batch_idx - batch_idx
-        self.batch_idx, self.global_step, self.filled = batch_idx, step, filled
-        self.validated, self.over, self.data = True, False, data
+        self.batch_idx = batch_idx
+        self.global_step = step
+        self.filled = filled
+        self.validated = True
+        self.over = False
+        self.data = data
 
     def go_back(self, was: "Position") -> bool:
         """Count optimizer steps from an earlier position on; the batches since then stay used.
@@ -79,7 +91,8 @@ class Position:
         Returns:
             Whether that position was in this epoch: then its metrics continue.
         """
-        self.global_step, self.filled = was.global_step, 0
+        self.global_step = was.global_step
+        self.filled = 0
         within = was.epoch == self.epoch and not was.over
         if not within:
             self.first_step = was.global_step
@@ -105,7 +118,7 @@ def _maybe(schema: Any) -> tuple[None, Any]:
     return (None, schema)
 
 
-# The fields of `Position` that state.json holds as they are; `jaxlit.loop.snapshot` writes the others.
+# The fields of `Position` in state.json; `jaxlit.loop.snapshot` saves `data` as the loader's state, and not `cut`.
 _COUNTS = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled")
 POSITION = dict.fromkeys(_COUNTS, _is_count) | dict.fromkeys(("over", "validated"), bool)
 

@@ -2,8 +2,8 @@
 
 It is written under a temporary name, sealed by its manifest, and only then renamed: `prepare`, `Draft.write`, `Saving`.
 Each process hashes the files that it has written into a file of the temporary folder, and sends process 0 a short
-message, as many hashes would be too much for the coordinator of jax; process 0 seals the files of all. At the end: how
-the hundreds of lines are hidden that orbax prints of a save that fails, whose error names the cause.
+message, as many hashes would be too much for the coordinator of jax; process 0 seals the files of all. The end of
+the file hides what orbax prints when a save fails: hundreds of lines, while the error that is raised names the cause.
 """
 
 import contextlib

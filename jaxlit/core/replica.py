@@ -17,7 +17,7 @@ from jaxlit.programs.relations import MEAN, SAME, TOTAL, ZERO, Relation
 from jaxlit.texts import is_key
 
 
-def same(tree: Any) -> Any:
+def identity(tree: Any) -> Any:
     """Return the tree unchanged."""
     return tree
 
@@ -44,8 +44,8 @@ class Replica:
     sees_all_rows: bool = False
     sync_batchnorm: bool = True
     loss_reduction: str = "mean"
-    constrain_batch: Callable[[Any], Any] = same
-    prepare: Callable[[Any], Any] = same
+    constrain_batch: Callable[[Any], Any] = identity
+    prepare: Callable[[Any], Any] = identity
     passes: float = 1
 
     @property

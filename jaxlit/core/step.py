@@ -19,7 +19,15 @@ from jaxlit.core.log import StepTable, Table, loss_of
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, num_rows, reduce_outputs, reduce_state, same, scatter_state, share_of_metrics
+from jaxlit.core.replica import (
+    Replica,
+    identity,
+    num_rows,
+    reduce_outputs,
+    reduce_state,
+    scatter_state,
+    share_of_metrics,
+)
 from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
 from jaxlit.errors import noting_place
 from jaxlit.programs.jaxpr import bind, indices, run, sources
@@ -45,8 +53,8 @@ class TrainStep:
     layout: Layout
     traced: tuple[Callable, ...] = ()
     rates: Rates = Rates()  # noqa: RUF009 - frozen
-    wrap: Callable = same
-    constrain_grads: Callable[[Any], Any] = same
+    wrap: Callable = identity
+    constrain_grads: Callable[[Any], Any] = identity
 
     def micro(self, replica: Replica, leaves: list, batch: Any) -> tuple[list, jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -102,7 +110,7 @@ class TrainStep:
             The state, `logs`, and with traced functions a tuple of their results.
         """
         params = new.params  # as the batch left them
-        new, updates = self._apply(old, new, grads, table)
+        new, updates = self._guarded_step(old, new, grads, table)
         seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
         rates = self.rates.values(old.opt_state, loss_of(table), old.step, old.epoch)
         return self.layout.flatten(new), self.logs(table, new, rates), *([seen] if self.traced else [])
@@ -209,19 +217,20 @@ class TrainStep:
             jnp.broadcast_to(self.table.empty(), window.metrics.shape),
         )
 
-    def _apply(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
+    def _guarded_step(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
         """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out.
 
         What the step has written to trained variables is what the optimizer updates, as `nnx.Optimizer.update` does
         after `nnx.value_and_grad`.
         """
+        # No guard: `_changed_fields`. "raise" without a loss scale: `_select_by_leaf`. All else: `_step_or_skip`.
         policy = self.options.nan_policy
         scale = old.loss_scale
         bad_step = old.bad_step
         loss = loss_of(table)
         sums = self.table.add(old.sums, table)
         if policy == "ignore" and scale is None:
-            fields, updates = self._updated(self._optimize, old, new, grads, loss)
+            fields, updates = self._changed_fields(self._optimize, old, new, grads, loss)
             return replace(new, **fields, sums=sums).advance(steps=1), updates
         finite = all_finite(grads)
         all_grads_finite = jnp.stack(finite).all()
@@ -240,10 +249,10 @@ class TrainStep:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
             weights = holds_weights(self.options.tx, old.params)
             optimize = partial(guarded, self._optimize, early=good_so_far, finite=finite, ok=ok, wait_for_all=weights)
-            fields, updates = self._select(ok, optimize, old, replace(new, sums=sums), grads, loss)
+            fields, updates = self._select_by_leaf(ok, optimize, old, replace(new, sums=sums), grads, loss)
         else:
             stopped = ~settled if stops else jnp.zeros((), bool)
-            fields, updates = self._branch(ok, stopped, old, new, grads, loss)
+            fields, updates = self._step_or_skip(ok, stopped, old, new, grads, loss)
             fields["sums"] = keep_unless(settled, old.sums, sums)
             if scale is not None:
                 scale = keep_unless(~stopped, scale, self.pure.precision.next_scale(scale, overflow))
@@ -254,23 +263,24 @@ class TrainStep:
         is_noted = settled | (bad_step >= 0) if stops else settled
         return new.advance(steps=1, bad_step=jnp.where(is_noted, bad_step, old.step)), updates
 
-    def _select(
+    def _select_by_leaf(
         self, ok: jax.Array, optimize: Callable, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
-        """Return what `_updated` does, but the old fields unless `ok`; see `guarded` for the exception."""
-        fields, updates = self._updated(optimize, old, new, grads, loss)
+        """Return what `_changed_fields` does, but the old fields unless `ok`; see `guarded` for the exception."""
+        fields, updates = self._changed_fields(optimize, old, new, grads, loss)
         fields["sums"] = new.sums
-        # `guarded` has selected opt_state leaf by leaf: keep_unless leaves an object that is both alone.
+        # `guarded` has selected opt_state already: it is on both sides, and keep_unless returns such a leaf unchanged.
         old_fields = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
-        return keep_unless(ok, old_fields, fields), jax.tree.map(
-            lambda u: jnp.where(ok, u, 0), updates
-        ) if self.traced else None
+        selected = keep_unless(ok, old_fields, fields)
+        if not self.traced:
+            return selected, None
+        return selected, jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
 
-    def _branch(
+    def _step_or_skip(
         self, ok: jax.Array, stopped: jax.Array, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
-        """Return what `_updated` does, but unless `ok` the old fields, in which counts continue unless `stopped`."""
-        update = partial(self._updated, self._optimize, old, new, grads, loss)
+        """Return what `_changed_fields` does; unless `ok` the old fields, in which counts continue unless `stopped`."""
+        update = partial(self._changed_fields, self._optimize, old, new, grads, loss)
 
         def keep() -> tuple[dict[str, Any], Any]:
             old_arrays, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
@@ -285,7 +295,7 @@ class TrainStep:
         # cond, not where: where computes both sides and holds a second copy of the state.
         return jax.lax.cond(ok, update, keep)
 
-    def _updated(
+    def _changed_fields(
         self, optimize: Callable, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
         """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""

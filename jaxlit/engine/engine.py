@@ -96,12 +96,12 @@ class Engine:
         # Of an evaluation: by index, an array of the module and the one in the state that was placed from it.
         self._placed: dict[int, tuple[Any, jax.Array]] = {}
         self._applied: dict[Callable, tuple[Callable, Reads]] = {}
-        # The newest of all runs, the one that was used last at the end; and those of this run.
-        self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}
-        self._evaluations: dict[_Key, _EvalProgram] = {}
+        self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}  # of recent runs, the last used at the end
+        self._evaluations: dict[_Key, _EvalProgram] = {}  # of this run
         # A program of its own: the step counter is on the devices, and is not waited for.
         self._next_epoch = epoch_starter(strategy.replicated)
-        # prepare_training adds train_step, micro_step, window_start and diagnose: they need the first batch.
+        # `prepare_training` also sets train_step, micro_step and diagnose: they need the first batch.
+        self.window_start: WindowBackup | None = None
 
     def serves(self, module: TrainModule, precision: Precision, debug: bool) -> bool:
         """Return whether the programs of this engine are those of the module as it is now.

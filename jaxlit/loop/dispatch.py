@@ -60,7 +60,7 @@ class Dispatch:
                 "step in parts, which one program cannot repeat. Leave the argument out, or use strategy='ddp', 'fsdp' "
                 "or 'shard_map'."
             )
-        window = self._run.window.batches
+        window = self._run.accumulation.batches
         control = self._run.control
         if steps_per_execution != 1 and (starts := self._run.hooks.bind("on_train_batch_start")):
             # It runs before its step, and may end the epoch there: the steps after it must not have been taken.
@@ -88,8 +88,8 @@ class Dispatch:
         if control.interrupted or control.should_stop:
             return False
         if due.is_stale or position.global_step >= due.next_step or run.prefetcher.now >= due.next_time:
-            due.move(run, position.global_step)
-        return position.global_step + self.size // run.window.batches <= due.dispatch_end
+            due.find_next(run, position.global_step)
+        return position.global_step + self.size // run.accumulation.batches <= due.dispatch_end
 
     def measure(self, token: jax.Array) -> None:
         """Time a few steps, given a result of each, and decide how many a dispatch takes."""
@@ -100,7 +100,7 @@ class Dispatch:
         elif self._steps == _TIMED.stop:
             token.block_until_ready()
             self.decided = True
-            window = self._run.window.batches
+            window = self._run.accumulation.batches
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
             most = int(min(_MOST, fastest, self._run.control.num_training_batches))
             self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
@@ -167,7 +167,7 @@ def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
         run.unchecked.starts += ((position.global_step, position.batch_idx, position.data),)
         if engine.window_start is not None:
             engine.window_start.keep()
-    stepping = batch.is_last or position.filled + 1 >= run.window.batches
+    stepping = batch.is_last or position.filled + 1 >= run.accumulation.batches
     if not stepping:
         logs, loss, outputs = engine.micro_step(batch.arrays)
     elif position.global_step + 1 < run.due.next_step or not run.tracing.every:
@@ -202,7 +202,7 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
     """
     position = run.position
     results = run.results
-    window = run.window.batches
+    window = run.accumulation.batches
     count = batch.count
     steps = count // window
     first = position.global_step

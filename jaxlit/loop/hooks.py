@@ -89,9 +89,9 @@ class Hook:
         # Of the hook that has called this one, for example by a checkpoint.
         outer_hook = log.hook
         outer_named = log.named
-        outer_inside = hooks.inside
+        outer_nested = hooks.nested_seconds
         log.hook = self.name
-        hooks.inside = 0.0
+        hooks.nested_seconds = 0.0
         if log.named:  # a name may be logged once in each call of a hook
             log.named = set()
         begun = start = perf_counter()
@@ -103,7 +103,7 @@ class Hook:
                     try:
                         result = function.function(hooks.trainer, hooks.module, *args)
                     except BaseException as error:
-                        if not hooks.tolerates(error, function.source, self.name, args):
+                        if not hooks.disable_if_allowed(error, function.source, self.name, args):
                             raise
                         result = None
                     if result is not None and isinstance(result, (int, np.integer)) and result == -1:
@@ -114,15 +114,15 @@ class Hook:
                 finally:
                     now = perf_counter()
                     function.calls += 1
-                    function.seconds += (seconds := now - start - hooks.inside)
+                    function.seconds += (seconds := now - start - hooks.nested_seconds)
                     function.longest = seconds if seconds > function.longest else function.longest
                     start = now
-                    hooks.inside = 0.0
+                    hooks.nested_seconds = 0.0
         finally:
             ACTIVE.reset(token)
             log.hook = outer_hook
             log.named = outer_named
-            hooks.inside = outer_inside + start - begun
+            hooks.nested_seconds = outer_nested + start - begun
         return skip
 
 
@@ -155,7 +155,7 @@ class Hooks:
         self.position = position
         self._disabled: list[Callback] = []  # by an error
         self.live: ModuleSync | None = None  # set while a run owns the arrays of the module
-        self.inside = 0.0  # seconds of hooks inside the one that runs
+        self.nested_seconds = 0.0  # seconds of hooks inside the one that runs
         self.bound: dict[str, Hook] = {}  # by name
         for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
@@ -199,8 +199,8 @@ class Hooks:
         """Return whether a hook is called: of a disabled callback only the one that closes what it has opened."""
         return hook == "teardown" or all(callback is not x for x in self._disabled)
 
-    def tolerates(self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = ()) -> bool:
-        """Return whether the run continues without the callback that has raised, with one warning.
+    def disable_if_allowed(self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = ()) -> bool:
+        """Disable the callback that has raised, with one warning, if it may fail; return whether the run continues.
 
         Args:
             error: What was raised; if the run ends, its place is noted on it.
@@ -235,7 +235,7 @@ class Hooks:
         try:
             return function()
         except Exception as error:
-            if not self.tolerates(error, owner, hook):
+            if not self.disable_if_allowed(error, owner, hook):
                 raise
             return otherwise
 

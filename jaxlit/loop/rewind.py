@@ -35,6 +35,7 @@ def check_finite(run: Run) -> None:
         return
     if (bad := run.engine.bad_step()) < 0:
         run.settle(run.position.global_step)
+        return
     if bad == run.unchecked.warned_of:
         return
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."

@@ -1,4 +1,4 @@
-"""One run of the loops: what they share, and what does not act in each step.
+"""What the loops of one run share, and when something other than a step is due.
 
 `Run` first, with what it counts; then `Tracing`, which runs what callbacks compute inside optimizer steps, and `Due`,
 which finds the next step at which anything acts.
@@ -50,7 +50,7 @@ class Start(NamedTuple):
 
 
 @dataclass
-class Window:
+class Accumulation:
     """How many batches an optimizer step takes."""
 
     argument: int  # the Trainer's argument, before any hook
@@ -58,8 +58,8 @@ class Window:
     argument_at_end: int | None = None  # the argument when the loops ended, which a teardown may set back
 
     @classmethod
-    def of(cls, settings: Settings) -> "Window":
-        """Return the window of a run that begins."""
+    def of(cls, settings: Settings) -> "Accumulation":
+        """Return that of a run that begins."""
         return cls(settings.accumulate_grad_batches, settings.accumulate_grad_batches)
 
 
@@ -102,7 +102,7 @@ class Run:
     results: Results
     position: Position
     data: RunData
-    window: Window
+    accumulation: Accumulation
     checkpoints: Checkpoints
     times: TimeLimits
     engine: Engine
@@ -245,7 +245,7 @@ class Run:
             return by_clock
         if self.data.val_every is None:
             return last
-        return self.batches_to_validation == self.data.val_every
+        return self.batches_to_validation == self.data.val_every  # nothing of the interval is used yet
 
 
 def place_of(hooks: Hooks, position: Position) -> str:
@@ -360,12 +360,12 @@ class Due:
         tracing: The callbacks inside the optimizer step.
 
     Attributes:
-        next_step: After how many optimizer steps something acts next.
+        next_step: The count of optimizer steps at which something is due next.
         next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
-        dispatch_end: After how many optimizer steps a dispatch of several has to end: a validation, a limit or a
-            callback comes then, or a step that is taken alone.
-        quiet_hooks: The hooks of a step in which none of those callbacks acts.
-        is_stale: Whether these have to be found again before the next step.
+        dispatch_end: The count of optimizer steps that a dispatch of several batches must not pass: a validation, a
+            limit, a callback or a traced step comes there.
+        quiet_hooks: The hooks of a step in which no callback with `due_in` acts.
+        is_stale: Whether all of this must be found again before the next step.
     """
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
@@ -388,8 +388,8 @@ class Due:
         """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
         self.is_stale = True
 
-    def move(self, run: "Run", step: int) -> None:
-        """Find what acts next, after so many optimizer steps."""
+    def find_next(self, run: "Run", step: int) -> None:
+        """Find what is due after `step` optimizer steps."""
         now = time.perf_counter()
         max_steps = run.settings.max_steps
         was_stale = self.is_stale
@@ -421,10 +421,11 @@ class Due:
             self.next_step = min(self.next_step, max_steps)
             self.dispatch_end = min(self.dispatch_end, max_steps)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
+            # From the start of the current window; rounded up, as a validation may come inside an optimizer step.
             batches += run.position.filled
-            self.next_step = min(self.next_step, step - (-batches // run.window.batches))
-            # One that comes inside a window is of a step that is taken alone.
-            self.dispatch_end = min(self.dispatch_end, step + batches // run.window.batches)
+            self.next_step = min(self.next_step, step - (-batches // run.accumulation.batches))
+            # A validation inside a window: its step is dispatched alone.
+            self.dispatch_end = min(self.dispatch_end, step + batches // run.accumulation.batches)
 
     def _wait_of(self, callback: Callback, step: int, now: float) -> Wait:
         """Return the step and the time at which a callback acts next."""

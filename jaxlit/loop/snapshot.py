@@ -71,17 +71,17 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "module": {"class": type(run.module).__name__, "hparams": hparams},
         # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
         "strategy": strategy.describe().split("\n")[0],
-        "accumulate": run.window.batches,
+        "accumulate": run.accumulation.batches,
         "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
-    seldom: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
-    numbers = [run.window.argument, run.window.argument_at_end or run.settings.accumulate_grad_batches]
-    seldom["accumulate_set"] = None if {*numbers} == {run.window.batches} else numbers
-    seldom["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
-    state |= {key: x for key, x in seldom.items() if x}
+    optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
+    numbers = [run.accumulation.argument, run.accumulation.argument_at_end or run.settings.accumulate_grad_batches]
+    optional["accumulate_set"] = None if {*numbers} == {run.accumulation.batches} else numbers
+    optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
+    state |= {key: x for key, x in optional.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
     return _json(state)
@@ -133,7 +133,9 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     wanted = engine.state.spec.entries
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
     same = {name for name, _, _ in {*saved} & {*wanted}}
-    saved_keys, wanted_keys = ({key for name, _, _ in specs if (key := _callback(name))} for specs in (saved, wanted))
+    saved_keys, wanted_keys = (
+        {key for name, _, _ in specs if (key := _callback_key(name))} for specs in (saved, wanted)
+    )
 
     def skip(name: str) -> bool:
         """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
@@ -141,7 +143,9 @@ def load_engine(engine: Engine, resume: Resume) -> None:
             return not name.startswith("module.")
         fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
         fresh = fresh or (name.startswith("window.") and not filled)
-        return fresh or (_is_bookkeeping(name) and name not in same) or _callback(name) in (saved_keys ^ wanted_keys)
+        return (
+            fresh or (_is_bookkeeping(name) and name not in same) or _callback_key(name) in (saved_keys ^ wanted_keys)
+        )
 
     pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
@@ -151,12 +155,12 @@ def load_engine(engine: Engine, resume: Resume) -> None:
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
     report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
-    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback(name)))}
-    pairs = {i: k for i, k in pairs.items() if _callback(wanted[k][0]) not in again}
+    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
+    pairs = {i: k for i, k in pairs.items() if _callback_key(wanted[k][0]) not in again}
     extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
-    # The engine's arrays are freed first: both states together may not fit into the devices' memory.
-    # Each array straight into its shards; metrics, and windows of another number of replicas, come by way of the host.
+    # Free the engine's arrays first: both states together may not fit into the devices' memory.
     released = engine.state.release(pairs.values())
+    # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
     target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
     arrays = {k: read[i] for i, k in pairs.items()} | {k: fit(read[i]) for i, (k, fit) in extra.items()}
@@ -223,9 +227,9 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     run.checkpoints.resumed = True
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
-    keeps = keeps_accumulation(run.window.argument, run.settings, state)
+    keeps = keeps_accumulation(run.accumulation.argument, run.settings, state)
     accumulate = run.settings.accumulate_grad_batches
-    run.window.batches = state["accumulate"] if keeps or state["position"]["filled"] else accumulate
+    run.accumulation.batches = state["accumulate"] if keeps or state["position"]["filled"] else accumulate
     if keeps and (numbers := state.get("accumulate_set")):
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
@@ -287,9 +291,10 @@ def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
         )
 
 
-def _callback(name: str) -> str | None:
+def _callback_key(name: str) -> str | None:
     """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
-    return match[1] if (match := _OF_CALLBACK.match(name)) else None
+    found = _OF_CALLBACK.match(name)
+    return None if found is None else found[1]
 
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:

@@ -30,7 +30,7 @@ def fit(run: Run) -> None:
     bind_measures(run.hooks)
     run.is_safe = False  # until the first safe point
     try:
-        has_trained = trains(run)
+        has_trained = train_epochs(run)
         run.is_safe = True
         write_requested(run)
         if has_trained:
@@ -47,42 +47,42 @@ def fit(run: Run) -> None:
         raise
 
 
-def trains(run: Run) -> bool:
-    """Train the epochs that are left, and return whether there were any."""
+def train_epochs(run: Run) -> bool:
+    """Train the remaining epochs. Return False if there were none, and so no train hook was called."""
     if not run.checkpoints.resumed:
         sanity_check(run)
     source, limit = run.data.training
     # Training that stopped inside an epoch was saved before its end: a validation, and the epoch's row, may be left.
-    inside = run.checkpoints.resumed and run.position.inside and not run.control.interrupted
+    resumes_epoch = run.checkpoints.resumed and run.position.inside and not run.control.interrupted
     # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
-    if (run.done and not inside) or (limit == 0 and source.length != 0):
+    if (run.done and not resumes_epoch) or (limit == 0 and source.length != 0):
         run.print_signal()
         return False
     note_monitor(run)
     run.hooks("on_train_start")
     run.meet()
     dispatch = Dispatch(run)
-    while inside or not run.done:
+    while resumes_epoch or not run.done:
         reload(run)  # first: the loader hook may return other data now, whose length the rest uses
-        train_epoch(run, dispatch, inside=inside)
-        inside = False
+        train_epoch(run, dispatch, resumes_epoch=resumes_epoch)
+        resumes_epoch = False
     run.print_signal()  # one that came when the epoch had ended
     return True
 
 
-def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
-    """Train one epoch; with `inside`, what a checkpoint has left of it."""
+def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
+    """Train one epoch; with `resumes_epoch`, the part after the checkpoint."""
     position = run.position
     hooks = run.hooks
     due = run.due
-    begin_epoch(run, dispatch, inside=inside)  # on_train_epoch_start
+    begin_epoch(run, dispatch, resumes_epoch=resumes_epoch)  # on_train_epoch_start
     shows_steps = False
     something_is_due = True
-    for batch in batches_left(run, dispatch):
+    for batch in draw_rest_of_epoch(run, dispatch):
         # Callbacks with `due_in`, rows, validations and limits act in few steps: most steps compare two numbers.
         if something_is_due or due.is_stale:
-            due.move(run, position.global_step)
-        step = position.global_step + (1 if batch.count == 1 else batch.count // run.window.batches)
+            due.find_next(run, position.global_step)
+        step = position.global_step + (1 if batch.count == 1 else batch.count // run.accumulation.batches)
         something_is_due = step >= due.next_step or run.prefetcher.now >= due.next_time
         step_hooks = due.at(step) if something_is_due else due.quiet_hooks
         hooks.log.batch = batch.host
@@ -127,23 +127,26 @@ def train_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
     end_epoch(run)
 
 
-def begin_epoch(run: Run, dispatch: Dispatch, *, inside: bool) -> None:
-    """Begin the sums of an epoch and call its first hook; or do what a checkpoint inside it has left to do first."""
-    if not inside:
+def begin_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
+    """Reset the sums and call `on_train_epoch_start`; in an epoch that is resumed, do the validation that was left."""
+    if not resumes_epoch:
         run.engine.begin_epoch(run.position.epoch)
         run.results.newest_loss = None
         run.hooks("on_train_epoch_start")
         run.meet()
         # After the hook, which may set it; all windows of an epoch have one length.
-        run.window.batches = run.settings.accumulate_grad_batches
+        run.accumulation.batches = run.settings.accumulate_grad_batches
     dispatch.begin_epoch()
     run.due.forget()
     if not run.position.validated:
         resume_validation(run)
 
 
-def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
-    """Return what is left of the epoch."""
+def draw_rest_of_epoch(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
+    """Set the loader to where the epoch continues, and return its remaining batches.
+
+    From here on the run does not count as resumed.
+    """
     (source, limit) = run.data.training
     position = run.position
     resumed = run.checkpoints.resumed
@@ -159,11 +162,11 @@ def batches_left(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
 
 
 def log_step(run: Run, rows: list[Row] | None) -> None:
-    """Log the rows of the dispatch before, whose values have arrived, and keep those of this one.
+    """Log the pending rows of the previous dispatch, and make the rows of this dispatch pending.
 
     Args:
         run: The run.
-        rows: Those of a dispatch of several batches; None of a single one, which has its row here, if it has one.
+        rows: The rows of a dispatch of several batches. None for a single batch: its row is made here, if one is due.
     """
     position = run.position
     step = run.position.global_step
@@ -239,7 +242,7 @@ def end_epoch(run: Run) -> None:
 def resume_validation(run: Run) -> None:
     """Validate where a checkpoint was taken: a stop has cut the validation there, or an error came before it."""
     step = run.position.global_step
-    run.due.move(run, step - 1)
+    run.due.find_next(run, step - 1)
     if run.data.validates:
         validate(run)
     else:  # no longer
@@ -263,7 +266,7 @@ def reload(run: Run) -> None:
     if not every or not run.position.epoch or run.position.epoch % every or run.checkpoints.resumed:
         return
     run.data.reopen(run.settings)
-    run.data.count(run.control, run.window.argument)
+    run.data.count(run.control, run.accumulation.argument)
     run.tracing = Tracing(run.hooks, run.log_every)
     run.due = Due(run.hooks, run.tracing)
 

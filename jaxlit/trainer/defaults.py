@@ -195,7 +195,7 @@ def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
         clip=settings.clip,
         extras=array_keepers(hooks),
         parts=parts,
-        tolerates=hooks.tolerates,
+        tolerates=hooks.disable_if_allowed,
         example=example,
     )
 

@@ -23,7 +23,7 @@ class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
     Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` search for;
-    any other is continued from by its path.
+    to continue from a checkpoint of another name, pass its path.
 
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
@@ -90,7 +90,7 @@ class Saver:
             run.hooks.take_writes("trainer.saver.begin")
         else:
             run.hooks.live.take_later_writes()
-        log_pending(run)  # it holds no row that is still to be logged
+        log_pending(run)  # first: a checkpoint does not store pending rows
         check_finite(run)
         run.tracing.deliver()
         where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
@@ -103,7 +103,9 @@ class Saver:
             saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
-            if run.settings.nan_policy == "rollback" and not weights_only:  # each holds its state.json
+            if (
+                run.settings.nan_policy == "rollback" and not weights_only
+            ):  # only then: each Saving keeps its state.json in memory
                 run.checkpoints.written.append(saving)
         return saving
 

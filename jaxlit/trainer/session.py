@@ -26,7 +26,7 @@ from jaxlit.errors import ArgumentError, note_step
 from jaxlit.loop import snapshot
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.results import HostLog, Results
-from jaxlit.loop.run import Checkpoints, Run, Window, place_of
+from jaxlit.loop.run import Accumulation, Checkpoints, Run, place_of
 from jaxlit.loop.run_data import CompileLog, RunData, TimeLimits, make_loaders
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.snapshot import load_engine
@@ -80,8 +80,7 @@ class Session:
 
     Args:
         trainer: The Trainer, for hooks.
-        settings: Its arguments. Programs are stored where they say from now on: a module that is made next compiles
-            some as well.
+        settings: The Trainer's arguments. Their `compile_cache` is used from now on: building a module compiles too.
         trainer_callbacks: Its callbacks.
         config: The arguments as they were passed, as JSON values.
 
@@ -171,21 +170,21 @@ class Session:
         with contextlib.ExitStack() as ends:  # from here on what has begun is ended, the newest first
             if fits:
                 self._hold_folder(ends)
-            ends.enter_context(self._newest(module))
+            ends.enter_context(self._as_newest_run(module))
             hooks, position = self.prepare(stage, module, loaders, resume)
             data = RunData(loaders)
             times = TimeLimits()
-            window = Window.of(self.settings)
-            watchdog = ends.enter_context(self._watched(hooks, position))
-            ends.enter_context(self._torn_down(stage, hooks, position, times))
+            accumulation = Accumulation.of(self.settings)
+            watchdog = ends.enter_context(self._watching(hooks, position))
+            ends.enter_context(self._tearing_down(stage, hooks, position, times))
             self._set_up(stage, hooks, resume)
             check_variables(module)  # again, as setup may add parts
             ends.callback(data.close)
-            self._open_loaders(stage, hooks, data, position, window, resume)
+            self._open_loaders(stage, hooks, data, position, accumulation, resume)
             check_first_batches(self.settings, data, watchdog)  # before the engine, which may take minutes to compile
             engine = self._make_engine(hooks, data, is_ours)
             if resume is not None:
-                self._restore(engine, data, window, resume)
+                self._restore(engine, data, accumulation, resume)
             if is_ours and (fits or resume is None):
                 self._built = Built(request.model, module, None if fits else self.settings.seed)
             run = self.current = Run(
@@ -195,7 +194,7 @@ class Session:
                 results=self.results,
                 position=position,
                 data=data,
-                window=window,
+                accumulation=accumulation,
                 checkpoints=Checkpoints(resume),
                 times=times,
                 engine=engine,
@@ -206,8 +205,6 @@ class Session:
             if fits:
                 hooks("on_fit_end")
         return results
-
-    # The steps of a run, in their order ---------------------------------------------------------------
 
     def _claim_folder(self, request: Request) -> tuple[Resume | None, Callable[[TrainModule], object] | None]:
         """Return the checkpoint to continue from, or what loads weights, and make the run's folder this Trainer's."""
@@ -251,7 +248,7 @@ class Session:
                 raise ArgumentError(f"Trainer.{stage.method}(model, ...) has no model. Pass one, or call fit first.")
             model = self.module
         check_model(model, stage)
-        if not fits:  # which has begun with it
+        if not fits:  # `check_fit` has compared a fit
             check_job(stage.method, settings, model)
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
         if isinstance(model, TrainModule):
@@ -273,11 +270,11 @@ class Session:
         ends.enter_context(interruptible(self.control))
         if any(c.is_logger or c.role == "checkpoint" for c in self.callbacks):
             lock = self.folder.hold()
-            if lock is not None:  # not before a writer in the background has finished
+            if lock is not None:  # released after the background writer has finished
                 ends.callback(self.saver.when_written, lock.close)
 
     @contextlib.contextmanager
-    def _newest(self, module: TrainModule) -> Iterator[None]:
+    def _as_newest_run(self, module: TrainModule) -> Iterator[None]:
         """Make this the newest run inside the block, and the module's Trainer this one."""
         if self.fitted is not None:
             self._before = (self.fitted, self.position, self.module)
@@ -305,7 +302,7 @@ class Session:
     def prepare(
         self, stage: Stage, module: TrainModule, loaders: Loaders, resume: Resume | None
     ) -> tuple[Hooks, Position]:
-        """Forget what the run before has left, and return the hooks of the new one and where it begins."""
+        """Reset what the last run left, set the run's callbacks and position, and return its hooks and position."""
         self.control.begin(alone=team().size == 1)
         team().begin()
         self.loaders = loaders
@@ -342,7 +339,7 @@ class Session:
         return hooks, position
 
     @contextlib.contextmanager
-    def _watched(self, hooks: Hooks, position: Position) -> Iterator[Watchdog]:
+    def _watching(self, hooks: Hooks, position: Position) -> Iterator[Watchdog]:
         """Watch the other processes, compiles and the run's progress inside the block."""
         place = partial(place_of, hooks, position)
         watchdog = Watchdog(
@@ -364,7 +361,7 @@ class Session:
             team().watch(before)
 
     @contextlib.contextmanager
-    def _torn_down(self, stage: Stage, hooks: Hooks, position: Position, times: TimeLimits) -> Iterator[None]:
+    def _tearing_down(self, stage: Stage, hooks: Hooks, position: Position, times: TimeLimits) -> Iterator[None]:
         """Call the hooks that end a run after the block, and raise the first error of all."""
         error = None
         try:
@@ -389,11 +386,13 @@ class Session:
         hooks("setup", stage.method)
         # After setup, where a callback makes what its state goes into, before the hooks of loaders.
         if stage.method == "fit" and resume is not None:
-            warned = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
-            unused = [x for x in snapshot.load_callbacks(hooks, resume.checkpoint.state) if not x.startswith(warned)]
-            if unused:
-                text = "%s keeps the state of %s, which is not among the callbacks now."
-                _logger.warning(text, resume.checkpoint.path, ", ".join(unused))
+            # Without these a training is the same: their state is about files.
+            silent = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
+            not_taken = snapshot.load_callbacks(hooks, resume.checkpoint.state)
+            ignored = [key for key in not_taken if not key.startswith(silent)]
+            if ignored:
+                text = "%s has the state of %s, which is not among the callbacks now."
+                _logger.warning(text, resume.checkpoint.path, ", ".join(ignored))
 
     def _open_loaders(
         self,
@@ -401,7 +400,7 @@ class Session:
         hooks: Hooks,
         data: RunData,
         position: Position,
-        window: Window,
+        accumulation: Accumulation,
         resume: Resume | None,
     ) -> None:
         """Open the loaders; before the optimizer, whose schedule may ask how long training is.
@@ -424,7 +423,7 @@ class Session:
         if data.val:
             call_step(hooks.module, "validation")
         check_reload(settings, data)
-        data.count(self.control, window.argument)
+        data.count(self.control, accumulation.argument)
         if resume is not None:
             snapshot.load_loader(source, resume.checkpoint.state)
             position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
@@ -466,10 +465,10 @@ class Session:
         self._evaluates = engine.evaluator(None if is_ours else module)
         return self._evaluates
 
-    def _restore(self, engine: Engine, data: RunData, window: Window, resume: Resume) -> None:
+    def _restore(self, engine: Engine, data: RunData, accumulation: Accumulation, resume: Resume) -> None:
         """Give the engine the arrays of a checkpoint."""
         if data.is_fit:
-            check_window(resume.checkpoint, window.argument, self.settings)
+            check_window(resume.checkpoint, accumulation.argument, self.settings)
         load_engine(engine, resume)
 
     def _prefetcher(self, data: RunData, position: Position, watchdog: Watchdog) -> Prefetcher:
@@ -514,9 +513,7 @@ class Session:
     def _end_loops(self, run: Run) -> None:
         """Count what follows as the end of the run."""
         run.begin("end")
-        run.window.argument_at_end = self.settings.accumulate_grad_batches
-
-    # What hooks ask for -------------------------------------------------------------------------------
+        run.accumulation.argument_at_end = self.settings.accumulate_grad_batches
 
     def set(self, name: str, value: Any) -> None:
         """Set an argument, from now on."""
