@@ -325,11 +325,11 @@ def scale_batch_size(
 
     def tries(strategy: Any, accumulate: int) -> _Tries:
         trial = plan_trial(trainer, strategy, None, accumulate_grad_batches=accumulate)
-
-        def cost(rows: int) -> int:
-            return cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total
-
-        return _Tries(cost, trial.strategy.num_replicas, limit)
+        return _Tries(
+            lambda rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total,
+            trial.strategy.num_replicas,
+            limit,
+        )
 
     name, strategy, tried, rows, accumulate = _scaled(trainer, tries, effective_batch_size)
     real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
