@@ -108,24 +108,20 @@ MAIN = threading.main_thread().name
     ("prefetch", "count", "seconds", "who"),
     [
         (0, 20, 1.0, [MAIN] * 40),
+        (0, 1, 0.0, [MAIN] * 2),
+        ("auto", 9, 0.002, [MAIN] * 8 + [PREFETCH] * 10),
+        (3, 1, 0.0, [MAIN, PREFETCH]),
+        (1, 2, 0.0, [MAIN] + [PREFETCH] * 3),
         (2, 20, 0.0, [MAIN] + [PREFETCH] * 39),  # the first is looked at before anything is compiled
         ("auto", 12, 0.002, [MAIN] * 8 + [PREFETCH] * 16),  # at once in the second epoch
         ("auto", 40, 0.0, [MAIN] * 80),
         ("auto", 40, {3: 0.05}, [MAIN] * 80),  # one slow draw is not enough
     ],
 )
-def test_who_draws(prefetch, count, seconds, who, clock):
-    loader = Loader(count, clock, seconds)
-    draw(loader, prefetch=prefetch, max_epochs=2)
+def test_who_draws_each_batch_once_and_in_order(prefetch, count, seconds, who, clock):
+    loader, seen = Loader(count, clock, seconds), Batches()
+    draw(loader, seen, prefetch=prefetch, max_epochs=2)
     assert loader.threads == who
-
-
-@pytest.mark.parametrize(
-    ("count", "prefetch"), [(1, 0), (1, 3), (1, "auto"), (2, 1), (8, 3), (8, "auto"), (9, "auto"), (20, "auto")]
-)
-def test_every_batch_is_used_once_and_in_order(count, prefetch, clock):
-    seen = Batches()
-    draw(Loader(count, clock, 0.001), seen, prefetch=prefetch, max_epochs=2)
     assert [[int(batch["x"][0, 0]) for batch in epoch] for epoch in seen.train] == [[*range(count)]] * 2
 
 

@@ -157,9 +157,7 @@ def test_a_hang_ends_the_process_with_a_checkpoint_if_possible(where, clock, cap
 
 @pytest.mark.full
 def test_what_moves_is_let_be_however_long_all_of_it_takes(clock):
-    slow = hooks(
-        on_train_batch_start=lambda *_: clock.passes(0.9), on_validation_batch_end=lambda *_: clock.passes(0.9)
-    )
+    slow = hooks(**dict.fromkeys(("on_train_batch_start", "on_validation_batch_end"), lambda *_: clock.passes(0.9)))
     assert fit(Mean(), numbered(3), numbered(3), slow, hang_timeout=1).global_step == 3 and clock.codes == []
 
 
