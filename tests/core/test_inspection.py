@@ -156,9 +156,7 @@ def make_batches(*sizes: int) -> list[dict[str, np.ndarray]]:
     return [{"x": draw(n, 3), "y": draw(n), "label": rng.integers(0, 4, size=n)} for n in sizes]
 
 
-def fit_replicas(
-    module: jl.TrainModule, strategy: Any, *callbacks: jl.Callback, sizes: tuple[int, ...] = SIZES
-) -> jl.Trainer:
+def fit_replicas(module: Any, strategy: Any, *callbacks: jl.Callback, sizes: Any = SIZES) -> jl.Trainer:
     devices = "auto" if str(strategy).startswith("simulate") else 1 if strategy == "single" else 4
     trainer = make_trainer(*callbacks, strategy=strategy, devices=devices)
     trainer.fit(module, make_batches(*sizes))

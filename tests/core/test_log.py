@@ -54,10 +54,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     },
     "nowhere": (lambda m, x: m.log("a", 1.0, on_step=False), ("on_step=False, on_epoch=False", "logs nothing")),
     "no mapping": (lambda m, x: m.log_dict([1.0]), (r"log_dict\(dictionary\) takes names and values, got list",)),
-    "another metric": (
-        lambda m, x: m.log("a", nnx.metrics.Welford()),
-        (r"'a', Welford\(\)\)", "Average", "log_dict"),
-    ),
+    "another metric": (lambda m, x: m.log("a", nnx.metrics.Welford()), (r"Welford\(\)\)", "Average", "log_dict")),
     "a weighted metric": (lambda m, x: m.log("a", nnx.metrics.Average(), batch_size=3), ("own weights|of its own",)),
 }
 
@@ -102,48 +99,41 @@ def test_log_in_a_hook_with_nothing_to_log_to_is_refused(hook: str) -> None:
         fit(Mean(), numbered(1), numbered(1), logs)
 
 
-# Hooks that log one name more than once, or one of the step's: how often each does.
-TWICE: dict[str, tuple[dict[str, int], str]] = {
-    "in one hook": ({"on_train_batch_end": 2}, "twice in one on_train_batch_end"),
-    "in one hook of the epoch": ({"on_train_epoch_end": 2}, "twice in one on_train_epoch_end"),
-    "in two hooks": ({"on_train_batch_start": 1, "on_train_batch_end": 1}, "or in on_train_batch_start"),
-    "in two of validation": ({"on_validation_start": 1, "on_validation_epoch_end": 1}, "or in on_validation_start"),
+def calls(*names: str, **arguments: Any) -> Callable[..., None]:
+    """Return a hook that logs these names."""
+    return lambda t, module, *_: [module.log(name, 1.0, **arguments) for name in names] and None
+
+
+ONCE, TWICE = (calls(*names, on_step=False, on_epoch=True) for names in ("x", "xx"))
+OF_TWO = "'val' to two values, of two loaders or of a step and a hook"
+# Hooks that log a name twice, or one of the step's, or to steps where there are none.
+REFUSED_HOOKS: dict[str, tuple[dict[str, Any], str]] = {
+    "in one hook": ({"on_train_batch_end": TWICE}, "'x'.*twice in one on_train_batch_end"),
+    "in one of the epoch": ({"on_train_epoch_end": TWICE}, "'x'.*twice in one on_train_epoch_end"),
+    "in two hooks": ({f"on_train_batch_{when}": ONCE for when in ("start", "end")}, "'x'.*or in on_train_batch_start"),
+    "in two of validation": (
+        {f"on_validation_{when}": ONCE for when in ("start", "epoch_end")},
+        "'x'.*or in on_validation_start",
+    ),
+    "of the validation": ({"on_validation_epoch_end": calls("val")}, "gives 'val' to two values"),
+    "of the validation step": ({"on_validation_batch_end": calls("val")}, OF_TWO),
+    "of the training step": ({"on_train_batch_end": calls("loss")}, "'loss'.*training_step logs this name"),
+    "no step": ({"on_train_epoch_end": calls("x", on_step=True)}, "on_step=True.*_epoch_end: there is no step there"),
 }
 
 
-@pytest.mark.parametrize("case", TWICE)
-def test_a_name_logged_twice_in_hooks_is_refused(case: str) -> None:
-    times, words = TWICE[case]
-    arguments = {"on_step": False, "on_epoch": True}
-    do = lambda module, count: [module.log("twice", 1.0, **arguments) for _ in range(count)] and None  # noqa: E731
-    logs = hooks(**{hook: lambda t, module, *_, n=n: do(module, n) for hook, n in times.items()})
-    with pytest.raises(LogError, match=f"'twice'.*{words}"):
-        fit(Mean(), numbered(2), numbered(2), logs)
-
-
-def test_a_name_of_a_step_is_refused_in_the_hooks_around_it() -> None:
-    for hook, name, words in (
-        ("on_validation_epoch_end", "val", "gives 'val' to two values"),
-        ("on_validation_batch_end", "val", "to two values, of two loaders or of a step and a hook"),
-        ("on_train_batch_end", "loss", "training_step logs this name"),
-    ):
-        logs = hooks(**{hook: lambda t, module, *_, name=name: module.log(name, 100.0)})
-        with pytest.raises(LogError, match=f"'{name}'.*{words}"):
-            fit(Mean(), numbered(2), numbered(2), logs)
-
-
-@pytest.mark.parametrize(
-    ("hook", "words"),
-    [
-        ("on_train_epoch_end", "on_step=True.*on_train_epoch_end: there is no step there"),
-        ("on_train_batch_end", "'x'.*other arguments, or in"),
-    ],
-)
-def test_a_hook_logs_a_name_in_one_way_and_steps_where_there_are_any(hook: str, words: str) -> None:
-    ways = iter((False, True))
-    log = lambda t, module, *_: module.log("x", 1.0, prog_bar=next(ways), on_step=True, on_epoch=True)  # noqa: E731
+@pytest.mark.parametrize("case", REFUSED_HOOKS)
+def test_what_a_hook_may_not_log_is_refused(case: str) -> None:
+    logs, words = REFUSED_HOOKS[case]
     with pytest.raises(LogError, match=words):
-        fit(Mean(), numbered(2), None, hooks(**{hook: log}))
+        fit(Mean(), numbered(2), numbered(2), hooks(**logs))
+
+
+def test_a_name_is_logged_in_one_way_by_a_hook() -> None:
+    ways = iter((False, True))
+    logs = hooks(on_train_batch_end=lambda t, module, *_: module.log("x", 1.0, prog_bar=next(ways), on_epoch=True))
+    with pytest.raises(LogError, match="'x'.*other arguments, or in"):
+        fit(Mean(), numbered(2), None, logs)
 
 
 BATCHES = sized(16, 8, 3)

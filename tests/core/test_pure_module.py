@@ -21,10 +21,7 @@ import jaxlit as jl
 from jaxlit.errors import ModuleError, StateError
 
 CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "sown": (
-        lambda m, batch: m.sow(nnx.Intermediate, "x", batch["x"]),
-        ("changed x.* from nothing", r"nnx\.pop\(self"),
-    ),
+    "sown": (lambda m, batch: m.sow(nnx.Intermediate, "x", batch["x"]), ("changed x.* from nothing", r"nnx\.pop\(")),
     "variable": (lambda m, _: setattr(m, "c", nnx.Variable(jnp.zeros(2))), ("changed c from nothing", "__init__")),
     "parameter": (lambda m, _: setattr(m, "extra", nnx.Param(jnp.zeros(2))), (r"\bextra\b", "__init__")),
     "shape": (lambda m, _: m.count.set_value(jnp.zeros(2, jnp.int32)), (r"count from int32\[\] to int32\[2",)),
@@ -342,18 +339,11 @@ def test_the_modules_train_method_chooses_the_parts() -> None:
     assert np.asarray(model.backbone.layers[0].mean[...]).tolist() == [0, 0, 0]
 
 
-class Drawing(Linear):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rngs = nnx.Rngs(3)
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return jax.random.normal(self.rngs.noise(), (len(batch["x"]),))
-
-
 @pytest.mark.parametrize("strategy", thinned(THREE, "single", "shard_map"))
 def test_evaluations_draw_per_batch_and_alike_in_each_run(strategy: str) -> None:
-    model, trainer, batches = Drawing(), make_trainer(strategy=strategy), random(3)
+    draw = lambda self, batch: jax.random.normal(self.drop.rngs(), (len(batch["x"]),))  # noqa: E731
+    model = module(base=Net, init=lambda self: Net.__init__(self, rngs=nnx.Rngs(3)), predict=draw)
+    trainer, batches = make_trainer(strategy=strategy), random(3)
     before = state_of(model)
     first, second = (np.stack(trainer.predict(model, batches)) for _ in range(2))
     np.testing.assert_array_equal(first, second)
