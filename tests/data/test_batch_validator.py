@@ -42,8 +42,6 @@ def assert_followed(made, targets):
 
 
 class Record(jl.Callback):
-    """Keeps the names of the hooks that were called, and the batches of those that get one."""
-
     def __init__(self):
         self.hooks, self.batches = [], {}
 

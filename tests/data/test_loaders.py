@@ -229,9 +229,7 @@ TOLD = [(3, list, 1), (np.float32(0.5), list, 1), (np.int32(1), Stream, 1), (3, 
 
 
 @pytest.mark.parametrize(("label", "kind", "told"), TOLD)
-def test_a_number_of_its_own_next_to_an_array_is_told_of(
-    label: Any, kind: Any, told: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_number_of_its_own_next_to_an_array_is_told_of(label: Any, kind: Any, told: int, caplog: Any) -> None:
     made = module(lambda self, batch: jnp.mean(self.error(batch) ** 2))
     fit(made, kind(batches_of(label)))
     warnings = [x for x in warnings_of(caplog) if "rows" in x]
@@ -244,12 +242,8 @@ def test_a_number_of_its_own_next_to_an_array_is_told_of(
 
 
 VERBS = ("fit", "validate", "test", "predict")
-LOADER_HOOKS = {
-    "fit": ["data train_dataloader", "data val_dataloader"],
-    "validate": ["data val_dataloader"],
-    "test": ["data test_dataloader"],
-    "predict": ["data predict_dataloader"],
-}
+LOADER_HOOKS = {verb: [f"data {verb[:3] if verb == 'validate' else verb}_dataloader"] for verb in VERBS}
+LOADER_HOOKS["fit"] = ["data train_dataloader", "data val_dataloader"]
 
 
 def noting(what, *batches):
@@ -263,8 +257,6 @@ def noting(what, *batches):
 
 
 class Data(jl.DataModule):
-    """Writes down what it is asked for."""
-
     def __init__(self, called=None):
         self.called = [] if called is None else called
 

@@ -30,14 +30,7 @@ fails = raising(LookupError, "mine")
 
 
 class Loader:
-    """Gives batches 0, 1, ..., and notes who draws.
-
-    Args:
-        count: How many batches.
-        clock: What continues by the seconds of each draw.
-        seconds: How long each draw takes; a dict tells it by the batch's number.
-        instead: What comes in the place of a batch, by number: another one, or OSError.
-    """
+    """Gives batches 0, 1, ... or, by number, others `instead`, notes who draws, and lets time pass in draws."""
 
     def __init__(self, count, clock=None, seconds=0.0, instead=None):
         self.count, self.clock, self.seconds, self.instead = count, clock or Clock(), seconds, instead or {}
@@ -69,7 +62,6 @@ def draw(loader, *callbacks, **arguments):
 
 
 def left(loader):
-    """Return what an ended run has left: iterations that were closed, and threads."""
     return loader.closed, [thread for thread in threading.enumerate() if thread.name == PREFETCH]
 
 
@@ -172,11 +164,7 @@ def test_grains_threads_end_with_a_run_that_stops_early(prefetch):
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize(
     ("given", "words"),
-    [
-        (OSError, "disk"),
-        ({"other": np.ones(2)}, "structure of the batch changed"),
-        ({"x": np.ones((0, 1), np.float32)}, "0 rows"),
-    ],
+    [(OSError, "disk"), ({"other": np.ones(2)}, "structure of the batch changed"), ({"x": np.ones((0, 1))}, "0 rows")],
 )
 def test_a_loaders_error_comes_after_its_batches(given, words, prefetch):
     heard, made = [], Mean()
@@ -222,8 +210,6 @@ EVENTS = []
 
 @jl.register_strategy("noted_placing")
 class NotedPlacing(SingleDevice):
-    """Notes in which order batches are placed and steps dispatched."""
-
     def shard_batch(self, batch):
         if "x" in batch:
             EVENTS.append(("place", *rows_of([batch])))

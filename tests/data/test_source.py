@@ -37,11 +37,7 @@ def batches(order=range(ROWS)):
 
 
 class Stateful:
-    """Keeps its own epochs and position, as torchdata's StatefulDataLoader does.
-
-    Args:
-        lives: Whether `state_dict` returns the one dict that the iteration continues to change.
-    """
+    """Keeps its own epochs and position, as torchdata's StatefulDataLoader does; a living state changes later."""
 
     def __init__(self, lives=False):
         self._lives, self._state, self._start = lives, {"epoch": -1, "next": 0}, None
@@ -135,7 +131,7 @@ def test_an_equal_loader_continues_after_the_last_used_batch(kind):
     assert [at for at, _ in positions] == [kept for _, kept in positions], "what is drawn later changes none"
 
 
-@pytest.mark.parametrize(("used", "prefetch"), thinned([(1, 3), (4, 0)], (1, 3)))
+@pytest.mark.parametrize(("used", "prefetch"), [(1, 3), (4, 0)])
 @pytest.mark.parametrize("kind", thinned(ENDLESS, *[*ENDLESS][:2]))
 def test_an_endless_loader_goes_on_across_its_epochs(kind, used, prefetch):
     stream = [everything(batch) for batch in itertools.islice(ENDLESS[kind](), 14)]
@@ -165,7 +161,6 @@ def streamed(drop=False, batch_size=BATCH, **rows):
         ({"first": 100}, ": the data differ[.]"),
         ({"drop": True}, r"drop_remainder|_length.*5.*4"),
     ],
-    ids=["length", "batch size", "seed", "content", "drop_remainder"],
 )
 @pytest.mark.parametrize("make", [arrays, mapped, streamed, data_loader])
 def test_the_state_of_other_data_is_refused_by_what_differs(make, change, words):
@@ -301,15 +296,6 @@ def test_a_dataset_with_workers_reshuffles_and_continues():
     assert [before, take(fresh, 1)[0]] == [expected[:2], expected[2:]]
 
 
-@pytest.mark.parametrize("kind", thinned(ENDLESS, *[*ENDLESS][::3], full=()))
-def test_an_endless_loader_continues_after_an_epochs_checkpoint(kind):
-    save = hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("end"))
-    whole, resumed, given = Batches(), Batches(), {"max_epochs": 3, "limit_train_batches": 3}
-    fit_seen(ENDLESS[kind](), None, whole, save, **given)
-    fit_seen(ENDLESS[kind](), None, resumed, ckpt_path="end", **given)
-    assert list(map(rows_of, resumed.train)) == list(map(rows_of, whole.train[1:]))
-
-
 def ahead(rows):
     return grain.experimental.ThreadPrefetchIterDataset(rows, prefetch_buffer_size=2)
 
@@ -391,7 +377,6 @@ def test_epochs_of_an_iter_dataset_equal_repeated_rows(kind):
         lambda rows: rows.to_iter_dataset().batch(BATCH).random_map(add_noise),
         lambda rows: rows.to_iter_dataset().seed(5).random_map(add_noise).batch(BATCH),
     ],
-    ids=["MapDataset, streamed", "IterDataset", "IterDataset of batches", "IterDataset with a seed"],
 )
 def test_random_maps_draw_anew_in_each_epoch(make):
     noise = [[batch["noise"] for batch in epoch] for epoch in epochs_of(make(shuffled()))]
@@ -405,7 +390,6 @@ def test_an_endless_dataset_with_workers_is_known():
 
 
 COPIED_ROWS, COLUMNS = 16, 4
-BYTES = COPIED_ROWS * COLUMNS * 4
 
 
 def aligned(rows=COPIED_ROWS):
@@ -421,7 +405,7 @@ def ring(count):
 
 
 def shared_memory():
-    memory = mmap.mmap(-1, BYTES)  # each array is another object, and the memory belongs to no array
+    memory = mmap.mmap(-1, 4 * COPIED_ROWS * COLUMNS)  # each array is another object, and none owns the memory
     return lambda k: np.ndarray((COPIED_ROWS, COLUMNS), np.float32, buffer=memory)
 
 
@@ -438,8 +422,6 @@ def contents(count=20):
 
 
 class Refilling:
-    """Writes each batch over an earlier one; the last is a view of the same memory."""
-
     def __init__(self, memory):
         self.memory, self.drawn = memory, 0
 
@@ -449,10 +431,6 @@ class Refilling:
             self.drawn += 1
             memory[: len(x)] = x
             yield {"x": memory[: len(x)]}
-
-
-def step(self, batch):
-    return {"loss": jnp.mean(self.error(batch) ** 2), "seen": batch["x"] + 0}
 
 
 def slow_step(self, batch):
@@ -481,7 +459,8 @@ CASES += [("fsdp", "shared memory", 0), *[(strategy, "one array", 2) for strateg
 def test_memory_that_a_loader_refills_is_copied(strategy, memory, prefetch, monkeypatch):
     # Every draw takes seconds, for which "auto" starts a thread.
     monkeypatch.setattr("jaxlit.data.prefetcher.time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    steps, starts, kept, made = [], [], [], module(step)
+    steps, starts, kept = [], [], []
+    made = module(lambda self, batch: {"loss": jnp.mean(self.error(batch) ** 2), "seen": batch["x"] + 0})
     watch = hooks(
         on_train_batch_start=lambda t, m, batch, idx: (starts.append(np.array(batch["x"])), kept.append(batch["x"])),
         on_train_batch_end=lambda t, m, outputs, batch, idx: steps.append(outputs["seen"]),  # read when all is over
