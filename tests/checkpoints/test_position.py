@@ -1,6 +1,4 @@
-"""What state.json may hold: numbers and names of the right kind at the right places, or it is refused by the
-place.
-"""
+"""What state.json may hold: numbers and names of the right kind, or it is refused by the place."""
 
 import copy
 import shutil
@@ -8,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from kit.checkpoints import OLDER, bytes_of, edit, names, put, state_of, train
+from kit.checkpoints import OLDER, edit, names, put, state_of, train
 
 from jaxlit.checkpoints.position import Position, check_state
 from jaxlit.errors import CheckpointError, DataError
@@ -29,17 +27,6 @@ def trained(tmp_path_factory):
     return root / "checkpoints" / OLDER
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The end of two epochs that nothing has interrupted."""
-    return bytes_of(train(tmp_path_factory.mktemp("whole"), 2))
-
-
-@pytest.fixture
-def state(trained):
-    return copy.deepcopy(state_of(trained))
-
-
 @pytest.fixture
 def folder(trained):
     """A copy of the checkpoint, the only one of its run."""
@@ -49,6 +36,11 @@ def folder(trained):
 def refused(state, where):
     with pytest.raises(CheckpointError, match=f"^here{where}"):
         check_state(state, "here")
+
+
+@pytest.fixture
+def state(trained):
+    return state_of(trained)
 
 
 def test_the_schema_has_all_sections_and_allows_others(state):
@@ -126,19 +118,11 @@ SAVER = ("callbacks", "ModelCheckpoint")
     ("change", "error", "words"),
     [
         (put("optimizer", value="x"), CheckpointError, r"does not fit Linear:(?s:.*)the optimizer +x +\(TraceState"),
-        (
-            put("position", "over", value=True),
-            CheckpointError,
-            r"batch\) \[3, 1, 0\], but its arrays are at \[3, 0, 3\]",
-        ),
+        (put("position", "over", value=True), CheckpointError, r"\[3, 1, 0\], but its arrays are at \[3, 0, 3\]"),
         (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is not one of this loader's kind"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
         (put("latest", "shape", value=[2**40, 2**40]), CheckpointError, r"32 bytes for an array of shape \(1099511"),
-        (
-            put(*SAVER, "best_k_models", value=7),
-            CheckpointError,
-            r"ModelCheckpoint\.load_state_dict cannot load .*Type",
-        ),
+        (put(*SAVER, "best_k_models", value=7), CheckpointError, r"ModelCheckpoint\.load_state_dict cannot .*Type"),
         (put(*SAVER, "last_model", value=["../out"]), CheckpointError, "cannot load .*TypeError"),
     ],
 )

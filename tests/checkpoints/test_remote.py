@@ -1,5 +1,6 @@
 """Checkpoints and weights at a URL are fetched to this machine, whatever is there already."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable
@@ -37,7 +38,6 @@ def delete(name: str) -> None:
 
 
 def fetched() -> list[str]:
-    """Return the checkpoints whose arrays were fetched."""
     return [path.split("/")[4] for operation, path in Bucket.log if operation == "get" and path.endswith("state.json")]
 
 
@@ -82,10 +82,6 @@ def test_a_machine_that_was_left_behind_takes_what_others_did(machine: Path) -> 
     assert bytes_of(trainer) == bytes_of(whole)
 
 
-def cut(name: str) -> None:
-    write(name, in_bucket()[name][:-7])
-
-
 def flip(name: str) -> None:
     data = in_bucket()[name]
     write(name, bytes([data[0] ^ 1]) + data[1:])
@@ -93,7 +89,7 @@ def flip(name: str) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[str], None], str | None]] = {  # and what is warned of
     "it is half copied": (lambda folder: delete(f"{folder}/MANIFEST.json"), None),
-    "its manifest is cut": (lambda folder: cut(f"{folder}/MANIFEST.json"), None),
+    "its manifest is cut": (lambda x: write(f"{x}/MANIFEST.json", in_bucket()[f"{x}/MANIFEST.json"][:-7]), None),
     "a file is damaged": (lambda folder: flip(f"{folder}/state.json"), "state.json is damaged"),
     "a file is missing": (lambda folder: delete(f"{folder}/state.json"), "a file is missing"),
 }
@@ -148,22 +144,16 @@ def test_a_damaged_copy_is_fetched_again(machine: Path) -> None:
     assert fetched() == ["step_00000006"]
 
 
-def test_what_a_crash_left_in_the_bucket_is_deleted(machine: Path) -> None:
-    go(1)
-    write("checkpoints/step_00000099/arrays/part", b"half of it")
-    go(2)
-    assert not [name for name in in_bucket() if "step_00000099" in name]
-
-
-def test_what_was_to_be_deleted_in_a_crash_is_deleted(machine: Path) -> None:
+def test_what_a_crash_left_or_did_not_delete_in_the_bucket_is_deleted(machine: Path) -> None:
     go(1)
     old = {name: data for name, data in in_bucket().items() if "step_00000003" in name}
     go(2)
     for name, data in old.items():
         write(name, data)
     replace(machine)
+    write("checkpoints/step_00000099/arrays/part", b"half of it")
     go(3)
-    assert checkpoints() == ["step_00000009"]
+    assert {name.split("/")[1] for name in in_bucket() if name.startswith("checkpoints/")} == {"step_00000009"}
 
 
 def test_the_best_ones_are_known_on_another_machine(machine: Path) -> None:
@@ -183,11 +173,14 @@ def test_the_best_ones_are_known_on_another_machine(machine: Path) -> None:
     np.testing.assert_array_equal(module.kernel[...], expected.kernel[...])
 
 
-def test_a_bucket_with_another_run_is_refused(machine: Path) -> None:
+def test_a_bucket_or_a_folder_with_another_run_is_refused(machine: Path) -> None:
     go(1)
     refuses(ArgumentError, lambda: go(1, resume=None), f"{URL}.*of another run")
     replace(machine)
     refuses(ArgumentError, lambda: go(1, resume=None), f"{URL}.*of another run")
+    go(1)
+    delete("")
+    refuses(ArgumentError, lambda: go(1, resume=None), f"{URL}.*in .*machine/jaxlit/runs/bucket/runs/net, holds")
 
 
 def test_a_bucket_that_cannot_be_read_is_no_new_run(machine: Path) -> None:
@@ -202,8 +195,7 @@ def test_a_bucket_that_cannot_be_read_is_no_new_run(machine: Path) -> None:
     refuses(CheckpointError, lambda: go(1), f"{URL} cannot be read: PermissionError: closed")
 
 
-STEP = f"{URL}/checkpoints/step_00000006"
-URLS = (STEP, URL, f"{URL}/", f"{URL}/last", f"{URL}/checkpoints")
+URLS = (f"{URL}/checkpoints/step_00000006", URL, f"{URL}/", f"{URL}/last", f"{URL}/checkpoints")
 USES = {
     "load_from_checkpoint": lambda url: Linear.load_from_checkpoint(url),
     "init_from": lambda url: train("other", 0, init_from=url).module,
@@ -234,7 +226,7 @@ def test_weights_are_fetched_and_again_only_if_they_have_changed(machine: Path) 
     assert files == [1, 1, 2]
 
 
-def test_the_files_of_an_index_are_fetched(machine: Path) -> None:
+def test_the_files_of_an_index_and_of_a_hubs_folder_are_fetched(machine: Path) -> None:
     write("a.safetensors", safetensors.numpy.save({"kernel": np.full((3, 1), 2.0, np.float32)}))
     write("b.safetensors", safetensors.numpy.save({"bias": np.full(1, 5.0, np.float32)}))
     index = {"weight_map": {"kernel": "a.safetensors", "bias": "b.safetensors"}}
@@ -242,12 +234,19 @@ def test_the_files_of_an_index_are_fetched(machine: Path) -> None:
     module = Linear()
     jl.load_weights(module, f"{URL}/model.safetensors.index.json")
     assert [float(module.kernel[0, 0]), float(module.bias[0])] == [2.0, 5.0]
+    write("hub/model.safetensors", safetensors.numpy.save({"kernel": np.full((3, 1), 3.0, np.float32)}))
+    jl.load_weights(module, f"{URL}/hub", strict=False)
+    assert float(module.kernel[0, 0]) == 3.0
 
 
-@pytest.mark.parametrize("url", ["memory://a/../../../b", "memory:///../b", "dir::file:///../../b"])
-def test_no_copy_is_outside_of_the_folder_of_caches(url: str, machine: Path) -> None:
-    assert machine / "jaxlit" / "runs" in staging(url).parents
-    assert ".." not in staging(url).parts
+def test_copies_are_in_the_folder_of_caches_and_files_by_their_path(machine: Path) -> None:
+    for url in ("memory://a/../../../b", "memory:///../b", "dir::file:///../../b"):
+        assert machine / "jaxlit" / "runs" in staging(url).parents and ".." not in staging(url).parts
+    first = staging("file://runs/net")  # of the folder of the program
+    with contextlib.chdir(machine.parent.parent):
+        assert staging("file://runs/net") != first
+    for path in ("runs/net", Path("runs/net"), "C:/runs", 3, None):
+        assert local(path) is path
 
 
 def test_a_name_in_a_bucket_that_leads_elsewhere_is_not_fetched(machine: Path) -> None:
@@ -258,18 +257,9 @@ def test_a_name_in_a_bucket_that_leads_elsewhere_is_not_fetched(machine: Path) -
     assert not list(machine.parent.rglob("outside.txt"))
 
 
-def test_a_path_is_returned_as_it_is() -> None:
-    for path in ("runs/net", Path("runs/net"), "C:/runs", 3, None):
-        assert local(path) is path
-
-
 def test_nothing_at_a_url_is_named(machine: Path) -> None:
     refuses(CheckpointError, lambda: Linear.load_from_checkpoint(URL), f"no checkpoint in {URL}")
     refuses(CheckpointError, lambda: jl.load_weights(Linear(), f"{URL}/x.npz"), f"{URL}/x.npz cannot be read")
-
-
-def slope(module: Any) -> np.ndarray:
-    return np.asarray(module.kernel[...])
 
 
 def test_a_machine_that_has_loaded_weights_continues_with_all_rows(machine: Path) -> None:
@@ -282,13 +272,13 @@ def test_a_machine_that_has_loaded_weights_continues_with_all_rows(machine: Path
 
 
 def test_what_is_in_the_bucket_is_loaded_whatever_was_fetched_before(machine: Path) -> None:
-    first = slope(go(3, keep_all()).module)
-    assert not np.array_equal(first, slope(Linear.load_from_checkpoint(f"{URL}/checkpoints/step_00000003")))
-    np.testing.assert_array_equal(first, slope(Linear.load_from_checkpoint(URL)))
+    first = go(3, keep_all()).module.kernel[...]
+    assert not np.array_equal(first, Linear.load_from_checkpoint(f"{URL}/checkpoints/step_00000003").kernel[...])
+    np.testing.assert_array_equal(first, Linear.load_from_checkpoint(URL).kernel[...])
     delete("")
     replace(machine / "jaxlit" / "runs")
-    second = slope(go(1).module)  # a new run, with older checkpoints than those that were fetched
-    np.testing.assert_array_equal(second, slope(Linear.load_from_checkpoint(URL)))
+    second = go(1).module.kernel[...]  # a new run, with older checkpoints than those that were fetched
+    np.testing.assert_array_equal(second, Linear.load_from_checkpoint(URL).kernel[...])
     assert len([*(machine / "jaxlit" / "fetched").rglob("MANIFEST.json")]) == 1
 
 
@@ -303,25 +293,3 @@ def test_two_runs_are_not_mixed(machine: Path) -> None:
     Path("first").rename(machine)
     refuses(CheckpointError, lambda: go(4), f"{URL} holds another run than .*runs/net. Delete that folder")
     assert in_bucket() == before
-
-
-def test_a_run_that_is_only_here_is_named_by_its_folder(machine: Path) -> None:
-    go(1)
-    delete("")
-    refuses(ArgumentError, lambda: go(1, resume=None), f"{URL}.*in .*machine/jaxlit/runs/bucket/runs/net, holds")
-
-
-def test_the_folder_of_a_hub_is_loaded(machine: Path) -> None:
-    write("hub/model.safetensors", safetensors.numpy.save({"kernel": np.full((3, 1), 2.0, np.float32)}))
-    module = Linear()
-    jl.load_weights(module, f"{URL}/hub", strict=False)
-    assert float(module.kernel[0, 0]) == 2.0
-
-
-def test_paths_of_files_are_those_of_the_folder_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        monkeypatch.chdir(tmp_path / name)
-        folders.append(staging("file://runs/net"))
-    assert folders[0] != folders[1]

@@ -37,8 +37,6 @@ class Table(nnx.Variable):
 
 
 class Rich(Linear):
-    """Layers in a list, tied weights, statistics, keys and a user's own Variable."""
-
     def __init__(self, width=4, rates=None, *, rngs):
         self.layers = nnx.List([nnx.Linear(3, width, rngs=rngs), nnx.Linear(width, 3, rngs=rngs)])
         self.tied = self.layers[0].kernel
@@ -118,8 +116,6 @@ def test_an_override_wins_and_the_weights_must_still_fit(trained):
 
 
 class Plain(Mean):
-    """A module with array attributes that are no Variables, of jax and numpy, one of them in a part."""
-
     def __init__(self):
         super().__init__()
         self.class_weights, self.example_input_array = jnp.ones(3), np.ones((2, 1), np.float32)
@@ -142,29 +138,11 @@ def test_plain_arrays_are_restored():
     assert_same(Plain.load_from_checkpoint("run"), made)
 
 
-class Misspelt(Rich):
-    def __init__(self, widht=4, rates=None, *, rngs):
-        super().__init__(widht, rngs=rngs)
-
-
-class Wrapped(Rich):
-    def __init__(self, activation, width, rates, *, rngs):
-        super().__init__(width, rngs=rngs)
-        self.activation = activation
-
-
-@pytest.mark.parametrize(
-    ("cls", "path", "given", "words"),
-    [
-        (Rich, "none", {}, r"Rich\.load_from_checkpoint: 'none' is not a checkpoint"),
-        (Misspelt, None, {}, "Misspelt cannot be built from .*'width'"),
-        (Wrapped, None, {}, "Wrapped cannot be built from .*'activation'"),
-        (Rich, None, {"widht": 3}, r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"),
-    ],
-)
-def test_what_cannot_be_built_is_refused(cls, path, given, words, trained):
-    with pytest.raises(CheckpointError, match=words):
-        cls.load_from_checkpoint(path or trained[1], **given)
+def test_what_cannot_be_built_is_refused(trained):
+    with pytest.raises(CheckpointError, match=r"Rich\.load_from_checkpoint: 'none' is not a checkpoint"):
+        Rich.load_from_checkpoint("none")
+    with pytest.raises(CheckpointError, match=r"Rich cannot be built from \[.*'widht'.*\]: .*unexpected keyword"):
+        Rich.load_from_checkpoint(trained[1], widht=3)
 
 
 def doubled(x):
@@ -198,13 +176,7 @@ class Pair(typing.NamedTuple):
     api_key: str
 
 
-class Fraction(float):
-    """A float of a type of its own."""
-
-
 class Built(Mean):
-    """A module whose class keeps what the last one was built with."""
-
     def __init__(self, activation=nnx.relu, schedule=None, *, rngs=None):
         super().__init__()
         Built.activation = activation
@@ -237,7 +209,7 @@ LOCAL = [
     (lambda: {"f": jnp.zeros(2), "g": doubled}, r"float32\[2\]"),
     (lambda: Pair(1, "hunter2"), r"Pair\(\.\.\.\)"),  # nor what would come back as its base class
     (lambda: [collections.OrderedDict(api_key="hunter2")], r"OrderedDict\(\.\.\.\)"),
-    (lambda: Config(Fraction(2.0)), r"Fraction\(\.\.\.\)"),
+    (lambda: Config(type("Fraction", (float,), {})(2.0)), r"Fraction\(\.\.\.\)"),  # a type of its own
     (lambda: Given(1, 5), r"Given\(\.\.\.\)"),  # its constructor takes more than its fields
     (lambda: dataclasses.make_dataclass("Local", ["api_key"])("hunter2"), r"Local\(\.\.\.\)"),
     (lambda: dataclasses.make_dataclass("Local", ["width"]), r"<class '[\w.]+Local'>"),
@@ -248,15 +220,6 @@ LOCAL = [
 def test_what_has_no_name_is_not_saved(make, words):
     with pytest.raises(NotKeptError, match=f"^{words}$"):
         encode(make())
-
-
-def test_what_has_no_name_is_asked_for():
-    fit(Built(lambda x: x), random(1), default_root_dir="run")
-    words = r"Built was built with activation=<function .*<lambda>>: pass activation=\.\.\. to load_from_check"
-    with pytest.raises(CheckpointError, match=words):
-        Built.load_from_checkpoint("run", schedule=3)
-    Built.load_from_checkpoint("run", activation=nnx.relu)
-    assert Built.activation is nnx.relu
 
 
 def test_an_argument_that_was_left_out_is_asked_for():
@@ -297,6 +260,7 @@ class Account:
         ("api_key", "hunter2-very-secret", "<redacted>"),
         ("tokenizer", Account("hunter2-very-secret"), "<redacted>"),
         ("tokenizer", argparse.Namespace(api_key="hunter2"), r"Namespace\(\.\.\.\)"),
+        ("tokenizer", lambda x: x, "<function .*<lambda>>"),
         ("tokenizer", b"hunter2", ".*"),
         ("tokenizer", {"hunter2"}, ".*"),
     ],
@@ -389,15 +353,10 @@ def test_a_training_in_bfloat16_can_be_loaded_and_validated():
         assert result["val"] == pytest.approx(expected, rel=rel)
 
 
-class Scaled(Mean):
-    def __init__(self, size=1, scale=1.0):
-        super().__init__()
-
-
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory):
-    root = tmp_path_factory.mktemp("scaled") / "run"
-    fit(Scaled(), random(1), default_root_dir=root)
+def keyed(tmp_path_factory):
+    root = tmp_path_factory.mktemp("keyed") / "run"
+    fit(Keyed(), random(1), default_root_dir=root)
     return root / "checkpoints" / "step_00000001"
 
 
@@ -407,26 +366,21 @@ HOSTILE_NAMES += ["jaxlit.checkpoints.files:remove", "jaxlit.checkpoints.files:s
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES)
 @pytest.mark.parametrize("kind", ["name", "dataclass", "no such kind"])
-def test_a_forged_name_is_not_imported_or_called(kind, name, scaled, tmp_path, monkeypatch):
+def test_a_forged_name_is_not_imported_or_called(kind, name, keyed, tmp_path, monkeypatch):
     (tmp_path / "hostile_code.py").write_text("def run(*a, **k):\n    raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    folder = Path(shutil.copytree(scaled, "step_00000001"))
+    folder = Path(shutil.copytree(keyed, "step_00000001"))
     node = {"jaxlit": kind, "name": name, "value": name if kind == "name" else {}}
-    edit(folder, put("module", value={"class": "Scaled", "hparams": {"scale": node}}))
-    with pytest.raises(CheckpointError, match="Scaled was built with scale=.*: pass scale=..."):
-        Scaled.load_from_checkpoint(folder)
+    edit(folder, put("module", value={"class": "Keyed", "hparams": {"tokenizer": node}}))
+    with pytest.raises(CheckpointError, match="Keyed was built with tokenizer=.*: pass tokenizer=..."):
+        Keyed.load_from_checkpoint(folder)
     assert "hostile_code" not in sys.modules
 
 
 def test_arrays_are_matched_by_name_shape_and_dtype():
     saved = [("a", (2,), "float32"), ("b", (3,), "float32"), ("c", (), "int32"), ("d", (1,), "float32"), ("x", (), "x")]
-    wanted = [
-        ("d", (1,), "bfloat16"),
-        ("a", (2,), "float32"),
-        ("b", (2,), "float32"),
-        ("e", (), "int32"),
-        ("x", (), ""),
-    ]
+    wanted = [("d", (1,), "bfloat16"), ("a", (2,), "float32"), ("b", (2,), "float32"), ("e", (), "int32")]
+    wanted.append(("x", (), ""))
     skip = lambda name: name == "x"  # noqa: E731
     pairs, rows = match(saved, wanted, skip=skip, cast=False)
     assert pairs == {0: 1}

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.modules import Mean, Net
+from kit.modules import Mean, Net, module
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
@@ -31,8 +31,6 @@ np.savez("out.npz", prediction=out["prediction"], twice=out["pair"][1], platform
 
 
 class Nested(Net):
-    """Takes and returns plain containers."""
-
     def predict_step(self, batch: Any) -> Any:
         x, (shift,) = batch["inputs"]
         y = self({"x": x}["x"]) + shift
@@ -40,7 +38,6 @@ class Nested(Net):
 
 
 def by_hand(net: Any, x: np.ndarray) -> np.ndarray:
-    """Return what a Net predicts, in numpy."""
     value = {str(path): np.asarray(x.get_value()) for path, x in nnx.to_flat_state(nnx.state(net, nnx.Not(nnx.RngKey)))}
     layer = lambda x, *at: x @ value[str((*at, "kernel"))] + value[str((*at, "bias"))]  # noqa: E731
     x = np.tanh(layer(x, "inner"))
@@ -78,69 +75,45 @@ def test_it_is_in_evaluation_mode_and_leaves_the_module_as_it_is() -> None:
     np.testing.assert_allclose(first, by_hand(net, batch["x"]), rtol=1e-5, atol=1e-6)
 
 
-class ByCount(Mean):
-    def predict_step(self, batch: Any) -> jax.Array:
-        return batch["x"] * (1 if batch["x"].shape[0] > 3 else 2)
-
-
 def test_a_step_that_computes_with_the_rows_takes_those_of_the_example() -> None:
+    step = lambda self, batch: batch["x"] * (1 if batch["x"].shape[0] > 3 else 2)  # noqa: E731
+    by_count = module(predict=step, name="ByCount")
     with pytest.raises(ModuleError, match=r"ByCount\.predict_step computes with .* rows.*dynamic_batch=False"):
-        jl.export(ByCount(), {"x": np.ones((2, 1))})
-    served = jax.export.deserialize(jl.export(ByCount(), {"x": np.ones((2, 1))}, dynamic_batch=False))
+        jl.export(by_count, {"x": np.ones((2, 1))})
+    served = jax.export.deserialize(jl.export(by_count, {"x": np.ones((2, 1))}, dynamic_batch=False))
     np.testing.assert_array_equal(served.call({"x": np.ones((2, 1), np.float32)}), 2 * np.ones((2, 1)))
 
 
-class Returns(Mean):
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.make = make
-
-    def predict_step(self, batch: Any) -> Any:
-        return self.make(batch)
+def returns(make: Any) -> Any:
+    return module(predict=lambda self, batch: make(batch))
 
 
-class NoStep(jl.TrainModule):
-    pass
-
-
-X = np.ones((2, 1), np.float32)
+X, KEYS = np.ones((2, 1), np.float32), jax.random.split(jax.random.key(0), 2)
 REFUSED: dict[str, tuple[Any, Any, dict[str, Any], Any, str]] = {
     "a module": (nnx.Linear(1, 1, rngs=nnx.Rngs(0)), X, {}, ArgumentTypeError, "takes a jl.TrainModule"),
-    "no step": (NoStep(), X, {}, ModuleError, "NoStep has no predict_step"),
+    "no step": (type("NoStep", (jl.TrainModule,), {})(), X, {}, ModuleError, "NoStep has no predict_step"),
     "a platform": (Mean(), X, {"platforms": ["gpu"]}, ArgumentError, "takes one of .*'cuda'.*got 'gpu'"),
     "a flag": (Mean(), X, {"dynamic_batch": 3}, ArgumentTypeError, "dynamic_batch"),
     "a container": (Mean(), {"x": OrderedDict(a=X)}, {}, ArgumentTypeError, r"the example\.x is a OrderedDict"),
     "a number": (Mean(), [X, 3], {}, ArgumentTypeError, r"the example.*1.* is a int"),
     "texts": (Mean(), {"x": np.array(["a"])}, {}, ArgumentTypeError, r"the example\.x is of <U1"),
-    "keys": (
-        Mean(),
-        {"x": jax.random.split(jax.random.key(0), 2)},
-        {},
-        ArgumentTypeError,
-        r"example\.x is of key<fry>",
-    ),
-    "an output": (Returns(lambda x: {"a": OrderedDict(b=x)}), X, {}, ModuleError, r"the output\.a is a OrderedDict"),
-    "key output": (
-        Returns(lambda x: jax.random.split(jax.random.key(0), 2)),
-        X,
-        {},
-        ModuleError,
-        "output is of key<fry>",
-    ),
+    "keys": (Mean(), {"x": KEYS}, {}, ArgumentTypeError, r"example\.x is of key<fry>"),
+    "an output": (returns(lambda x: {"a": OrderedDict(b=x)}), X, {}, ModuleError, r"the output\.a is a OrderedDict"),
+    "key output": (returns(lambda x: KEYS), X, {}, ModuleError, "output is of key<fry>"),
 }
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
 def test_what_a_file_cannot_hold_is_refused(mistake: str) -> None:
-    module, example, given, kind, message = REFUSED[mistake]
+    model, example, given, kind, message = REFUSED[mistake]
     with pytest.raises(kind, match=message):
-        jl.export(module, example, **given)
+        jl.export(model, example, **given)
 
 
 def test_weights_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxlit.core.export._MOST_BYTES", 7)
     with pytest.raises(ModuleError, match="weights of Wide have 8 bytes"):
-        jl.export(type("Wide", (Mean,), {"__init__": lambda self: setattr(self, "w", nnx.Param(jnp.ones(2)))})(), X)
+        jl.export(module(init=lambda self: setattr(self, "w", nnx.Param(jnp.ones(2))), name="Wide"), X)
 
 
 def test_without_flatbuffers_it_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,16 +141,12 @@ def test_arrays_are_those_of_jax_in_an_export() -> None:
     np.testing.assert_array_equal(out["rows"], [[9, 9, 9], [9, 10, 11]])
 
 
-class Halves(Mean):
-    def predict_step(self, batch: Any) -> Any:
-        return jnp.split(batch["x"], 2)
-
-
 def test_a_step_that_needs_the_number_of_rows_gets_advice() -> None:
+    halves = module(predict=lambda self, batch: jnp.split(batch["x"], 2))
     with pytest.raises(Exception) as error:
-        jl.export(Halves(), {"x": np.ones((4, 3), np.float32)})
+        jl.export(halves, {"x": np.ones((4, 3), np.float32)})
     assert "dynamic_batch=False" in "".join([str(error.value), *getattr(error.value, "__notes__", [])])
-    assert jl.export(Halves(), {"x": np.ones((4, 3), np.float32)}, dynamic_batch=False, platforms="cpu")
+    assert jl.export(halves, {"x": np.ones((4, 3), np.float32)}, dynamic_batch=False, platforms="cpu")
     with pytest.raises(KeyError) as error:  # whatever the number of rows is
-        jl.export(Halves(), {"y": np.ones((4, 3), np.float32)})
+        jl.export(halves, {"y": np.ones((4, 3), np.float32)})
     assert not any("dynamic_batch" in note for note in error.value.__notes__)

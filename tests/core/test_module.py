@@ -22,9 +22,7 @@ from jaxlit.errors import ArgumentTypeError
 
 
 class Configured(Linear):
-    def __init__(
-        self, width: int, rate: float = 0.5, *, names: Any = ("a", "b"), fn: Any = jnp.tanh, **more: Any
-    ) -> None:
+    def __init__(self, width: int, rate: float = 0.5, *, names: Any = ("a", "b"), fn=jnp.tanh, **more: Any) -> None:
         super().__init__()
 
 
@@ -58,9 +56,11 @@ def test_hyperparameters_and_trainer_are_not_in_the_graph() -> None:
     assert nnx.graphdef(module) == before and module.trainer is trainer
 
 
-def test_a_module_without_a_trainer_says_so() -> None:
+def test_a_module_without_a_trainer_says_so_and_one_that_is_built_loads_nothing() -> None:
     with pytest.raises(AttributeError, match="Mean is not attached to a Trainer"):
         Mean().trainer  # noqa: B018
+    with pytest.raises(jl.errors.ModuleError, match=r"Call it on the class: module = Mean\.load_from_checkpoint"):
+        Mean().load_from_checkpoint("gone")
 
 
 def test_counters_in_a_hook_are_ints() -> None:
@@ -85,8 +85,3 @@ def test_a_dataclass_module_without_a_hash_is_trained() -> None:
         fit(module, numbered(2))
     assert [float(m.w[...][0]) for m in modules] == [0.25 * 0.75 + 0.25 * 2, mean([[1], [2]])]
     assert [m.hparams for m in modules] == [{"scale": 0.5}, {"scale": 1.0}]
-
-
-def test_a_checkpoint_is_loaded_by_the_class() -> None:
-    with pytest.raises(jl.errors.ModuleError, match=r"Call it on the class: module = Mean\.load_from_checkpoint"):
-        Mean().load_from_checkpoint("gone")

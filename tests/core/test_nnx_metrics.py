@@ -15,8 +15,6 @@ import jaxlit as jl
 
 
 class Measured(jl.TrainModule):
-    """Logs nnx metrics of the batch itself, held by the module or made in the step."""
-
     def __init__(self, held: bool) -> None:
         self.w = nnx.Param(jnp.zeros(()))
         self.train_metrics, self.val_metrics = (self.make(), self.make()) if held else (None, None)

@@ -27,11 +27,7 @@ READ: dict[str, Any] = {
     "adam": optax.adam,
     "adamw": lambda lr: optax.adamw(lr, weight_decay=0.1, mask=jl.decay_mask),
     "lion": optax.lion,
-    "lamb": optax.lamb,
-    "adagrad": optax.adagrad,
     "rmsprop": optax.rmsprop,
-    "radam": optax.radam,
-    "novograd": optax.novograd,
     "adafactor": optax.adafactor,
     "muon": optax.contrib.muon,
     "clipped": lambda lr: optax.chain(optax.clip_by_global_norm(0.1), optax.adam(lr)),
@@ -53,10 +49,10 @@ UNREAD: dict[str, Any] = {
 PARAMS = {"a": {"kernel": jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)}, "bias": jnp.ones(())}
 
 
-def updates(tx: Any, steps: int) -> list[Any]:
-    """Return the updates of each step, by optax alone, on parameters that stay."""
+def updates(tx: Any) -> list[Any]:
+    """Return the updates of three steps, by optax alone, on parameters that stay."""
     state, result = tx.init(PARAMS), []
-    for k in range(steps):
+    for k in range(3):
         grads = jax.tree.map(lambda x, k=k: jnp.cos(x + k), PARAMS)
         made, state = optax.with_extra_args_support(tx).update(grads, state, PARAMS, value=1.0, grad=grads)
         result.append(np.asarray(made["a"]["kernel"]))
@@ -69,19 +65,17 @@ def test_a_rate_is_the_factor_of_the_updates_of_rate_1(name: str, lr: Any) -> No
     make = READ[name]
     rates, *others = rates_along(jl.Optimizer(make(lr)), PARAMS, steps=3).values()
     assert all(other == rates for other in others)  # of muon's two transforms
-    ratios = [made / unit for made, unit in zip(updates(make(lr), 3), updates(make(1.0), 3), strict=True)]
+    ratios = [made / unit for made, unit in zip(updates(make(lr)), updates(make(1.0)), strict=True)]
     np.testing.assert_allclose(ratios, np.broadcast_to(np.reshape(rates, (3, 1, 1)), (3, 4, 3)), rtol=1e-5)
     assert rates == pytest.approx([float(lr(k)) if callable(lr) else lr for k in range(3)])
 
 
 @pytest.mark.parametrize("name", UNREAD)
-def test_a_rate_that_cannot_be_read_is_in_no_row(name: str) -> None:
+def test_a_rate_that_cannot_be_read_is_in_no_row_unless_it_is_told(name: str) -> None:
     assert rates_along(jl.Optimizer(UNREAD[name](SCHEDULE)), PARAMS, steps=0) == {}
-
-
-def test_a_rate_that_cannot_be_read_can_be_told() -> None:
-    told = rates_along(jl.Optimizer(optax.lars(SCHEDULE), lr_schedule=SCHEDULE), PARAMS, steps=3)
-    assert told == {"lr": pytest.approx([0.2, 0.18, 0.16])}
+    if name == "lars":
+        told = rates_along(jl.Optimizer(optax.lars(SCHEDULE), lr_schedule=SCHEDULE), PARAMS, steps=3)
+        assert told == {"lr": pytest.approx([0.2, 0.18, 0.16])}
 
 
 @pytest.mark.parametrize(
@@ -109,8 +103,6 @@ def test_several_rates_have_numbers_and_factors_count_together(tx: Any, expected
 
 
 class Groups(Net):
-    """Layers that share two optimizers: one by a schedule, one whose rate is in its state."""
-
     def configure_optimizers(self) -> jl.Optimizer:  # type: ignore[override]
         state = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
         return jl.Optimizer(by={"outer": optax.sgd(SCHEDULE, momentum=0.9), ...: state})

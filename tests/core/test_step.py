@@ -1,6 +1,4 @@
-"""What an optimizer step keeps and leaves out: steps that are not finite, windows, dtypes, writes of the step. The
-guard of the optimizer step: what a bad step leaves alone, leaf by leaf, and what it costs in the program.
-"""
+"""What an optimizer step keeps: bad steps, windows, dtypes; and what its guard leaves alone and costs."""
 
 import contextlib
 import functools
@@ -32,8 +30,6 @@ CASES += [("skip", 2, "pmap"), ("skip", 1, "simulate:8"), ("ignore", 1, "shard_m
 
 
 class Tracked(Linear):
-    """Keeps running means of both sides of its batches, and counts its steps."""
-
     def __init__(self) -> None:
         super().__init__()
         self.of_x, self.of_y = nnx.BatchStat(jnp.zeros(())), nnx.BatchStat(jnp.zeros(()))
@@ -257,7 +253,6 @@ def program(trainer: jl.Trainer, batch: Any) -> tuple[str, int]:
 
 
 def copied(text: str) -> int:
-    """Return how many numbers of arrays a program copies."""
     shapes = re.findall(r"= f32\[([\d,]+)\]\S* copy\(", text)
     return sum(int(np.prod([int(dim) for dim in shape.split(",")])) for shape in shapes)
 

@@ -55,7 +55,6 @@ def test_batch_k_of_epoch_e_is_numpys_permutation_of_seed_and_e(epoch):
         {"a": {"b": np.arange(6)}, "c": (np.arange(12).reshape(6, 2), np.arange(6) > 2)},
         (jnp.arange(6), {"x": jnp.arange(12.0).reshape(6, 2)}),
     ],
-    ids=["array", "dict", "of jax"],
 )
 def test_batches_keep_the_structure_and_rows_together(arrays):
     batches = list(jl.ArrayLoader(arrays, 4, shuffle=True, seed=1))
@@ -79,8 +78,6 @@ def test_batches_are_memory_of_their_own(make, shuffle):
 
 
 class Column:
-    """A column that is indexed by its labels, like pandas'."""
-
     def __init__(self, values, labels):
         self.values, self.labels = values, labels
         self.shape, self.dtype = values.shape, values.dtype
@@ -137,9 +134,8 @@ def test_it_continues_exactly_where_its_state_was_taken(taken, shuffle):
 
 
 def test_it_refuses_the_state_of_another():
-    others = [array_loader(11), array_loader(10, 5), array_loader(seed=1), array_loader(shuffle=True)]
-    others += [array_loader(drop_remainder=True), jl.ArrayLoader({"other": np.arange(10, dtype=np.float32)}, 4)]
-    others += [jl.ArrayLoader({"x": np.arange(10, dtype=np.int32)}, 4)]
+    others = [array_loader(11), array_loader(shuffle=True), jl.ArrayLoader({"x": np.arange(10)}, 4)]
+    others += [jl.ArrayLoader({"other": np.arange(10, dtype=np.float32)}, 4)]
     for other in others:
         refuses(DataError, lambda other=other: other.load_state_dict(array_loader().state_dict()), "other data")
     changed = jl.ArrayLoader({"x": 1 + np.arange(10, dtype=np.float32)}, 4)

@@ -24,9 +24,8 @@ class Journal(jl.Callback):
 def train():
     epochs.clear()
     module = Line()
-    jl.Trainer(strategy="single", max_epochs=2, logger=False, enable_checkpointing=False, callbacks=Journal()).fit(
-        module, loader
-    )
+    trainer = jl.Trainer(strategy="single", max_epochs=2, logger=False, enable_checkpointing=False, callbacks=Journal())
+    trainer.fit(module, loader)
     return float(module.slope[...]), [[batch["x"] for batch in epoch] for epoch in epochs], [*epochs]
 
 
@@ -65,7 +64,6 @@ REFUSED = {
 
 
 def write_shards(folder: Path) -> list[str]:
-    """Write the page's rows as two tar files of a webdataset, and return their paths."""
     x = np.linspace(-1, 1, 60, dtype=np.float32)
     for start in (0, 30):
         with tarfile.open(folder / f"{start}.tar", "w") as tar:

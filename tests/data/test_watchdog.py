@@ -59,8 +59,6 @@ def clock(monkeypatch):
 
 
 class Hangs:
-    """Hangs in the place of a batch until the watchdog has bitten."""
-
     def __init__(self, at, clock):
         self.at, self.clock = at, clock
 
@@ -83,7 +81,6 @@ class Hangs:
         (lambda trainer, hangs: trainer.fit(Mean(), numbered(2, rows=2), hangs(1)), "val_dataloaders", 1),
         (lambda trainer, hangs: trainer.validate(Mean(), hangs(0)), "dataloaders", 0),
     ],
-    ids=["the first batch", "in a thread", "in validation", "in validate"],
 )
 def test_a_hanging_loader_ends_the_process_with_76(run, argument, batch, clock, capfd):
     run(make_trainer(data_timeout=1, prefetch=2), lambda at: Hangs(at, clock))
@@ -157,9 +154,7 @@ def test_a_hang_ends_the_process_with_a_checkpoint_if_possible(where, clock, cap
 
 @pytest.mark.full
 def test_what_moves_is_let_be_however_long_all_of_it_takes(clock):
-    slow = hooks(
-        on_train_batch_start=lambda *_: clock.passes(0.9), on_validation_batch_end=lambda *_: clock.passes(0.9)
-    )
+    slow = hooks(**dict.fromkeys(("on_train_batch_start", "on_validation_batch_end"), lambda *_: clock.passes(0.9)))
     assert fit(Mean(), numbered(3), numbered(3), slow, hang_timeout=1).global_step == 3 and clock.codes == []
 
 

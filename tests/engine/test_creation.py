@@ -36,9 +36,7 @@ def assert_bit_equal(result: dict[str, np.ndarray], model: Any) -> None:
 PLACES = [(name, "auto") for name in STRATEGIES] + [("fsdp", 1), ("fsdp", 2), ("ddp", 2), ("shard_map", 2)]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "devices"), thinned(PLACES, ("fsdp", 2), full=[("shard_map", "auto"), *PLACES[::3]])
-)
+@pytest.mark.parametrize(("strategy", "devices"), thinned(PLACES, ("fsdp", 2), full=PLACES[1::3]))
 def test_lazy_weights_equal_those_of_the_class(strategy, devices) -> None:
     result = first_params(jl.lazy(Net, width=16, rngs=nnx.Rngs(7)), strategy=splitting(strategy), devices=devices)
     assert_bit_equal(result, Net(width=16, rngs=nnx.Rngs(7)))
@@ -65,8 +63,6 @@ def test_a_constructor_may_name_axes_of_the_mesh() -> None:
 
 
 class Shifted(Mean):
-    """Its error is 11 larger, by arrays that no Variable holds."""
-
     def __init__(self) -> None:
         super().__init__()
         self.shift = self.again = jnp.full(1, 2.0)
@@ -83,15 +79,6 @@ def test_a_constructor_may_make_array_attributes(strategy) -> None:
     assert [float(x[0]) for x in (model.shift, model.listed[0], model.part.shift)] == [2.0, 3.0, 4.0]
 
 
-def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
-    class Chosen(Linear):
-        def __init__(self, width: int = 1, folder: str = "x") -> None:
-            super().__init__()
-            self.save_hyperparameters(ignore="folder")
-
-    assert fit(jl.lazy(Chosen, 3), random(1)).module.hparams == {"width": 3}
-
-
 def test_lazy_refuses_what_is_no_module_class() -> None:
     for cls in (nnx.Linear, Linear(), "Net", lambda: Linear()):
         words = r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule"
@@ -106,13 +93,9 @@ def test_a_constructor_with_a_generator_from_outside_is_refused() -> None:
         Mean.__init__(self)
         self.layer = nnx.Linear(1, 1, rngs=drawn)
 
-    words = (
-        r"jl\.lazy\(Made\)",
-        "draws from an nnx.Rngs that was made before",
-        r"def __init__\(self, \.\.\., \*, rngs\)",
-    )
+    words = r"jl\.lazy\(Made\).* draws from an nnx.Rngs that was made before.*def __init__\(self, \.\.\., \*, rngs\)"
     made = type("Made", (Mean,), {"__init__": lambda self: draws(self, outside)})
-    refuses(ModuleError, lambda: fit(jl.lazy(made), numbered(1)), *words)
+    refuses(ModuleError, lambda: fit(jl.lazy(made), numbered(1)), words)
     fit(jl.lazy(type("Made", (Mean,), {"__init__": lambda self: draws(self, nnx.Rngs(0))})), numbered(1))
     fit(jl.lazy(type("Made", (Mean,), {"__init__": lambda self, *, rngs: draws(self, rngs)})), numbered(1))
 
@@ -125,11 +108,9 @@ def test_weights_are_born_sharded_and_never_outside_of_a_trace() -> None:
             super().__init__(rngs=rngs)
             concrete.append(not isinstance(self.inner.kernel[...], jax.core.Tracer))
 
-    look = hooks(
-        setup=lambda t, m, stage: shapes.extend(x.data.shape for x in m.blocks[0].kernel[...].addressable_shards)
-    )
+    look = hooks(setup=lambda t, m, stage: shapes.extend(m.blocks[0].kernel[...].addressable_shards))
     fit(jl.lazy(Notes), random(1), None, look, strategy=splitting("fsdp"))
-    assert shapes == [(2, 16)] * 8
+    assert [x.data.shape for x in shapes] == [(2, 16)] * 8
     assert concrete and not any(concrete)
 
 

@@ -20,8 +20,6 @@ DATA = random(2, features=8)
 
 
 class Line(Linear):
-    """Linear regression with dropout, a random key and plain attributes."""
-
     def __init__(self, scale: float = 1.0, *, rngs: nnx.Rngs) -> None:
         self.kernel, self.bias = nnx.Param(rngs.params.normal((8, 1))), nnx.Param(jnp.zeros(1))
         self.drop = nnx.Dropout(0.5, rngs=rngs)
@@ -37,8 +35,6 @@ class Line(Linear):
 
 
 class Asks(Line):
-    """Its steps read what the Trainer tells of the run that continues."""
-
     def validation_step(self, batch: Any) -> None:
         if not self.trainer.sanity_checking:
             self.log("val", self.loss(batch) * (100.0 if self.trainer.should_stop else 1.0))
@@ -54,8 +50,6 @@ def steps(names: list[str]) -> list[str]:
 
 
 class Buffers(jl.Callback):
-    """Notes which buffers the kernel lies in whenever an evaluation begins."""
-
     def __init__(self) -> None:
         self.found: list[list[int]] = []
 
@@ -71,7 +65,6 @@ def pointers(array: jax.Array) -> list[int]:
 
 
 def by_formula(module: Any, batches: Any = DATA) -> Any:
-    """The mean squared error in numpy, of the weights that the module holds now."""
     kernel, bias = np.asarray(module.kernel[...], np.float32), np.asarray(module.bias[...])
     result = [(b["x"] @ kernel + bias) * module.scale * module.notes[0] - b["y"] for b in batches]
     return pytest.approx(np.average([np.mean(x**2) for x in result], weights=[len(x) for x in result]), rel=1e-4)

@@ -29,7 +29,6 @@ def weight(model: Any) -> float:
 
 
 def on(**functions: Callable[[jl.Trainer, Any], Any]) -> jl.Callback:
-    """Return a callback that calls a function of (trainer, module) in each hook that is named."""
     return hooks(**{name: lambda t, m, *_, function=function: function(t, m) for name, function in functions.items()})
 
 
@@ -66,10 +65,8 @@ def test_a_module_goes_from_one_strategy_to_another_and_back(strategy) -> None:
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "shard_map", full=FOUR))
 def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
-    seen: list[Any] = []
+    seen, own = list[Any](), list[float]()  # by a callback, and by the module's own hook
     look = on(on_train_batch_end=lambda t, m: seen.append((weight(m), float(t.state.params["w"][0]))))
-    # The module's own hook sees them as well.
-    own: list[float] = []
     model = module(on_train_batch_end=lambda self, outputs, batch, i: own.append(weight(self)))
     fit(model, numbered(4), None, look, strategy=strategy)
     expected = [mean([[k + 1] for k in range(i + 1)]) for i in range(4)]
@@ -77,8 +74,6 @@ def test_a_batch_hook_sees_the_weights_after_its_step(strategy) -> None:
 
 
 class Rated(Mean):
-    """Its schedule reads its attributes when a step is traced."""
-
     rate = 0.125
 
     def __init__(self) -> None:
@@ -108,19 +103,9 @@ def test_arrays_of_the_module_are_not_read_inside_a_trace() -> None:
         fit(several, numbered(2), None, on(on_train_batch_end=lambda t, m: jax.jit(lambda: m.held[0] * 2)()))
 
 
-def test_a_hook_computes_with_the_network_before_each_step() -> None:
-    seen: list[float] = []
-    error = lambda model, batch: model.error(batch)  # noqa: E731
-    plays = hooks(on_train_batch_start=lambda t, m, *_: seen.append(float(t.apply(error, {"x": np.zeros(1)})[0])))
-    fit(Mean(), numbered(4), None, plays)
-    assert seen == pytest.approx([-mean([[k + 1] for k in range(i)]) for i in range(4)], rel=1e-6)
-
-
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
-AFTER = (
-    *(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end")),
-    *("on_train_epoch_end", "on_train_end", "on_fit_end"),
-)
+AFTER = tuple(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end"))
+AFTER += ("on_train_epoch_end", "on_train_end", "on_fit_end")
 READS = on(**dict.fromkeys((*BEFORE, *AFTER, "on_train_batch_end", "on_validation_batch_end"), read))
 
 
@@ -155,7 +140,7 @@ def test_the_second_of_two_writers_sees_the_first() -> None:
     assert weight(model) == mean([[1]], WRITTEN / 4)
     fit(Mean(), numbered(1), None, first)  # whose step overwrites what stands in the state
     assert np.asarray(mine).tolist() == [WRITTEN]
-    numpys, model = on(on_fit_start=lambda t, m: m.w.set_value(np.full(1, WRITTEN, np.float32))), Mean()
+    numpys, model = on(on_fit_start=lambda t, m: m.w.set_value(np.full(1, WRITTEN))), Mean()  # of 64 bits
     fit(model, numbered(1), None, numpys, strategy="ddp")
     assert weight(model) == mean([[1]], WRITTEN), "a numpy array"
 
@@ -166,42 +151,20 @@ def test_an_array_attribute_is_written_like_a_variable(strategy) -> None:
         return batch["x"] - self.w[...] + self.shift
 
     def shift_by(trainer: jl.Trainer, model: Any) -> None:
-        model.shift = np.full(1, 5.0, np.float32)
+        model.shift = np.full(1, 5)  # of 64 bits, as the first one is
 
-    def made() -> Any:
-        model = module(error=error)
-        model.shift = np.zeros(1, np.float32)
-        return model
-
-    arguments, model = {"max_epochs": 2, "strategy": strategy}, made()
-    read_back = []
+    init = lambda self: (Mean.__init__(self), setattr(self, "shift", np.zeros(1, int)))[0]  # noqa: E731
+    made = lambda: module(init=init, error=error)  # noqa: E731
+    arguments, model, read_back = {"max_epochs": 2, "strategy": strategy}, made(), []
     look = on(on_train_epoch_end=shift_by, on_fit_end=lambda t, m: read_back.append(np.asarray(m.shift).tolist()))
     fit(model, numbered(2), None, look, **arguments)
     assert weight(model) == pytest.approx(mean([[6], [7]], mean([[1], [2]])), rel=1e-6)
-    assert read_back == [[5.0]]
+    assert read_back == [[5]] and model.shift.dtype == np.int32
     with pytest.raises(StateError, match=r"\.shift was set in .*on_train_batch_end"):
         fit(made(), numbered(2), None, on(on_train_batch_end=shift_by))
 
 
-def test_a_numpy_array_of_64_bits_is_written_as_it_was_made() -> None:
-    def init(self: Any) -> None:
-        Mean.__init__(self)
-        self.shift, self.count = np.zeros(1), np.zeros(1, np.int64)
-
-    def write_all(trainer: jl.Trainer, model: Any) -> None:
-        model.shift, model.count = np.full(1, 3.0), np.full(1, 2, np.int64)
-        model.w.set_value(np.full(1, WRITTEN))
-
-    error = lambda self, batch: batch["x"] - self.w[...] + self.shift + self.count  # noqa: E731
-    model = module(init=init, error=error)
-    fit(model, numbered(2), None, on(on_train_start=write_all))
-    assert weight(model) == pytest.approx(mean([[6], [7]], WRITTEN), rel=1e-6)
-    assert (model.shift.dtype, model.count.dtype) == (np.float32, np.int32)
-
-
 class Shifted(Mean):
-    """Its error is shifted by arrays that are held in several ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.held, self.listed = nnx.Variable(jnp.zeros(1)), nnx.List([jnp.zeros(1)])
@@ -250,10 +213,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         lambda m: (m.blocks.append(nnx.Linear(2, 2, rngs=nnx.Rngs(0))), setattr(m.drop, "deterministic", True)),
         (r"changed the structure of Net: added blocks\[1\], set drop\.deterministic\.",),
     ),
-    "many": (
-        lambda m: [setattr(m, name, 1) for name in "abcde"],
-        (r"structure of Net: added a, added b, added c, added d, added e\.",),
-    ),
+    "many": (lambda m: [setattr(m, name, 1) for name in "abcd"], ("of Net: added a, added b, added c, added d\\.",)),
 }
 
 
@@ -261,13 +221,8 @@ WRONG: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ("change", "hook"),
     thinned(
         [("shape", "on_fit_start"), ("part", "on_fit_start"), *((x, "on_train_start") for x in WRONG)],
-        *(("shape", "on_fit_start"), ("bf16", "on_train_start"), ("float", "on_train_start")),
-        *(
-            ("attribute", "on_train_start"),
-            ("variable", "on_train_start"),
-            ("part", "on_fit_start"),
-            ("many", "on_train_start"),
-        ),
+        *(("shape", "on_fit_start"), ("part", "on_fit_start")),
+        *((x, "on_train_start") for x in ("bf16", "float", "attribute", "variable", "many")),
     ),
 )
 def test_a_hook_that_changes_the_structure_is_refused(change, hook) -> None:
@@ -341,21 +296,12 @@ def test_a_call_in_training_mode_is_refused_with_what_to_call_instead() -> None:
     calls = hooks("Online", on_validation_batch_end=lambda t, m, outputs, batch, *_: m(batch["x"]))
     words = (r"Online\.on_validation_batch_end wrote to norm\.mean\.", "training mode", r"trainer\.apply\(fn, x\)")
     fit_refuses(StateError, *words, model=Net(rngs=nnx.Rngs(0)), train=random(1), val=random(1), callbacks=[calls])
-    seen = []
-    applies = hooks(
-        on_validation_batch_end=lambda t, m, outputs, batch, *_: seen.append(t.apply(Net.__call__, batch["x"]))
-    )
-    fit(model := Net(rngs=nnx.Rngs(0)), random(1), random(1), applies, num_sanity_val_steps=0)
-    model.eval()
-    np.testing.assert_allclose(seen[0], model(random(1)[0]["x"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_lazy", [False, True])
 def test_setup_may_add_a_part(is_lazy) -> None:
-    def add(trainer: jl.Trainer, model: Any, stage: str) -> None:
-        model.head = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-
-    trainer = fit(jl.lazy(Mean) if is_lazy else Mean(), numbered(1), None, hooks(setup=add))
+    add = on(setup=lambda t, model: setattr(model, "head", nnx.Linear(2, 2, rngs=nnx.Rngs(0))))
+    trainer = fit(jl.lazy(Mean) if is_lazy else Mean(), numbered(1), None, add)
     assert "head" in trainer.state.params
 
 
@@ -391,8 +337,7 @@ PAIRS = [("single", "single"), ("single", "fsdp"), ("shard_map", "ddp")]  # (out
 
 @pytest.mark.parametrize(("outer", "inner"), thinned(PAIRS, ("single", "single")))
 def test_a_second_trainer_may_validate_and_fit_in_a_hook(outer, inner) -> None:
-    result: list[float] = []
-    seen: list[Any] = []
+    result, seen = list[float](), list[Any]()
 
     def use(trainer: jl.Trainer, model: Any) -> None:
         second = make_trainer(strategy=inner, **BARE)
@@ -416,12 +361,10 @@ def wide(self: Any) -> None:
     self.wide = nnx.Param(jnp.zeros(SHAPE))
 
 
-@pytest.mark.parametrize(
-    ("second", "lazy"),
-    thinned(
-        [("fit", False), ("fit", True), ("validate", False), ("predict", True)], ("fit", True), ("validate", False)
-    ),
-)
+AGAIN = [("fit", False), ("fit", True), ("validate", False), ("predict", True)]
+
+
+@pytest.mark.parametrize(("second", "lazy"), thinned(AGAIN, *AGAIN[1:3]))
 def test_fsdp_places_shards_again_without_a_whole_copy(second, lazy, monkeypatch) -> None:
     moves, copies = [], []
     look = lambda *_: copies.extend(x.sharding for x in jax.live_arrays() if x.shape == SHAPE)  # noqa: E731
@@ -445,16 +388,12 @@ def test_fsdp_places_shards_again_without_a_whole_copy(second, lazy, monkeypatch
     assert copies and not [s for s in copies if len(s.device_set) > 1 and s.is_fully_replicated]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "where", "reads"),
-    [
-        *(("single", where, False) for where in ("a hook", "the loader", "a validation step")),
-        *thinned(
-            ((strategy, "the trace of a step", True) for strategy in THREE), ("single", "the trace of a step", True)
-        ),
-    ],
-)
-def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -> None:
+PLACES = [("single", where) for where in ("a hook", "the loader", "a validation step")]
+TRACES = [(strategy, "the trace of a step") for strategy in THREE]
+
+
+@pytest.mark.parametrize(("strategy", "where"), [*PLACES, *thinned(TRACES, TRACES[0])])
+def test_after_an_error_the_module_holds_the_last_step(strategy, where) -> None:
     def step(self: Any, batch: Any) -> jax.Array:
         if batch["x"].shape[0] == 4:  # of a tail, whose step is traced again
             raise ZeroDivisionError
@@ -472,7 +411,7 @@ def test_after_an_error_the_module_holds_the_last_step(strategy, where, reads) -
             raise ZeroDivisionError
 
     model = module(step, validation=raising(ZeroDivisionError))
-    reader = on(on_train_batch_end=read) if reads else jl.Callback()
+    reader = on(on_train_batch_end=read) if where == "the trace of a step" else jl.Callback()
     trainer = make_trainer(reader, on(on_train_batch_end=fail), strategy=strategy, num_sanity_val_steps=0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit(model, Loader(), numbered(1) if where == "a validation step" else None)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
 from jaxlit.pipeline.segments import holds_mark, marking
 from jaxlit.programs.jaxpr import inline
@@ -19,9 +18,7 @@ KINDS = {"w": Role.WEIGHT, "s": Role.STATE, "b": Role.BATCH}
 ROWS, WIDTH = 8, 6
 
 
-def cut_of(
-    fn: Callable[..., Any], kinds: str, stages: int, *, updates: dict[int, int] | None = None, **more: Any
-) -> Cut:
+def cut_of(fn: Any, kinds: str, stages: int, *, updates: dict[int, int] | None = None, **more: Any) -> Cut:
     """Cut a function, whose arguments are (w)eights, (s)tate and (b)atch, and check what its pieces compute."""
     draw, shapes = np.random.default_rng(0).normal, {"w": (WIDTH, WIDTH), "s": (), "b": (ROWS, WIDTH)}
     args: list[Any] = [np.float32(draw(size=shapes[kind])) for kind in kinds]
@@ -144,14 +141,6 @@ def test_a_mark_inside_a_call_counts(wrap: Callable[..., Any]) -> None:
     assert result.home_of[:3] == [0, 1, 2]
 
 
-def test_a_mark_inside_a_scan_is_refused() -> None:
-    def loss(a: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda h, _: (jl.pipeline_yield(h @ a), None), x, length=3)[0]
-
-    with pytest.raises(ArgumentError, match="called inside a scan"):
-        cut_of(loss, "wb", 2)
-
-
 @pytest.mark.parametrize(
     ("layers", "stages", "balance", "homes"),
     [
@@ -174,19 +163,6 @@ def test_stages_of_like_cost_are_not_of_as_many_layers() -> None:
     assert cut_of(uneven, "wwwb", 2, balance=[2, 1]).home_of[:3] == [0, 0, 1]
     marked = lambda a, b, head, x: jl.pipeline_yield(jl.pipeline_yield(x @ a) @ b) @ head  # noqa: E731
     assert cut_of(marked, "wwwb", 2).home_of[:3] == [0, 1, 1]  # a mark after the last layer adds no stage
-
-
-@pytest.mark.parametrize(
-    ("stages", "balance", "words"),
-    [
-        (4, "count", "into 4 stages, and its training_step has 2 marks, so 3 parts"),
-        (2, [1, 4], "2 numbers whose sum is 3"),
-        (2, [1, 1, 1], "2 numbers whose sum is 3"),
-    ],
-)
-def test_too_few_marks_are_refused_with_both_numbers(stages: int, balance: Any, words: str) -> None:
-    with pytest.raises(ArgumentError, match=words):
-        cut_of(lambda *args: chain(*args[:-1], x=args[-1]), "wwwb", stages, balance=balance)
 
 
 def test_a_mark_is_nothing_elsewhere() -> None:

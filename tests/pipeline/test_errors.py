@@ -78,79 +78,32 @@ class OneVector(Marked):
         return optax.stateless(direction)
 
 
-REFUSED: dict[str, tuple[Any, Any, type[Exception], tuple[str, ...]]] = {
-    "a mark in a scan": (Pipeline(4), InScan, ArgumentError, ("inside a scan", "between layers")),
-    "no marks": (Pipeline(4), Deep, ArgumentError, ("4 stages", "0 marks, so 1 part", r"layers='blocks'")),
-    "few marks": (Pipeline(4, "interleaved_1f1b"), Marked, ArgumentError, ("8 stages", "4 marks, so 5 parts", "fewer")),
-    "layers that are not there": (
-        Pipeline(4, layers="blcks"),
-        Deep,
-        ArgumentError,
-        (r"layers='blcks'\): Deep has no blcks", "Did you mean 'blocks'"),
-    ),
-    "layers that are no list": (
-        Pipeline(4, layers="training_step"),
-        Deep,
-        ArgumentError,
-        (r"layers='training_step'\) names method", "a list of modules"),
-    ),
-    "a balance of other parts": (
-        Pipeline(4, balance=(1, 1, 1, 3)),
-        Marked,
-        ArgumentError,
-        (r"balance=\(1, 1, 1, 3\)", "4 numbers whose sum is 5"),
-    ),
-    "a state read on another stage": (
-        Pipeline(4),
-        ReadsBack,
-        StateError,
-        ("mean is updated on stage 3 and read on stage 0", "Update it where it is read"),
-    ),
-    "a count among the outputs": (
-        Pipeline(4),
-        Counts,
-        ModuleError,
-        (r"Counts.training_step returns count, int32\[\], which has no row", "reduce_fx='sum'"),
-    ),
-    "an optimizer of one vector": (
-        Pipeline(4),
-        OneVector,
-        StateError,
-        ("concatenate combines large arrays of several ranks", r"float32\[1600\] of rank 0", "strategy='fsdp'"),
-    ),
-    "other ranks": (
-        Pipeline(4, jl.strategies.Std1F1B(2)),
-        Marked,
-        ArgumentError,
-        (r"schedule=Std1F1B\(2\)", "mesh of 4 stages and a schedule of 2 ranks"),
-    ),
-    "microbatches": (
-        Pipeline(2, "interleaved_1f1b", 5),
-        Marked,
-        ArgumentError,
-        ("5 micro.* not divide into 2 rounds",),
-    ),
-    "devices": (Pipeline(3), Marked, ArgumentError, (r"stages=3\): 4 devices do not divide", "Give a divisor")),
-    "other stages": (
-        Pipeline(2, mesh={"stage": 4}),
-        Marked,
-        ArgumentError,
-        ("stages=2,", "mesh of 4 stages", "Leave stages out"),
-    ),
-    "no stages": (Pipeline(mesh={"data": 4}), Marked, ArgumentError, (r"an axis 'stage'", r"got axes \('data',\)")),
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "a mark in a scan": (Pipeline(4), InScan, "inside a scan.*between layers"),
+    "no marks": (Pipeline(4), Deep, "4 stages.*0 marks, so 1 part.*layers='blocks'"),
+    "few marks": (Pipeline(4, "interleaved_1f1b"), Marked, "8 stages.*4 marks, so 5 parts.*fewer"),
+    "no layers": (Pipeline(4, layers="blcks"), Deep, r"layers='blcks'\): Deep has no blcks.*Did you mean 'blocks'"),
+    "no list": (Pipeline(4, layers="layer"), Deep, r"layers='layer'\) names method.*a list of modules"),
+    "other parts": (Pipeline(4, balance=(1, 1, 1, 3)), Marked, r"balance=\(1, 1, 1, 3\).*4 numbers whose sum is 5"),
+    "three parts": (Pipeline(4, balance=(1, 1, 3)), Marked, r"balance=\(1, 1, 3\).*4 numbers whose sum is 5"),
+    "two stages": (Pipeline(4), ReadsBack, "mean is updated on stage 3 and read on stage 0.*Update it where it is"),
+    "a count": (Pipeline(4), Counts, r"Counts.training_step returns count, int32\[\], which has no row.*reduce_fx="),
+    "vector": (Pipeline(4), OneVector, r"concatenate.* of several ranks.*float32\[1600\] of rank 0.*strategy='fsdp'"),
+    "other ranks": (Pipeline(4, jl.strategies.Std1F1B(2)), Marked, "mesh of 4 stages and a schedule of 2 ranks"),
+    "microbatches": (Pipeline(2, "interleaved_1f1b", 5), Marked, "5 micro.* not divide into 2 rounds"),
+    "devices": (Pipeline(3), Marked, r"stages=3\): 4 devices do not divide.*Give a divisor"),
+    "other stages": (Pipeline(2, mesh={"stage": 4}), Marked, "stages=2,.*mesh of 4 stages.*Leave stages out"),
+    "no stages": (Pipeline(mesh={"data": 4}), Marked, r"an axis 'stage'.*got axes \('data',\)"),
 }
+KINDS = {ReadsBack: StateError, Counts: ModuleError, OneVector: StateError}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused(case: str) -> None:
-    strategy, model, kind, patterns = REFUSED[case]
-    fit_refuses(kind, *patterns, model=model(), train=BATCH, strategy=strategy, devices=4)
+    strategy, model, words = REFUSED[case]
+    fit_refuses(KINDS.get(model, ArgumentError), words, model=model(), train=BATCH, strategy=strategy, devices=4)
 
 
-INNER = [
-    ("shard_map", ("'shard_map'", "fsdp", "ddp")),
-    (jl.strategies.ShardMapDDP(), ("sees the entire", "ShardMapDDP")),
-]
 ARGUMENTS = [
     ("schedule", "1f1", ("'1f1'", "1f1b")),
     ("stages", 0, ("at least 1", "got 0")),
@@ -158,7 +111,8 @@ ARGUMENTS = [
     ("remat", "foo", ("'foo'", "dots_saveable", "True")),
     ("remat", 2, ("2",)),
     ("accum_dtype", "int32", ("int32", "float32")),
-    *[("inner", value, words) for value, words in INNER],
+    ("inner", "shard_map", ("'shard_map'", "fsdp", "ddp")),
+    ("inner", jl.strategies.ShardMapDDP(), ("sees the entire", "ShardMapDDP")),
     ("inner", jl.strategies.Pipeline(), ("Pipeline",)),
     ("balance", "bytes", ("'bytes'", "flops")),
     ("layers", 3, ("blocks", "got 3")),

@@ -82,37 +82,8 @@ def test_large_arrays_of_two_ranks_are_refused(places: Places) -> None:
     np.testing.assert_array_equal(Placed(lambda a, b: a + b, places, "on_state", follows=True)(first, second), 2.0)
 
 
-def test_a_choice_between_states_is_made_on_each_rank(places: Places) -> None:
-    old, new = arrays(places, 0), arrays(places, 1)
-
-    def choose(ok: Any, old: Any, new: Any) -> Any:
-        return jax.lax.cond(ok, lambda: new, lambda: old)
-
-    placed = Placed(choose, places, "choose")
-    for ok in (True, False):
-        for mine, theirs in zip(placed(np.asarray(ok), old, new), new if ok else old, strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-            assert mine.sharding.device_set == theirs.sharding.device_set
-
-
 def test_each_result_has_a_buffer_of_its_own(places: Places) -> None:
     (x, *_) = arrays(places, 0)
     first, second = Placed(lambda x: (y := jnp.sin(x), y), places, "twice")(x)
     first.delete()
     np.testing.assert_allclose(second, np.sin(x), rtol=1e-6)
-
-
-def test_weights_stay_and_what_is_computed_goes_to_them(places: Places) -> None:
-    weights = [jax.device_put(np.full((4, 4), i + 1, np.float32), on(places, i)) for i in range(3)]
-    count = jax.device_put(np.int32(5), on(places, 2))
-
-    def model(weights: Any, count: Any, x: Any) -> Any:
-        for w in weights:
-            x = x @ w * count
-        return x, count + 1
-
-    result, after = Placed(model, at(places.meshes, 2), "apply", follows=True)(
-        weights, count, np.ones((2, 4), np.float32)
-    )
-    np.testing.assert_array_equal(result, 4.0**3 * 6 * 5**3)
-    assert result.sharding.device_set == {jax.devices()[2]} and int(after) == 6

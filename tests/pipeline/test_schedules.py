@@ -1,6 +1,4 @@
-"""The tasks of each rank, by name. What schedules cost, against closed forms and a clock that ticks. Schedules as
-text.
-"""
+"""Schedules: the tasks of each rank, what they cost against closed forms and a clock, and their charts."""
 
 from typing import Any
 
@@ -47,24 +45,6 @@ def test_zero_bubble_cuts_each_backward_in_two() -> None:
     # The last stage runs forward between its first backward's two parts.
     last = "fwd_1__0 bwdA_1__0 fwd_1__1 bwdA_1__1 bwdW_1__0 bwdW_1__1"
     assert names(S.ZeroBubbleH1(2), 2, 1) == last.split()
-
-
-def test_along_a_v_the_first_rank_holds_the_last_stage() -> None:
-    schedule = S.ZBV(6, 3)
-    assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
-    assert [S.Interleaved1F1B(6, 3).rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
-
-
-def test_each_name_is_a_schedule_of_as_many_ranks() -> None:
-    result = {name: repr(SCHEDULES[name](4)) for name in SCHEDULES}
-    assert result == {
-        "gpipe": "GPipe(4)",
-        "1f1b": "Std1F1B(4)",
-        "eager_1f1b": "Eager1F1B(4)",
-        "interleaved_1f1b": "Interleaved1F1B(8, 4)",
-        "zb_h1": "ZeroBubbleH1(4)",
-        "zbv": "ZBV(8, 4)",
-    }
 
 
 @pytest.mark.parametrize(
@@ -159,8 +139,6 @@ def test_sending_costs_time_between_ranks_alone() -> None:
 
 
 class Given(S.Schedule):
-    """Whatever rows it is given."""
-
     def __init__(self, *rows: str) -> None:
         super().__init__(2)
         self.rows = rows
@@ -186,13 +164,6 @@ class Given(S.Schedule):
 )
 def test_an_incomplete_or_deadlocked_schedule_is_refused(rows, words) -> None:
     refuses(ArgumentError, lambda: simulate(Given(*rows), 1), words)
-
-
-def test_what_is_fused_waits_for_what_its_first_task_waits_for() -> None:
-    result = simulate(S.Std1F1B(2), 2)
-    fused = [task for task in result.order if isinstance(task, jl.pipeline.FusedTask)]
-    assert [str(task) for task in fused] == [f"FusedTask(fwd_1__{mb}, bwd_1__{mb})" for mb in (0, 1)]
-    assert [result.start[task] for task in flat([*fused])] == [1.0, 2.0, 4.0, 5.0]
 
 
 DRAWN = """\

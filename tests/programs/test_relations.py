@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.programs.relations import MEAN, MIXED, ROWS, SAME, TOTAL, UNKNOWN, Relation, relate
@@ -29,7 +28,6 @@ def make_batch(rows: int) -> dict[str, np.ndarray]:
 
 
 def trace(fn: Callable[..., Any], rows: int) -> Any:
-    """Return the program that each replica runs."""
     result = []
 
     def body(w: Any, batch: Any) -> jax.Array:
@@ -42,9 +40,8 @@ def trace(fn: Callable[..., Any], rows: int) -> Any:
 
 
 def relation_of(fn: Callable[..., Any], given: Relation = SAME) -> Relation:
-    (relation,), same_draws = relate(
-        trace(fn, ROWS_EACH), trace(fn, 2 * ROWS_EACH), [given, *[ROWS] * 3], "data", REPLICAS
-    )
+    programs = trace(fn, ROWS_EACH), trace(fn, 2 * ROWS_EACH)
+    (relation,), same_draws = relate(*programs, [given, *[ROWS] * 3], "data", REPLICAS)
     assert not same_draws
     return relation
 
@@ -99,11 +96,7 @@ CASES: list[tuple[str, Callable[..., Any], Relation]] = [
     ("halves of a layer", lambda w, b: jnp.split(b["x"] @ w, [2], axis=1)[1], ROWS),
     ("softmax over classes", lambda w, b: jax.nn.softmax(b["x"] @ w), ROWS),
     ("each row's own entry", lambda w, b: rows_picked(b["x"] @ w, b["label"]), ROWS),
-    (
-        "a sum of each row's own entry",
-        lambda w, b: rows_picked(jax.nn.log_softmax(b["x"] @ w), b["label"]).sum(),
-        TOTAL,
-    ),
+    ("a sum of each row's own entry", lambda w, b: rows_picked(b["x"] @ w, b["label"]).sum(), TOTAL),
     ("a mean of each row's own entry", lambda w, b: -rows_picked(b["x"] @ w, b["label"]).mean(), MEAN),
     ("a transform of rows", lambda w, b: jnp.abs(jnp.fft.rfft(b["x"])), ROWS),
     ("rows turned around", lambda w, b: b["x"].T, ROWS),
@@ -138,25 +131,19 @@ def test_a_relation_gives_the_batchs_value(fn: Any, expected: Relation) -> None:
         lambda w, b: b["x"] * rows_of(b)[:, None],
         lambda w, b: b["x"][rows_of(b) - 1, b["label"]],
         lambda w, b: b["x"][jnp.where(rows_of(b) < 1, rows_of(b), 0), b["label"]],
-        lambda w, b: b["x"].at[:2].set(0.0),
         lambda w, b: b["x"].at[0, 1].set(0.0),
         lambda w, b: jax.lax.dynamic_slice(rows_of(b), (1,), (2,)),
         lambda w, b: b["x"].max(),
-        lambda w, b: jnp.cumsum(b["x"], 0),
         lambda w, b: (b["x"] @ b["x"].T).mean(),
         lambda w, b: b["x"][:2],
-        lambda w, b: jnp.arange(b["x"].shape[0]),
         lambda w, b: jnp.sqrt(b["x"].mean(0)),
         lambda w, b: b["x"].sum() / (b["x"].shape[0] - 1),
-        lambda w, b: b["x"] - b["x"].mean(0),
         lambda w, b: jax.lax.axis_index("data"),
         lambda w, b: b["mask"].sum() // 2,
         lambda w, b: jax.lax.while_loop(lambda s: s[0] < b["mask"].sum(), lambda s: (s[0] + 1, s[1]), (0, 1))[0],
         lambda w, b: jnp.sort(b["x"], 0),
         lambda w, b: w[0] ** b["x"].shape[0],
         lambda w, b: w.reshape(-1)[b["x"].shape[0] - 3],
-        lambda w, b: b["mask"].sum().astype(bool) + 0,
-        lambda w, b: jnp.ones(b["x"].shape[0] - 1).sum(),
         lambda w, b: jnp.ones(b["x"].shape[0] ** 2).sum(),
         lambda w, b: jnp.broadcast_to(b["x"][:, :1], (b["x"].shape[0],) * 2).sum(),
         lambda w, b: jnp.abs(b["x"][:, None] - b["x"][None]).sum(),
@@ -186,21 +173,6 @@ def test_a_sum_and_a_penalty_are_told_from_either() -> None:
     mixed = lambda w, b: (rows_loss(w, b).sum() + 0.1 * (w**2).sum()) / 3 + 1  # noqa: E731
     assert relation_of(mixed) == MIXED
     assert relation_of(lambda w, b: jnp.exp(mixed(w, b))) == UNKNOWN
-
-
-def test_layers_give_rows() -> None:
-    def normed(w: Any, b: Any) -> Any:
-        return nnx.BatchNorm(3, axis_name="data", rngs=nnx.Rngs(0))(b["x"])
-
-    def recurrent(w: Any, b: Any) -> Any:
-        times = jnp.stack([b["x"], 2 * b["x"]], axis=1)
-        return nnx.RNN(nnx.GRUCell(3, 4, rngs=nnx.Rngs(0)))(times)
-
-    def attending(w: Any, b: Any) -> Any:
-        words = jnp.stack([b["x"], 2 * b["x"]], axis=1)
-        return nnx.MultiHeadAttention(1, 3, 3, decode=False, rngs=nnx.Rngs(0))(words)
-
-    assert [relation_of(fn) for fn in (normed, recurrent, attending)] == [ROWS] * 3
 
 
 def test_draws_for_all_rows_at_once_are_alike_only_if_asked() -> None:

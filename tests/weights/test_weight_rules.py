@@ -11,7 +11,6 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.weights.weight_rules import assign
 
 X = np.arange(24.0).reshape(4, 6)
-ALL = (slice(None), slice(None))
 
 
 def result(arrays: dict[str, Any], rename: dict[str, Any], **shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -35,13 +34,10 @@ def test_transpose_is_that_of_numpy() -> None:
     assert turned[1, 2, 0, 1] == image[1, 0, 1, 2]
 
 
-def test_several_leaves_share_an_array_in_equal_parts() -> None:
+def test_several_leaves_share_an_array_in_equal_parts_or_by_sizes() -> None:
     got = result({"x": X}, {"x": jl.WeightRule(["q", "k", "v"], axis=1)})
     for i, name in enumerate("qkv"):
         np.testing.assert_array_equal(got[name], X[:, 2 * i : 2 * i + 2])
-
-
-def test_several_leaves_share_an_array_by_sizes_after_transposing() -> None:
     got = result({"x": X}, {"x": jl.WeightRule(["q", "k", "v"], sizes=(4, 1, 1), transpose=True)})
     np.testing.assert_array_equal(got["q"], X[:, :4].T)
     np.testing.assert_array_equal(got["k"], X[:, 4:5].T)
@@ -61,10 +57,11 @@ def test_stacked_arrays_are_read_in_parts() -> None:
     expected = np.stack([layers[f"h.{i}.w"][:, :3] for i in range(12)])
     assert got["q"].shape == expected.shape
     assert got["q"].dtype == expected.dtype
-    np.testing.assert_array_equal(got["q"][(slice(None), *ALL)], expected)
+    np.testing.assert_array_equal(got["q"][(slice(None),) * 3], expected)
     np.testing.assert_array_equal(got["q"][slice(9, 12), slice(1, 3), slice(0, 2)], expected[9:12, 1:3, :2])
 
 
+STACK, BOTH = jl.WeightRule("z", stack=1), "x: float64[4, 6] and y: float64[4, 6] are both assigned to z"
 REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "a number": ({"x": 3}, ArgumentTypeError, "got 'x': 3"),
     "no pattern": ({"(": "y"}, ArgumentError, "not a valid regular expression"),
@@ -74,45 +71,26 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str]] = {
     "too few sizes": ({"x": jl.WeightRule(["q", "k"], sizes=(4,))}, ArgumentError, "one size per leaf"),
     "axes": ({"x": jl.WeightRule("y", transpose=(0, 1, 2))}, ArgumentError, "cannot be applied"),
     "no number": ({"(x)": jl.WeightRule("y", stack=1)}, ArgumentError, "cannot be applied"),
-    "two for one": (
-        {"x": "z", "y": "z"},
-        CheckpointError,
-        "x: float64[4, 6] and y: float64[4, 6] are both assigned to z",
-    ),
-    "a stack and one": ({r"h\.(\d)": jl.WeightRule("z", stack=1), "x": "z"}, CheckpointError, "both assigned to z"),
-    "a gap": (
-        {r"h\.(\d)": jl.WeightRule("z", stack=1)},
-        CheckpointError,
-        "z is a stack of 1 arrays with indices from 3 to 3, and the index 0 is missing",
-    ),
-    "twice": (
-        {r"[xy]": jl.WeightRule("z")},
-        CheckpointError,
-        "x: float64[4, 6] and y: float64[4, 6] are both assigned to z",
-    ),
-    "shapes": (
-        {r"[hi]\.(\d)": jl.WeightRule("z", stack=1)},
-        CheckpointError,
-        "shapes or dtypes: float64[4, 6], float64[6, 4]",
-    ),
-    "dtypes": ({r"[hc]\.(\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "complex128[4, 6], float64[4, 6]"),
-    "below zero": ({r"h\.(-?\d)": jl.WeightRule("z", stack=1)}, CheckpointError, "from -1 to 3, and the index 0 is"),
+    "two for one": ({"x": "z", "y": "z"}, CheckpointError, BOTH),
+    "a stack and one": ({r"h\.(\d)": STACK, "x": "z"}, CheckpointError, "both assigned to z"),
+    "a gap": ({r"h\.(\d)": STACK}, CheckpointError, "stack of 1 arrays with indices from 3 to 3, and the index 0 is"),
+    "twice": ({r"[xy]": jl.WeightRule("z")}, CheckpointError, BOTH),
+    "shapes": ({r"[hi]\.(\d)": STACK}, CheckpointError, "shapes or dtypes: float64[4, 6], float64[6, 4]"),
+    "dtypes": ({r"[hc]\.(\d)": STACK}, CheckpointError, "complex128[4, 6], float64[4, 6]"),
+    "below zero": ({r"h\.(-?\d)": STACK}, CheckpointError, "from -1 to 3, and the index 0 is"),
     "a negative size": ({"x": jl.WeightRule(["y", "z"], sizes=(-1, 5))}, ArgumentError, "must have one size per leaf"),
 }
 
 
 @pytest.mark.parametrize("given", [{"axis": 1}, {"axis": -1}, {"sizes": (4, 2)}, {"axis": 1, "sizes": [6]}])
 @pytest.mark.parametrize("to", ["y", ["y"]])
-def test_a_split_for_a_single_leaf_is_refused(given: dict[str, Any], to: Any) -> None:
+def test_a_split_for_a_single_leaf_and_a_rule_without_one_are_refused(given: dict[str, Any], to: Any) -> None:
     name = next(iter(given))
     with pytest.raises(ArgumentError, match=rf"WeightRule\({name}=.*\) splits .* got to=.*y.*Leave {name} out"):
         jl.WeightRule(to, **given)
-
-
-@pytest.mark.parametrize("to", ["", [], ()])
-def test_a_rule_without_a_leaf_is_refused(to: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"the name of a leaf or a list of names, got {to!r}.")):
-        jl.WeightRule(to)
+    for none in ("", [], ()):
+        with pytest.raises(ArgumentError, match=re.escape(f"the name of a leaf or a list of names, got {none!r}.")):
+            jl.WeightRule(none)
 
 
 @pytest.mark.parametrize("mistake", REFUSED)
