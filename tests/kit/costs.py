@@ -4,13 +4,15 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jaxlit as jl
 from jaxlit.data import prefetcher
@@ -75,3 +77,9 @@ def calls_per_step(trainer: jl.Trainer, model: Any) -> float:
         gc.enable()
     assert trainer.global_step == 61
     return loader.per_step
+
+
+def report_memory(monkeypatch: pytest.MonkeyPatch, limit: int, in_use: Callable[[], int]) -> None:
+    """Let devices report their memory, as GPUs do."""
+    stats = lambda: {"bytes_limit": limit, "bytes_in_use": in_use()}  # noqa: E731
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=stats)])

@@ -252,6 +252,7 @@ def make_trainer(
         LogsInHooks(),
         jl.callbacks.EarlyStopping(monitored, patience=1000),
         jl.callbacks.ReduceLROnPlateau(monitored, patience=1, factor=0.7, min_delta=1.0),
+        jl.callbacks.GradientNorm(every_n_steps=2),  # whose values arrive a step late
     ]
     return jl.Trainer(callbacks=[*watchers, Journal(Path(root) / name), *callbacks], **given | arguments)
 

@@ -122,28 +122,6 @@ def test_training_ends_before_a_bad_step_and_goes_on_behind_it(kind, where, accu
     assert_same(resumed.module, by_hand(windows, bad, where))
 
 
-GOING_ON = FACTORS | {"policy": ["skip", "ignore"]}
-SOME = [("nan", "loss", 3, "fsdp", "ignore"), ("inf", "gradient", 1, "shard_map", "skip")]
-PAIRS_ON = [tuple(case.values()) for case in pairwise(GOING_ON)]
-GONE_ON = list(dict.fromkeys([*SOME, *PAIRS_ON, *itertools.product(*GOING_ON.values())]))
-
-
-@pytest.mark.parametrize(
-    ("kind", "where", "accumulate", "strategy", "policy"), thinned(GONE_ON, *SOME, full=PAIRS_ON[::7])
-)
-def test_training_continues_after_a_skipped_or_taken_step(kind, where, accumulate, strategy, policy) -> None:
-    windows = [trapped(kind, where)[i : i + accumulate] for i in range(0, COUNT, accumulate)]
-    given = {"strategy": splitting(strategy), "accumulate_grad_batches": accumulate, "nan_policy": policy}
-    trainer = fit(Trapped(), [batch for window in windows for batch in window], **given)
-    assert trainer.global_step == len(windows) and int(trainer.module.count[...]) == COUNT
-    if policy == "skip":
-        assert_same(trainer.module, by_hand(windows, BAD // accumulate, "loss"))
-    elif where == "loss":  # to which the trap is only added: no gradient knows of it
-        assert_same(trainer.module, by_hand(windows, -1, where))
-    else:
-        assert not any(np.isfinite(getattr(trainer.module, name)[...]).any() for name in ("kernel", "bias"))
-
-
 @pytest.mark.parametrize("accumulate", thinned([1, 2], 1))
 def test_saved_state_is_bitwise_that_before_the_step(accumulate) -> None:
     """Statistics, counts and random keys with it: it is what training on the good batches alone leaves."""
@@ -258,13 +236,17 @@ def test_rows_and_hook_means_match_a_training_that_skips() -> None:
     def table(folder: str) -> list[str]:
         return Path(folder, "metrics.csv").read_text().splitlines()
 
-    log = hooks(on_train_batch_end=lambda t, m, o, b, i: m.log("batch", float(i), on_step=False, on_epoch=True))
+    def log(name: str) -> Any:
+        return lambda trainer, module, *args: module.log(name, float(args[-1]), on_step=False, on_epoch=True)
+
+    logs = hooks(on_train_batch_start=log("start"), on_train_batch_end=log("end"))
     given: Any = {"log_every_n_steps": 2, "resume": "auto"}
     with pytest.raises(NonFiniteError):
-        fit(Mean(), spoilt(9, 4), None, log, default_root_dir="parts", **given)
+        fit(Mean(), spoilt(9, 4), None, logs, default_root_dir="parts", **given)
     assert len(table("parts")) == 4  # the row of the sixth step has told of the fifth
     for folder in ("parts", "whole"):
-        fit(Mean(), spoilt(9, 4), None, log, default_root_dir=folder, nan_policy="skip", **given)
+        trainer = fit(Mean(), spoilt(9, 4), None, logs, default_root_dir=folder, nan_policy="skip", **given)
+        assert trainer.callback_metrics["start"] == trainer.callback_metrics["end"] == np.mean(range(9))
     assert table("parts") == table("whole")
 
 
@@ -315,15 +297,6 @@ def test_a_window_already_bad_in_its_checkpoint_is_skipped() -> None:
         fit(Mean(), spoilt(6, 2), ckpt_path="kept", **given)
     resumed = fit(Mean(), spoilt(6, 2), ckpt_path="kept", nan_policy="skip", **given)
     assert float(resumed.module.w[...][0]) == mean([[1, 2], [5, 6]])
-
-
-def test_values_logged_in_the_hook_of_a_bad_batch_count_once() -> None:
-    log = hooks(on_train_batch_start=lambda t, m, batch, i: m.log("batch", float(i), on_step=False, on_epoch=True))
-    given: Any = {"default_root_dir": "run", "resume": "auto"}
-    with pytest.raises(NonFiniteError):
-        fit(Mean(), spoilt(6, 4), None, log, **given)
-    trainer = fit(Mean(), spoilt(6, 4), None, log, nan_policy="skip", **given)
-    assert trainer.callback_metrics["batch"] == np.mean(range(6))
 
 
 def test_a_bad_step_does_not_disable_the_logger_that_meets_it() -> None:

@@ -47,12 +47,12 @@ def test_one_name_for_two_loaders_is_refused() -> None:
 
 
 def test_batch_hooks_log_by_loader_other_hooks_for_all() -> None:
-    result = make_trainer(
-        hooks(
-            on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
-            on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
-        )
-    ).validate(module(validation=lambda self, batch: None), [numbered(3), numbered(2, 10)])
+    logs = hooks(
+        on_validation_batch_end=lambda t, m, outputs, batch, i, loader: m.log("rows", float(batch["x"][0, 0])),
+        on_validation_epoch_end=lambda t, m: m.log("all", 7.0),
+    )
+    model = module(validation=lambda self, batch: None)
+    result = make_trainer(logs).validate(model, [numbered(3), numbered(2, 10)])
     assert result == [{"rows/dataloader_idx_0": 2.0, "all": 7.0}, {"rows/dataloader_idx_1": 10.5, "all": 7.0}]
 
 
@@ -60,9 +60,8 @@ def test_the_means_of_an_evaluation_weigh_batches_by_their_rows() -> None:
     batches, log = sized(8, 16, 3), lambda m, batch, i: m.log("v", batch["x"].mean())
     expected = float(np.concatenate([batch["x"] for batch in batches]).mean())
     for strategy in THREE:
-        assert make_trainer(strategy=strategy).test(logging(validation=log), batches) == [
-            {"v": pytest.approx(expected, rel=1e-5)}
-        ]
+        (result,) = make_trainer(strategy=strategy).test(logging(validation=log), batches)
+        assert result == {"v": pytest.approx(expected, rel=1e-5)}
 
 
 def test_the_sanity_check_leaves_no_metric_row_or_count_behind() -> None:

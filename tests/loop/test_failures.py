@@ -19,8 +19,12 @@ from jaxlit.errors import LoggerError
 gone = raising(ConnectionError, "the server is gone")
 
 
+def of_class(**members: Any) -> Any:
+    return type("Mine", (Logger,), members)()
+
+
 def logger_with(**functions: Any) -> Any:
-    return type("Mine", (Logger,), {name: staticmethod(function) for name, function in functions.items()})()
+    return of_class(**{name: staticmethod(function) for name, function in functions.items()})
 
 
 def note_of(call: Any) -> str:
@@ -70,6 +74,7 @@ def test_what_is_traced_of_a_callback_is_named_as_well(hook: str) -> None:
     assert note.startswith(f"It was raised by Made.{hook} ") and note.endswith("(global_step 0).")
 
 
+NO_HOOKS = ("load_state_dict", "location", "state_key")
 OFTEN = ("log_hyperparams", "on_log", "on_exception", "teardown")
 SELDOM = ("setup", "on_checkpoint_saved", "state_dict")
 OF_LOGGER = [hook for hook in HOOKS if not any(word in hook for word in ("sanity", "test", "predict", "load", "trace"))]
@@ -88,20 +93,12 @@ def test_a_logger_that_raises_is_warned_of_once(hook: str, caplog: Any) -> None:
         (line,) = result
         assert line.startswith(f"Mine.{hook} failed in epoch ") and "the server is gone" in line and "continues" in line
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
-    assert (
-        len(Path("run/metrics.csv").read_text().splitlines()) == 1 + 8
-    )  # of steps, with validations in the last of each epoch
+    lines = Path("run/metrics.csv").read_text().splitlines()
+    assert len(lines) == 1 + 8  # of steps, with validations in the last of each epoch
     assert torn == ([] if hook == "teardown" else ["down"])
 
 
-def of_class(**members: Any) -> Any:
-    return type("Mine", (Logger,), members)()
-
-
-@pytest.mark.parametrize(
-    "hook",
-    thinned([*TRACED, "load_state_dict", "state_key", "location"], *[*TRACED][:1], "load_state_dict", "location"),
-)
+@pytest.mark.parametrize("hook", thinned([*TRACED, *NO_HOOKS], TRACED[0], *NO_HOOKS[:2]))
 def test_a_logger_stands_aside_also_for_what_is_no_hook(hook: str, caplog: Any) -> None:
     resumes: Any = {"default_root_dir": "run", "resume": "auto", "log_every_n_steps": 1}
     state = {"state_dict": lambda self: {"a": 1}}
@@ -109,25 +106,13 @@ def test_a_logger_stands_aside_also_for_what_is_no_hook(hook: str, caplog: Any) 
     bad = property(gone) if hook in ("state_key", "location") else staticmethod(gone)
     statics = {name: staticmethod(function) for name, function in keeping().items()} if hook in TRACED else {}
     logger = of_class(**state | statics | {hook: bad})
-    trainer = fit(Mean(), numbered(4), None, Seen(), logger=logger, max_epochs=2, **resumes)
+    traced: list[int] = []  # of another callback, which looks into every step
+    look = hooks(trace_step=lambda *_: {"other": jnp.ones(2)}, on_trace=lambda t, values, step: traced.append(step))
+    trainer = fit(Mean(), numbered(4), None, look, logger=logger, max_epochs=2, **resumes)
+    assert len(traced) == 4
     assert float(trainer.module.w[...][0]) == pytest.approx(mean([[1], [2], [3], [4]] * 2), rel=1e-6)
     (line,) = [text for text in warnings_of(caplog) if text.startswith(f"Mine.{hook} failed")]
     assert "the server is gone" in line
-
-
-class Seen(jl.Callback):
-    """Looks into every step, beside a logger that no longer does."""
-
-    steps = 0
-
-    def trace_step(self, *_: Any) -> Any:
-        return {"other": jnp.ones(2)}
-
-    def on_trace(self, *_: Any) -> None:
-        self.steps += 1
-
-    def teardown(self, *_: Any) -> None:
-        assert self.steps == 4
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ConnectionError])

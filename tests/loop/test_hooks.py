@@ -23,17 +23,10 @@ from jaxlit.faces import advice
 
 Event = tuple[Any, ...]  # a hook, the indices among its arguments, and the epoch and step that the Trainer counts there
 OF_MODULE = ("configure_callbacks", "prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers")
-DEFAULTS: dict[str, Any] = {
-    "max_epochs": 2,
-    "max_steps": -1,
-    "accumulate_grad_batches": 1,
-    "val_check_interval": 1.0,
-    "check_val_every_n_epoch": 1,
-    "limit_train_batches": 1.0,
-    "limit_val_batches": 1.0,
-    "num_sanity_val_steps": 1,
-    "log_every_n_steps": 1,
-}
+DEFAULTS: dict[str, Any] = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 1.0}
+DEFAULTS |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), 1.0)
+ONES = ("accumulate_grad_batches", "check_val_every_n_epoch", "num_sanity_val_steps", "log_every_n_steps")
+DEFAULTS |= dict.fromkeys(ONES, 1)
 
 
 def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -43,11 +36,7 @@ def indices_of(args: tuple[Any, ...]) -> tuple[int, ...]:
 class Program:
     """Runs the docstring's program on stand-ins that keep the order of the calls, and the batches of each step.
 
-    Args:
-        train: How many batches the training loader has.
-        val: How many each validation loader has.
-        skip: Whether on_train_batch_start of an epoch and a batch returns -1.
-        **arguments: Those of the Trainer.
+    `train` and `val` are numbers of batches; `skip` says whether on_train_batch_start returns -1.
     """
 
     def __init__(self, train: int, val: list[int], skip: Callable[[int, int], bool], **arguments: Any) -> None:
@@ -75,9 +64,7 @@ class Program:
             "row_of_epoch": lambda: self.step - 1,
             "row_of_validation": lambda: max(self.step - 1, 0),
             "training_is_over": lambda: self.epoch + 1 == arguments["max_epochs"],
-            "max_epochs": None,
-            "outputs": None,
-            "checkpoint": None,
+            **dict.fromkeys(("max_epochs", "outputs", "checkpoint")),
         }
         (block,) = re.findall(r"```\n(.*?)```", inspect.cleandoc(jl.Callback.__doc__ or ""), re.DOTALL)
         exec(block, scope)
@@ -174,7 +161,6 @@ def run_trainer(
 
 
 def draw_case(seed: int) -> dict[str, Any]:
-    """Draw a legal combination of the arguments."""
     rng = random.Random(seed)
     train = rng.randint(1, 5)
     limit = rng.choice([1.0, 1.0, 0.5 if train > 1 else 1.0, rng.randint(1, 6)])
@@ -225,13 +211,10 @@ def test_where_there_is_nothing_to_train_no_train_hook_comes(limit: dict[str, An
 def test_runs_last_holds_for_epoch_ends_and_safe_points() -> None:
     late, early = ("on_train_epoch_end", "on_safe_point"), ("on_train_end", "on_fit_end")
     called: dict[str, list[str]] = {hook: [] for hook in (*late, *early)}
-    note = lambda hook, name: lambda *_: called[hook].append(name)  # noqa: E731
+    note = lambda hook, name: lambda *_, **__: called[hook].append(name)  # noqa: E731
 
     def named(name: str, last: bool) -> jl.Callback:
-        made = hooks(
-            on_safe_point=lambda trainer, module, epoch_over, training_over: called["on_safe_point"].append(name),
-            **{hook: note(hook, name) for hook in called if hook != "on_safe_point"},
-        )
+        made = hooks(**{hook: note(hook, name) for hook in called})
         made.runs_last = last
         return made
 
@@ -284,9 +267,6 @@ def test_a_hook_that_nothing_calls_is_refused_on_any_owner(name: str, word: str)
     callback = type("Slips", (jl.Callback,), {name: called})()
     fit_refuses(ModuleError, f"{name} would never be called.*{word}", callbacks=callback)
     fit(type("Fine", (Mean,), {"on_my_own": called})(), numbered(1))
-
-
-# What an error leaves of the other hooks is in tests/trainer/test_endings.py.
 
 
 def test_only_minus_one_of_any_integer_type_skips() -> None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
-from kit.batches import numbered
+from kit.batches import Stream, numbered
 from kit.journal import HOOKS, hooks, raising
 from kit.modules import module
 from kit.refusals import warnings_of
@@ -23,8 +23,6 @@ CASES = {case["name"]: case for case in json.loads((DATA / "lightning_hooks.json
 
 
 class Lines(jl.Callback):
-    """Writes every hook down as the recorded lines do."""
-
     trainer: jl.Trainer
 
     def __init__(self) -> None:
@@ -58,34 +56,16 @@ def staircase(self: Any) -> jl.Optimizer:
 
 
 class Loader:
-    """A loader that says another length than it has, or none."""
+    """A loader that says another length than it has."""
 
-    def __init__(self, batches: list[Any], length: int | None) -> None:
+    def __init__(self, batches: list[Any], length: int) -> None:
         self.batches, self.length = batches, length
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
 
     def __len__(self) -> int:
-        if self.length is None:
-            raise TypeError("no length")
         return self.length
-
-
-class Data(jl.DataModule):
-    """The loaders of a case as a data module."""
-
-    def __init__(self, train: Any, val: Any, test: Any) -> None:
-        self.train, self.val, self.test = train, val, test
-
-    def train_dataloader(self) -> Any:
-        return self.train
-
-    def val_dataloader(self) -> Any:
-        return self.val
-
-    def test_dataloader(self) -> Any:
-        return self.test
 
 
 def stop_in(hook: str) -> Callable[[], jl.Callback]:
@@ -135,7 +115,7 @@ SCRIPTS = {
     "datamodule, step raises": Script(RAISES, datamodule=True),
     "schedule": Script({"configure_optimizers": staircase}),
     "plateau": Script({"tx": optax.chain(optax.sgd(0.01), optax.contrib.reduce_on_plateau(patience=1))}),
-    "no length": Script({}, loader=lambda batches: Loader(batches, None)),
+    "no length": Script({}, loader=Stream),
     "short loader": Script({}, loader=lambda batches: Loader(batches, len(batches) + 1)),
     "long loader": Script({}, loader=lambda batches: Loader(batches, len(batches) // 2)),
 }
@@ -151,7 +131,9 @@ def run(case: dict[str, Any], recorder: Lines) -> jl.Trainer:
     loaders["validate"] = val if len(val) > 1 else val[0] if val else None
     model = module(**({"validation": lambda self, batch: self.log("val_loss", 1.0)} | script.members))
     if script.datamodule:
-        data = Data(loaders["train"], loaders["validate"], loaders.get("test"))
+        names = {"train": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader"}
+        hooks_of_data = {names[stage]: lambda self, x=x: x for stage, x in loaders.items()}
+        data = type("Data", (jl.DataModule,), hooks_of_data)()
         trainer.fit(model, datamodule=data)
         for verb in script.then:
             getattr(trainer, verb)(model, datamodule=data)

@@ -1,6 +1,4 @@
-"""The metrics as callbacks read them, beside what `test_results_recorded` compares with Lightning. What a Trainer
-keeps of its rows, against a loop by hand; bounded, without a host read, and drawn.
-"""
+"""The metrics as callbacks read them, and the rows that a Trainer keeps; test_results_recorded.py has Lightning's."""
 
 from typing import Any
 
@@ -93,11 +91,8 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
     trainer = make_trainer(**BARE, log_every_n_steps=1, max_epochs=2)
     assert len(trainer.history) == 0
     assert trainer.fit(Mean(), numbered(2), numbered(1)) is None
-    assert {name: [*steps] for name, (steps, _) in trainer.history.items()} == {
-        "loss": [0, 1, 2, 3],
-        "lr": [0, 1, 2, 3],
-        "val": [1, 3],
-    }
+    steps = {"loss": [0, 1, 2, 3], "lr": [0, 1, 2, 3], "val": [1, 3]}
+    assert {name: [*result] for name, (result, _) in trainer.history.items()} == steps
     losses = [(n - mean([[k] for k in (1, 2, 1, 2)[:i]])) ** 2 for i, n in enumerate((1, 2, 1, 2))]
     assert trainer.history["loss"][1].tolist() == losses
     weights = [mean([[1], [2]] * epochs) for epochs in (1, 2)]
@@ -111,29 +106,30 @@ def test_it_has_every_row_of_the_newest_fit_and_fit_returns_none():
         trainer.history["los"]
 
 
+def filled(steps, history=None):
+    history = history or History()
+    for step in steps:
+        history.add({"x": step}, step)
+    return history
+
+
 def test_history_thins_out_when_it_has_too_many_rows():
-    history = History()
-    for step in range(4 * MOST):
-        history.add({"x": -step}, step)
+    history = filled(range(4 * MOST))
     steps, values = history["x"]
     assert MOST / 2 < len(steps) <= MOST and {*np.diff(steps)} == {4} and steps[0] == 0
-    assert (values == -steps).all() and steps[-1] >= 4 * MOST - 4
+    assert (values == steps).all() and steps[-1] >= 4 * MOST - 4
 
 
 def test_what_is_undone_is_forgotten():
-    history = History()
-    for step in range(5):
-        history.add({"x": step}, step)
+    history = filled(range(5))
     history.add({"y": 9}, 4)
     history.clear(3)
     assert [*history] == ["x"] and history["x"][0].tolist() == [0, 1, 2]
     history.add({"x": 7}, 3)
     assert history["x"][1].tolist() == [0, 1, 2, 7]
-    for step in range(4, MOST + 1):  # from now on every second is kept
-        history.add({"x": step}, step)
+    filled(range(4, MOST + 1), history)  # from now on every second is kept
     history.clear(6)
-    for step in range(6, 11):
-        history.add({"x": step}, step)
+    filled(range(6, 11), history)
     assert history["x"][0].tolist() == [0, 2, 4, 6, 8, 10]
 
 

@@ -19,6 +19,7 @@ import jaxlit as jl
 from jaxlit.errors import ModuleError
 
 DATA = Path(__file__).parents[1] / "data"
+# Left out: logging in on_save_checkpoint, which is no hook here, and a LearningRateMonitor, whose names are others.
 CASES = {case["name"]: case for case in json.loads((DATA / "lightning_log.json").read_text())}
 MAPPINGS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 BOTH = {"on_step": True, "on_epoch": True}
@@ -149,10 +150,6 @@ def batches_of(rows: list[int], *, unequal: bool = False) -> list[dict[str, np.n
     rng = np.random.default_rng(0)
     batches = [{"x": rng.normal(size=n).astype(np.float32)} for n in rows]
     return [batch | {"y": np.zeros(len(batch["x"]) + 1, np.float32)} for batch in batches] if unequal else batches
-
-
-# Left out of the recorded cases: logging in on_save_checkpoint, which is no hook here, and the rows of a
-# LearningRateMonitor, whose names are others.
 
 
 def approximately(values: dict[str, float]) -> Any:

@@ -36,12 +36,8 @@ MORE = {
     "fsdp": [("on_train_epoch_start", 1), ("on_validation_epoch_end", 5), ("on_safe_point", 6), ("on_fit_end", 0)],
     "pmap": [WINDOW, ("on_safe_point", 45)],
 }
-LAST = [
-    ("on_train_batch_end", 45),
-    ("on_safe_point", 45),
-    ("on_train_end", 0),
-    ("on_fit_end", 0),
-]  # where no training is left to do
+# Where no training is left to do.
+LAST = [("on_train_batch_end", 45), ("on_safe_point", 45), ("on_train_end", 0), ("on_fit_end", 0)]
 CASES = {mark: [(s, p) for s, places in by.items() for p in places] for mark, by in (("often", OFTEN), ("full", MORE))}
 PLACES = CASES["often"] + CASES["full"]
 

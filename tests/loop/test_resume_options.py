@@ -1,6 +1,7 @@
 """Training continues exactly whatever the Trainer is told, and however it has ended."""
 
 import contextlib
+import itertools
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -46,38 +47,27 @@ def assert_is_the_end_of(resumed: list[Any], whole: list[Any], batches: int) -> 
     assert_same(resumed, whole[-len(resumed) :])
 
 
-class SkipsTheRest(jl.Callback):
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 17 else None  # in the middle of a window
+def skip(trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+    return -1 if batch_idx == 17 else None  # in the middle of a window
 
 
+PER_EPOCH: dict[str, Any] = {"val_check_interval": 1.0}
 # Each of what may be told, two at a time.
 OPTIONS: dict[str, dict[str, Any]] = {
     "no accumulation, few rows": {"accumulate_grad_batches": 1, "log_every_n_steps": 3},
-    "validation at the end of epochs, bf16-mixed": {
-        "val_check_interval": 1.0,
-        "precision": "bf16-mixed",
-        "stops": [("on_validation_batch_end", 6)],
-    },
-    "validation every second epoch, limit_train_batches": {
-        "check_val_every_n_epoch": 2,
-        "val_check_interval": 1.0,
-        "limit_train_batches": 10,
-        "max_epochs": 3,
-        "stops": [("on_safe_point", 12)],
-    },
+    "validation at the end of epochs, bf16-mixed": PER_EPOCH
+    | {"precision": "bf16-mixed", "stops": [("on_validation_batch_end", 6)]},
+    "validation every second epoch, limit_train_batches": PER_EPOCH
+    | {"check_val_every_n_epoch": 2, "limit_train_batches": 10, "max_epochs": 3, "stops": [("on_safe_point", 12)]},
     "validation across epochs, skipped rest of the epoch": {
-        "check_val_every_n_epoch": None,
-        "val_check_interval": 11,
-        "more": lambda: [SkipsTheRest()],
+        **{
+            "check_val_every_n_epoch": None,
+            "val_check_interval": 11,
+            "more": lambda: [hooks(on_train_batch_start=skip)],
+        },
         "stops": [("on_safe_point", 16), ("on_safe_point", 1)],
     },
-    "overfit_batches": {
-        "overfit_batches": 5,
-        "max_epochs": 6,
-        "val_check_interval": 1.0,
-        "stops": [("on_safe_point", 16)],
-    },
+    "overfit_batches": PER_EPOCH | {"overfit_batches": 5, "max_epochs": 6, "stops": [("on_safe_point", 16)]},
 }
 
 
@@ -102,7 +92,6 @@ def test_loss_scale_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> jl.Trainer:
-    """A training of two epochs without a stop."""
     return fit(make_trainer("single", tmp_path_factory.mktemp("whole") / "run", max_epochs=2))
 
 
@@ -151,10 +140,8 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
         if path.is_file() and path.name not in ("again", ".lock", ".run-lock")
     }
     before = look()
-    again = make_trainer(
-        "single", trainer.run_dir, name="again", max_epochs=1, resume="auto", enable_checkpointing=True
-    )
-    fit(again, seed=1)
+    given: dict[str, Any] = {"max_epochs": 1, "resume": "auto", "enable_checkpointing": True}
+    again = fit(make_trainer("single", trainer.run_dir, name="again", **given), seed=1)
     assert look() == before
     assert final(again) == final(trainer)
 
@@ -190,7 +177,6 @@ def test_raising_max_epochs_continues(name: str, finished: Any, whole: jl.Traine
 
 
 def mean_fit(train: Any, *callbacks: Any, **arguments: Any) -> tuple[jl.Trainer, list[int]]:
-    """Train `Mean`; returns the Trainer, and the numbers of its batches."""
     watch = kit_journal.Journal()
     return kit_fit(Mean(), train, None, watch, *callbacks, **({"max_epochs": 2} | arguments)), watch.batches["train"]
 
@@ -215,57 +201,39 @@ def test_another_accumulation_is_refused_inside_a_window() -> None:
     assert trainer.global_step == 3 + 3 + 4
 
 
-class LogsAndRaises(jl.Callback):
-    """Counts the batches that begin, those that end, and the epochs' ends; raises once, after it has logged.
+# Each epoch begins seven batches, the last of which ends it before its step.
+COUNTS = {"on_train_epoch_start": 1, "on_train_batch_start": 7, "on_train_batch_end": 6, "on_train_epoch_end": 1}
 
-    Args:
-        hook: Where it raises.
-        call: At which of its calls, from 0; -1 for never.
-    """
 
-    def __init__(self, hook: str = "", call: int = -1) -> None:
-        self.hook, self.left = hook, call
+def logs_and_raises(hook: str = "", call: int = -1) -> jl.Callback:
+    """Return a callback that counts its calls in the metrics, and raises in one call of a hook, after it has logged."""
+    calls = list[str]()
 
-    def log_one(self, hook: str) -> None:
-        self.log(hook, 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
-        if hook == self.hook:
-            self.left -= 1
-            if self.left == -1:
-                raise Stopped
+    def log(name: str, module: Any, *args: Any) -> int | None:
+        module.log(name, 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+        calls.append(name)
+        if name == hook and calls.count(hook) == call + 1:
+            raise Stopped
+        return -1 if name == "on_train_batch_start" and args[-1] == 6 else None
 
-    def on_train_epoch_start(self, trainer: jl.Trainer, module: Any) -> None:
-        self.log_one("on_train_epoch_start")
-
-    def on_train_batch_start(self, trainer: jl.Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
-        self.log_one("on_train_batch_start")
-        return -1 if batch_idx == 6 else None
-
-    def on_train_batch_end(self, trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.log_one("on_train_batch_end")
-
-    def on_train_epoch_end(self, trainer: jl.Trainer, module: Any) -> None:
-        self.log_one("on_train_epoch_end")
+    return hooks(**{name: lambda trainer, *args, name=name: log(name, *args) for name in COUNTS})
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     ("hook", "call"),
     [
-        *[("on_train_epoch_start", k) for k in range(2)],
-        *[("on_train_batch_start", k) for k in (0, 1, 5, 6, 7)],
-        *[("on_train_batch_end", k) for k in (0, 1, 5, 6)],
-        *[("on_train_epoch_end", k) for k in range(2)],
+        *itertools.product(("on_train_epoch_start", "on_train_epoch_end"), (0, 1)),
+        *itertools.product(("on_train_batch_start", "on_train_batch_end"), (0, 1, 5, 6)),
+        ("on_train_batch_start", 7),
     ],
 )
 def test_what_hooks_log_counts_once_after_an_error_and_a_resume(hook: str, call: int, accumulate: int) -> None:
     given: Any = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "default_root_dir": "run", "resume": "auto"}
     with pytest.raises(Stopped):
-        kit_fit(Mean(), numbered(8), None, LogsAndRaises(hook, call), **given)
-    trainer = kit_fit(Mean(), numbered(8), None, LogsAndRaises(), **given)
-    counts = {name: value for name, value in trainer.callback_metrics.items() if name.startswith("on_")}
-    # Each epoch begins seven batches, the last of which ends it before its step.
-    expected = {"on_train_epoch_start": 1, "on_train_batch_start": 7, "on_train_batch_end": 6, "on_train_epoch_end": 1}
-    assert counts == expected
+        kit_fit(Mean(), numbered(8), None, logs_and_raises(hook, call), **given)
+    trainer = kit_fit(Mean(), numbered(8), None, logs_and_raises(), **given)
+    assert {name: value for name, value in trainer.callback_metrics.items() if name.startswith("on_")} == COUNTS
 
 
 def test_a_checkpoint_requested_by_a_hook_is_written_if_training_raises() -> None:
@@ -283,15 +251,10 @@ def test_a_checkpoint_requested_by_a_hook_is_written_if_training_raises() -> Non
 
 
 def test_loaders_are_opened_again_after_a_resume_inside_an_epoch() -> None:
-    class Data(jl.DataModule):
-        def train_dataloader(self) -> Any:
-            opened.append("train")
-            return numbered(4)
-
-    opened = list[str]()
-    given: Any = {"reload_dataloaders_every_n_epochs": 1}
+    opened, given = list[int](), {"reload_dataloaders_every_n_epochs": 1}
+    model = module(train_dataloader=lambda self: opened.append(self.trainer.current_epoch) or numbered(4))
     save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("half"))
-    kit_fit(Mean(), Data(), None, save, max_epochs=2, **given)
+    kit_fit(model, None, None, save, max_epochs=2, **given)
     del opened[:]
-    kit_fit(Mean(), Data(), ckpt_path="half", max_epochs=3, **given)
+    kit_fit(model, ckpt_path="half", max_epochs=3, **given)
     assert len(opened) == 2  # at the start, for the rest of the second epoch, and for the third

@@ -56,25 +56,18 @@ def test_training_goes_back_and_on_without_the_bad_batch(bad: int, strategy: str
     assert float(made.w[...][0]) == pytest.approx(by_hand([[x] for x in left]), abs=1e-6)
 
 
-def probe(batch_idx: int) -> jl.Callback:
+def probe(batch_idx: int, seen: list[float]) -> jl.Callback:
     """Return a callback whose save is the first to look whether every step was finite, and what the module is then."""
-
-    def end(trainer: Any, module: Any, outputs: Any, batch: Any, idx: int) -> None:
-        if idx == batch_idx:
-            trainer.save_checkpoint("probe")
-            watch.seen = float(module.w[...][0])  # type: ignore[attr-defined]
-
-    watch = hooks(on_train_batch_end=end)
-    return watch
+    look = lambda trainer, module: (trainer.save_checkpoint("probe"), seen.append(float(module.w[...][0])))  # noqa: E731
+    return at_batch(batch_idx, look)
 
 
 def test_a_rollback_drops_half_a_window_and_resets_the_module() -> None:
-    watch, values = probe(6), [1.0, 2.0, 3.0, 4.0, BAD, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
-    trainer, made = train(
-        values, watch, ModelCheckpoint(every_n_train_steps=2), accumulate_grad_batches=2, log_every_n_steps=50
-    )
+    seen, values = list[float](), [1.0, 2.0, 3.0, 4.0, BAD, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    given = {"accumulate_grad_batches": 2, "log_every_n_steps": 50}
+    trainer, made = train(values, probe(6, seen), ModelCheckpoint(every_n_train_steps=2), **given)
     before = [[1.0, 2.0], [3.0, 4.0]]
-    assert watch.seen == pytest.approx(by_hand(before), abs=1e-6)  # type: ignore[attr-defined]
+    assert seen == [pytest.approx(by_hand(before), abs=1e-6)]
     assert trainer.global_step == 4
     assert float(made.w[...][0]) == pytest.approx(by_hand([*before, [8.0, 9.0], [10.0, 11.0]]), abs=1e-6)
 
@@ -86,7 +79,7 @@ def epoch_mean(self: Any, batch: Any) -> Any:
 
 def test_epoch_metrics_are_of_the_steps_that_count() -> None:
     rows, given = Rows(), {"log_every_n_steps": 50, "made": module(epoch_mean)}
-    train([1.0, 2.0, BAD, 4.0, 5.0, 6.0], rows, probe(2), ModelCheckpoint(every_n_train_steps=2), **given)
+    train([1.0, 2.0, BAD, 4.0, 5.0, 6.0], rows, probe(2, []), ModelCheckpoint(every_n_train_steps=2), **given)
     assert rows.of("seen") == [pytest.approx(3.6, rel=1e-6)]  # of all but the bad one
 
 
@@ -126,14 +119,11 @@ def test_rollback_uses_the_resumed_checkpoint_not_the_newest() -> None:
 
 
 def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
-    class Every2(jl.Callback):
-        runs_last = True
+    def save(trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+        if trainer.global_step % 2 == 0 and not epoch_over:
+            trainer.saver.begin(f"own/at_{trainer.global_step}")  # not waited for: rollback does
 
-        def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
-            if trainer.global_step % 2 == 0 and not epoch_over:
-                trainer.saver.begin(f"own/at_{trainer.global_step}")  # not waited for: rollback does
-
-    trainer, made = train([1, 2, 3, BAD, 5, 6], Every2(), enable_checkpointing=False)
+    trainer, made = train([1, 2, 3, BAD, 5, 6], hooks(on_safe_point=save), enable_checkpointing=False)
     assert trainer.global_step == 4
     assert float(made.w[...][0]) == pytest.approx(by_hand([[1], [2], [5], [6]]), rel=1e-6)
 

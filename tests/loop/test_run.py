@@ -1,11 +1,7 @@
-"""Every argument that limits a loop, alone and together, against a model of the loop in plain Python. Callbacks
-that say when they act next are called in those steps, and in no others. At which optimizer steps callbacks look
-into the step, where what they saw arrives, and what is refused.
-"""
+"""The arguments that limit a loop, callbacks that say when they act next, and those that look into the step."""
 
 import datetime
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kit import trainers
 from kit.batches import ROWS, numbered
 from kit.by_hand import mean
 from kit.compiles import compiles
-from kit.inside import Clock
+from kit.inside import Clock, stop_clocks
 from kit.journal import Journal, Rows, at_batch, hooks, without_rates
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
@@ -73,14 +68,10 @@ def test_fast_dev_run_takes_that_many_batches_of_everything_once(given: int, cou
     trainer.fit(model, numbered(5), [numbered(5, 11), numbered(2, 21)])
     for first, verb in zip((31, 41, 51), ("validate", "test", "predict"), strict=True):
         getattr(trainer, verb)(model, numbered(5, first))
-    in_fit = [*range(11, 11 + count), *range(21, 21 + min(count, 2))]
-    assert journal.batches == {
-        "train": list(range(1, 1 + count)),
-        "validation": [*in_fit, *range(31, 31 + count)],
-        "test": list(range(41, 41 + count)),
-        "predict": list(range(51, 51 + count)),
-        "sanity": [],
-    }
+    train, first, validated, test, predict = ([*range(x, x + count)] for x in (1, 11, 31, 41, 51))
+    validation = [*first, *range(21, 21 + min(count, 2)), *validated]
+    stages = {"train": train, "validation": validation, "test": test, "predict": predict, "sanity": []}
+    assert journal.batches == stages
     assert (trainer.current_epoch, trainer.global_step) == (1, count)
 
 
@@ -104,10 +95,7 @@ def ticking(clock: Clock, seconds: float) -> Callable[..., None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    fake = Clock()
-    monkeypatch.setattr(time, "monotonic", fake)
-    monkeypatch.setattr(time, "perf_counter", fake)
-    return fake
+    return stop_clocks(monkeypatch)
 
 
 # How long a batch and a validation take, the interval and other arguments, and at which steps it validates.
@@ -130,14 +118,12 @@ def test_a_validation_interval_may_be_a_duration(
     assert [step for *_, step in journal.named("on_validation_start")] == at
 
 
+MINUTE = datetime.timedelta(seconds=60)
+
+
 @pytest.mark.parametrize(
     ("max_time", "seconds"),
-    [
-        ("00:00:01:00", 25),
-        ({"hours": 1, "seconds": 30}, 1500),
-        ("01:00:00:00", 40_000),
-        (datetime.timedelta(seconds=60), 20),
-    ],
+    [("00:00:01:00", 25), ({"hours": 1, "seconds": 30}, 1500), ("01:00:00:00", 40_000), (MINUTE, 20)],
 )
 def test_max_time_ends_after_the_batch_and_a_validation(clock: Clock, max_time: Any, seconds: float) -> None:
     journal = Journal()
@@ -354,18 +340,16 @@ def test_hooks_of_another_base_and_of_the_object_run_in_each_step() -> None:
 @pytest.mark.parametrize("wait", [0, 2.5, "4"])
 def test_due_in_returns_a_number_of_steps(wait: Any) -> None:
     callback = hooks("Every", due_in=lambda step: wait)
-    refuses(
-        ArgumentError, lambda: fit(Mean(), numbered(2), None, callback, **BARE), rf"Every.due_in\(0\) returned .*{wait}"
-    )
+    run = lambda: fit(Mean(), numbered(2), None, callback, **BARE)  # noqa: E731
+    refuses(ArgumentError, run, rf"Every.due_in\(0\) returned .*{wait}")
     refuses(ModuleError, lambda: fit(Mean(), numbered(2), None, hooks(due_in=lambda: 1), **BARE), r"due_in.*\(step\)")
 
 
 class Sees(jl.Callback):
     """Shows the gradient as a scalar and as an array, and keeps in order all that it is told."""
 
-    def __init__(self, every: int | None = None, *, scalar: str = "grad", told: list[Any] | None = None) -> None:
-        self.trace_every_n_steps, self.scalar = every, scalar
-        self.told: list[Any] = [] if told is None else told
+    def __init__(self, every: int | None = None, *, scalar: str = "grad") -> None:
+        self.trace_every_n_steps, self.scalar, self.told = every, scalar, list[Any]()
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         result = {"array": jnp.stack([grads["w"][0], params["w"][0]])}
@@ -395,9 +379,7 @@ class Sees(jl.Callback):
         return result
 
 
-def fit_traced(
-    callbacks: Any, values: Sequence[float] = range(1, 6), *, val: Any = None, **arguments: Any
-) -> jl.Trainer:
+def fit_traced(callbacks: Any, values: Sequence[float] = range(1, 6), **arguments: Any) -> jl.Trainer:
     """Train on batches of these values for two epochs, whose mean the step logs."""
 
     def step(self: Any, batch: Any) -> jax.Array:
@@ -406,9 +388,8 @@ def fit_traced(
 
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     batches = [{"x": np.full((8, 1), value, np.float32)} for value in values]
-    validation = lambda self, batch: self.log("val", batch["x"].mean())  # noqa: E731
-    arguments = {"max_epochs": 2, "num_sanity_val_steps": 0, "log_every_n_steps": 50} | arguments
-    return trainers.fit(module(step, validation=validation), batches, val, *callbacks, **arguments)
+    arguments = {"max_epochs": 2, "log_every_n_steps": 50} | arguments
+    return fit(module(step), batches, None, *callbacks, **arguments)
 
 
 def walk(values: Sequence[float]) -> list[list[float]]:
@@ -420,12 +401,10 @@ def walk(values: Sequence[float]) -> list[list[float]]:
 KNOWN = walk(range(1, 6))
 
 
-@pytest.mark.parametrize(
-    ("every", "accumulate"),
-    thinned(
-        [(1, 1), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1), (10, 1), (11, 1), (11, 2), (0, 1)], (1, 2), (3, 1), (0, 1)
-    ),
-)
+FIRES = [(1, 1), (1, 2), (2, 2), (3, 1), (3, 2), (7, 1), (10, 1), (11, 1), (11, 2), (0, 1)]
+
+
+@pytest.mark.parametrize(("every", "accumulate"), thinned(FIRES, (1, 2), (3, 1), (0, 1)))
 def test_it_fires_on_the_last_step_of_each_n_across_epochs(every: int, accumulate: int) -> None:
     sees = Sees(every)
     trainer = fit_traced(sees, range(1, 6), accumulate_grad_batches=accumulate)
@@ -495,61 +474,6 @@ def test_the_name_that_a_hook_logs_is_refused(hook: str) -> None:
     logs = hooks(**{hook: lambda trainer, module, *_: module.log("grad", 1.0)})
     with pytest.raises(LogError, match=r"'grad'.*trace_step|trace_step.*'grad'"):
         fit_traced([Sees(1), logs])
-
-
-# A hook, and the steps taken when it comes: beside steps that fire, rows, a validation, and the end of an epoch.
-PLACES = (
-    *(("on_train_batch_start", 3), ("on_train_batch_end", 4), ("on_train_batch_end", 5), ("on_safe_point", 4)),
-    *(("on_log", 9), ("on_trace", 9), ("on_validation_batch_end", 4), ("on_train_epoch_end", 6), ("on_train_end", 12)),
-)
-
-
-def name_of(place: tuple[str, int]) -> str:
-    return f"kept/{place[0]}_{place[1]}"
-
-
-def saves(told: list[Any], at: dict[tuple[str, int], int]) -> jl.Callback:
-    """Return a callback that saves the first time a hook comes at one of the places, and how much was told by then."""
-
-    asked = list[tuple[str, int]]()
-
-    def save(hook: str, trainer: Any) -> None:
-        place = hook, trainer.global_step
-        if place in PLACES and place not in at and place not in asked:
-            asked.append(place)
-            trainer.save_checkpoint(name_of(place))  # in most hooks it is written later
-
-    def saved(trainer: Any, module: Any, checkpoint: Any) -> None:
-        if asked:  # else it is the default's
-            at[asked.pop(0)] = len(told)
-
-    result = shows({"unused": jnp.zeros(2)}, 2)
-    for hook, _ in PLACES:
-        setattr(result, hook, lambda trainer, *_, hook=hook: save(hook, trainer))
-    result.on_save_checkpoint = saved
-    return result
-
-
-@pytest.mark.full
-def test_a_resume_from_any_hook_goes_on_exactly() -> None:
-    def run(callbacks: Any, **arguments: Any) -> None:
-        fit_traced(callbacks, range(1, 7), val=numbered(2, 7), val_check_interval=4, log_every_n_steps=3, **arguments)
-
-    def of_kind(kind: str, told: list[Any]) -> list[Any]:
-        return [event for event in told if event[0] == kind]
-
-    told, at, fresh = list[Any](), dict[tuple[str, int], int](), Sees(2)
-    run([Sees(2, told=told), saves(told, at)])
-    assert set(at) == set(PLACES)
-    run(fresh)
-    for kind in ("trace", "log", "end"):  # saving itself changes nothing but when a trace arrives
-        assert of_kind(kind, told) == of_kind(kind, fresh.told)
-    for place in PLACES:
-        sees = Sees(2)
-        run(sees, ckpt_path=name_of(place))
-        both = told[: at[place]] + sees.told
-        for kind in ("trace", "log"):
-            assert of_kind(kind, both) == of_kind(kind, told), place
 
 
 @pytest.mark.parametrize(("bad", "log_every"), thinned([(4, 0), (5, 1), (4, 2), (5, 2)], (5, 1), (4, 2)))

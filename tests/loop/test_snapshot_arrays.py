@@ -67,10 +67,8 @@ def saved(folder: Path, strategy: str = "single", devices: int | None = None) ->
     """Train two optimizer steps and save, once for each strategy; returns the path and the numbers."""
     path = folder / f"{strategy.replace(':', '_')}-{devices}"
     if not path.exists():
-        given = {} if devices is None else {"devices": devices}
-        trainer = fit(
-            net(), random(3), strategy=strategy, max_steps=2, default_root_dir=folder / f"{path}-run", **given
-        )
+        given = {"strategy": strategy, "default_root_dir": folder / f"{path}-run"}
+        trainer = fit(net(), random(3), max_steps=2, **given | ({} if devices is None else {"devices": devices}))
         trainer.save_checkpoint(path)
         np.savez(f"{path}.npz", **numbers(trainer))
     return path, dict(np.load(f"{path}.npz"))
@@ -110,14 +108,10 @@ def test_every_number_is_the_same_under_another_strategy(was: Any, now: Any, fol
     assert seen.shardings == look(None, max_steps=0, **given).shardings
 
 
-@pytest.mark.parametrize(
-    ("was", "now"),
-    thinned(
-        [("pmap", "fsdp"), ("single", "shard_map"), ("fsdp", "pmap"), ("simulate:8", "pmap")],
-        ("pmap", "fsdp"),
-        full=[("single", "shard_map"), ("fsdp", "pmap")],
-    ),
-)
+WINDOWS = [("pmap", "fsdp"), ("single", "shard_map"), ("fsdp", "pmap"), ("simulate:8", "pmap")]
+
+
+@pytest.mark.parametrize(("was", "now"), thinned(WINDOWS, WINDOWS[0], full=WINDOWS[1:3]))
 def test_a_half_full_window_goes_on_under_another_strategy(was: str, now: str) -> None:
     """Its next optimizer step is the one that the strategy that was left would have taken."""
     cut = at_batch(4, lambda t, m: t.save_checkpoint("cut"))  # the second batch of three of the second window

@@ -67,9 +67,8 @@ def test_a_stop_holds_for_one_fit() -> None:
 @pytest.mark.parametrize("owner", ["module", "callback"])
 def test_minus_one_skips_the_rest_of_the_epoch(owner: str) -> None:
     skip = hooks(on_train_batch_start=lambda trainer, module, batch, i: -1 if i == 1 else None)
-    model = (
-        Mean() if owner == "callback" else module(on_train_batch_start=lambda self, batch, i: -1 if i == 1 else None)
-    )
+    skips = module(on_train_batch_start=lambda self, batch, i: -1 if i == 1 else None)
+    model = Mean() if owner == "callback" else skips
     # Every callback is asked, also after the one that skips.
     journals = [Journal(), Journal()]
     callbacks = [journals[0], *([skip] if owner == "callback" else []), journals[1]]
@@ -94,16 +93,11 @@ def test_a_skip_drops_the_accumulation_window(strategy: str) -> None:
     assert rows.of("loss")[1] == pytest.approx(((1 - w) ** 2 + (2 - w) ** 2) / 2, rel=1e-6)  # nothing of the batch 3
 
 
-@pytest.mark.parametrize(
-    ("how", "at", "strategy"),
-    thinned(
-        [
-            *[("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 0, "single"), ("skip", 1, "shard_map")],
-            *[("skip", 3, "single"), ("stop", 5, "single"), ("stop", 5, "pmap"), ("skip", 5, "ddp")],
-        ],
-        *[("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 5, "ddp")],
-    ),
-)
+CUTS = [("stop", 1, "single"), ("stop", 3, "pmap"), ("skip", 5, "ddp")]
+MORE_CUTS = [("skip", 0, "single"), ("skip", 1, "shard_map"), ("skip", 3, "single"), ("stop", 5, "single")]
+
+
+@pytest.mark.parametrize(("how", "at", "strategy"), thinned([*CUTS, *MORE_CUTS, ("stop", 5, "pmap")], *CUTS))
 def test_a_window_cut_by_the_epoch_takes_no_step(how: str, at: int, strategy: str) -> None:
     def step(self: Any, batch: Any) -> Any:
         loss = jnp.mean(self.error(batch) ** 2)
@@ -170,7 +164,6 @@ def test_a_trainer_may_fit_again_after_an_error() -> None:
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, verb: str, **arguments: Any) -> int:
-    """Count how often a run of 24 batches waits for a result."""
     result: list[int] = []
     cls = type(jnp.zeros(()))
     original = cls.block_until_ready
@@ -201,9 +194,10 @@ def calls_per_step(strategy: str, metrics: int, log_every: int) -> float:
     return calls_per_step_of(make_trainer(**given, **BARE), module(step))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "log_every", "most"), [("single", 1000, 11), ("single", 1, 60), ("ddp", 1000, 21)]
-)
+MOST = [("single", 1000, 11), ("single", 1, 60), ("ddp", 1000, 21)]
+
+
+@pytest.mark.parametrize(("strategy", "log_every", "most"), MOST)
 def test_a_step_costs_few_python_calls_whatever_it_logs(strategy: str, log_every: int, most: int) -> None:
     one, five = calls_per_step(strategy, 1, log_every), calls_per_step(strategy, 5, log_every)
     assert abs(one - five) < 0.5

@@ -1,7 +1,7 @@
 """Defects planted one at a time, each with the tests that must notice it.
 
-They are in tests/sweeps/mutants/*.toml: a text that occurs once in a file, its replacement, the tests. Each is planted
-in a copy of the tree. `pytest -m sweep tests/sweeps/test_defects.py -k checkpoints` runs those of one file.
+They are in tests/sweeps/mutants/*.toml: the file, a text that occurs once there, its replacement, the tests. Each is
+planted in a copy of the tree. `pytest -m sweep tests/sweeps/test_defects.py -k checkpoints` runs those of one file.
 """
 
 import ast
@@ -54,8 +54,11 @@ def exists(test: str) -> bool:
 
 
 def defects() -> list[Defect]:
-    files = sorted((Path(__file__).parent / "mutants").glob("*.toml"))
-    return [Defect(path.stem, **entry) for path in files for entry in tomllib.loads(path.read_text())["defect"]]
+    result = []
+    for path in sorted((Path(__file__).parent / "mutants").glob("*.toml")):
+        for file, entries in tomllib.loads(path.read_text()).items():
+            result += [Defect(path.stem, file=file, **entry) for entry in entries]
+    return result
 
 
 def test_each_planted_defect_fits_code_and_tests() -> None:

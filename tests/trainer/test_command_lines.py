@@ -10,6 +10,8 @@ from kit.pages import block_with, needing, recipe, recipes, run_script
 PAGE = "scripts.md"
 TOLD = """
 import json
+trainer, module = jl.Trainer(**given["trainer"]), Line(**given["model"])
+trainer.fit(module, data)
 print(json.dumps([module.hparams, float(module.slope[...]), trainer.max_epochs, type(trainer.strategy).__name__]))
 """
 
@@ -22,29 +24,21 @@ def slope_by_hand(lr: float, epochs: int) -> float:
     return slope
 
 
-def told(path: Path, code: str, *arguments: str) -> None:
-    model = block_with(PAGE, "import Line, line_data")
-    *_, last = run_script(path, f"{model}\ndata = line_data(64)\n{code}", *arguments).strip().splitlines()
-    hparams, slope, epochs, strategy = json.loads(last)
-    assert (hparams, epochs, strategy) == ({"slope": 0.0, "lr": 0.05}, 3, "DDP")
-    assert slope == pytest.approx(slope_by_hand(0.05, 3), rel=1e-5)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("package", needing("hydra"))
 def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -> None:
     code = recipe(PAGE, package)
     whole = '    jl.Trainer(**given["trainer"]).fit(Line(**given["model"]), data, data)\n'
     assert whole in code
-    kept = (
-        '    trainer, module = jl.Trainer(**given["trainer"]), Line(**given["model"])\n    trainer.fit(module, data)\n'
-    )
-    kept += "".join(f"    {line}\n" for line in TOLD.strip().splitlines())
+    kept = TOLD.replace("\n", "\n    ").rstrip(" ")
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "train.yaml").write_text(
-        "trainer: {max_epochs: 2, strategy: ddp, logger: false}\nmodel: {lr: 0.1}\n"
-    )
-    told(tmp_path / "train.py", code.replace(whole, kept), "trainer.max_epochs=3", "model.lr=0.05")
+    config = "trainer: {max_epochs: 2, strategy: ddp, logger: false}\nmodel: {lr: 0.1}\n"
+    (tmp_path / "conf" / "train.yaml").write_text(config)
+    code = f"{block_with(PAGE, 'import Line, line_data')}\ndata = line_data(64)\n{code.replace(whole, kept)}"
+    output = run_script(tmp_path / "train.py", code, "trainer.max_epochs=3", "model.lr=0.05")
+    hparams, slope, epochs, strategy = json.loads(output.strip().splitlines()[-1])
+    assert (hparams, epochs, strategy) == ({"slope": 0.0, "lr": 0.05}, 3, "DDP")
+    assert slope == pytest.approx(slope_by_hand(0.05, 3), rel=1e-5)
 
 
 def test_each_command_line_is_tried_and_can_be_compiled() -> None:

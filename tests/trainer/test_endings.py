@@ -59,10 +59,6 @@ def meddler(hook: str, at: int, act: Callable[[], Any]) -> jl.Callback:
     return hooks(**{hook: called})
 
 
-def interrupt() -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
 def train(folder: str, *callbacks: Any, loader: Any = None, **arguments: Any) -> jl.Trainer:
     given: Any = {"default_root_dir": folder, "max_epochs": EPOCHS, "log_every_n_steps": 1}
     given |= {"accumulate_grad_batches": 2, "val_check_interval": 2} | arguments
@@ -118,32 +114,27 @@ def test_an_error_in_the_loader_loses_no_step(prefetch) -> None:
     assert_goes_on(end, loader=Broken(), prefetch=prefetch)
 
 
-@pytest.mark.parametrize(
-    ("hook", "at", "number"),
-    thinned(
-        [
-            ("on_train_epoch_start", 2, signal.SIGINT),
-            ("on_train_batch_end", 2, signal.SIGTERM),  # after which a validation is due
-            ("on_train_batch_end", 5, None),
-            ("on_train_batch_start", 4, None),
-            ("on_validation_batch_end", 1 + 2, signal.SIGINT),  # the sanity check has two
-            ("on_validation_batch_end", 8, signal.SIGTERM),
-            ("on_validation_batch_end", 8, None),
-            ("on_validation_end", 3, signal.SIGINT),
-            ("on_validation_end", 3, None),
-            ("on_train_epoch_end", 1, signal.SIGTERM),
-            ("on_train_epoch_end", 2, None),
-            ("on_train_start", 1, signal.SIGINT),  # before any step
-        ],
-        *(("on_train_batch_end", 2, signal.SIGTERM), ("on_validation_batch_end", 8, None)),
-        full=[
-            ("on_train_batch_start", 4, None),
-            ("on_validation_end", 3, signal.SIGINT),
-            ("on_train_epoch_end", 1, signal.SIGTERM),
-            ("on_train_start", 1, signal.SIGINT),
-        ],
-    ),
-)
+OFTEN = [
+    ("on_train_batch_end", 2, signal.SIGTERM),  # after which a validation is due
+    ("on_validation_batch_end", 8, None),
+]
+MORE = [
+    ("on_train_batch_start", 4, None),
+    ("on_validation_end", 3, signal.SIGINT),
+    ("on_train_epoch_end", 1, signal.SIGTERM),
+    ("on_train_start", 1, signal.SIGINT),  # before any step
+]
+OTHERS = [
+    ("on_train_epoch_start", 2, signal.SIGINT),
+    ("on_train_batch_end", 5, None),
+    ("on_validation_batch_end", 1 + 2, signal.SIGINT),  # the sanity check has two
+    ("on_validation_batch_end", 8, signal.SIGTERM),
+    ("on_validation_end", 3, None),
+    ("on_train_epoch_end", 2, None),
+]
+
+
+@pytest.mark.parametrize(("hook", "at", "number"), thinned([*OFTEN, *MORE, *OTHERS], *OFTEN, full=MORE))
 def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, signals, whole) -> None:
     callback = ModelCheckpoint()
     act = meddler(hook, at, raising(RuntimeError, "mine") if number is None else lambda: signal.raise_signal(number))
@@ -160,15 +151,15 @@ def test_an_error_or_signal_saves_a_checkpoint_of_its_place(hook, at, number, si
 
 def test_a_second_signal_leaves_whole_checkpoints_only(signals, whole) -> None:
     with pytest.raises(KeyboardInterrupt):
-        train("parts", meddler("on_train_batch_end", 8, lambda: [interrupt(), interrupt()]))
+        train("parts", meddler("on_train_batch_end", 8, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)]))
     assert names("parts/checkpoints") == ["step_00000003"]
     assert_goes_on(whole)
 
 
 def test_interrupted_again_and_again_training_ends_the_same(signals, whole) -> None:
-    train("parts", meddler("on_train_batch_end", 1, interrupt))
-    for _ in range(2):
-        assert train("parts", meddler("on_train_batch_end", 1, interrupt), resume="auto").interrupted
+    for resume in (None, "auto", "auto"):
+        interrupt = meddler("on_train_batch_end", 1, lambda: signal.raise_signal(signal.SIGINT))
+        assert train("parts", interrupt, resume=resume).interrupted
     assert_goes_on(whole)
 
 
@@ -186,6 +177,7 @@ class Listener(Rows):
 
 
 OF_FIT = [h for h in HOOKS if not any(w in h for w in ("test", "predict", "exception", "checkpoint", "trace"))]
+IN_HOOKS = [(RuntimeError, hook, True, "fit") for hook in OF_FIT]
 STEPS = ["prepare_data", "train_dataloader", "val_dataloader", "configure_optimizers", "training_step"]
 STEPS += ["validation_step", "on_before_batch_transfer"]
 EVALUATIONS = [("validate", "setup"), ("validate", "on_validation_batch_end"), ("test", "on_test_start")]
@@ -198,11 +190,7 @@ EVALUATIONS += [("test", "on_test_batch_start"), ("predict", "on_predict_end")]
         (KeyboardInterrupt, "setup", False, "fit"),
         (SystemExit, "on_train_batch_end", False, "fit"),
         (KeyboardInterrupt, "on_validation_epoch_end", False, "fit"),
-        *thinned(
-            ((RuntimeError, hook, True, "fit") for hook in OF_FIT),
-            (RuntimeError, "teardown", True, "fit"),
-            full=((RuntimeError, hook, True, "fit") for hook in OF_FIT[::3]),
-        ),
+        *thinned(IN_HOOKS, (RuntimeError, "teardown", True, "fit"), full=IN_HOOKS[::3]),
         *((RuntimeError, hook, True, "fit") for hook in STEPS),
         *((RuntimeError, hook, False, verb) for verb, hook in EVALUATIONS),
     ],

@@ -54,10 +54,7 @@ def times(trainer: jl.Trainer) -> dict[tuple[str, str], tuple[int, float, float]
 
 def test_each_hook_has_calls_time_and_longest_call(clock) -> None:
     def spend(seconds: float) -> Any:
-        def hook(self: Any, *_: Any) -> None:
-            clock.now += seconds
-
-        return hook
+        return lambda *_: setattr(clock, "now", clock.now + seconds)
 
     loaders = {"train_dataloader": lambda self: numbered(4), "val_dataloader": lambda self: numbered(1)}
     data = type("Data", (jl.DataModule,), {"setup": spend(5)} | loaders)()

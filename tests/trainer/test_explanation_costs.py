@@ -74,16 +74,10 @@ def on_fullest(arrays: Any) -> int:
     return max(held.values())
 
 
-CASES = thinned(
-    [(s, n) for s in STRATEGIES for n in (1, 2)],
-    ("fsdp", 2),
-    ("shard_map", 2),
-    ("pmap", 1),
-    full=[(s, 2) for s in FOUR],
-)
+CASES, OFTEN = [(s, n) for s in STRATEGIES for n in (1, 2)], [("fsdp", 2), ("shard_map", 2), ("pmap", 1)]
 
 
-@pytest.mark.parametrize("strategy, accumulate", CASES)
+@pytest.mark.parametrize("strategy, accumulate", thinned(CASES, *OFTEN, full=[(s, 2) for s in FOUR]))
 def test_programs_have_flops_memory_and_collectives(strategy, accumulate) -> None:
     trainer = fit(strategy=strategy, accumulate_grad_batches=accumulate, limit_val_batches=1)
     before, seconds = One.traces, trainer.compile_seconds
@@ -116,13 +110,8 @@ def test_shardings_list_parameters_and_the_fullest_device(strategy) -> None:
     trainer = fit(strategy=strategy, accumulate_grad_batches=2)
     parts = {part.name: part for part in trainer.explain().shardings}
     state = trainer.state
-    kinds = {
-        "kernel": state.params,
-        "(optimizer)": state.opt_state,
-        "(window)": state.window,
-        "(other)": (state.counters, state.sums),
-        "(all)": state,
-    }
+    kinds = {"kernel": state.params, "(optimizer)": state.opt_state, "(window)": state.window}
+    kinds |= {"(other)": (state.counters, state.sums), "(all)": state}
     assert [*parts] == [*kinds]
     for name, tree in kinds.items():
         arrays = jax.tree.leaves(tree)

@@ -10,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +18,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.batches import Stream
+from kit.costs import report_memory
 from kit.trainers import BARE, SEVERAL, splitting, thinned
 
 import jaxlit as jl
@@ -76,6 +77,17 @@ def planned(trainer: jl.Trainer, strategy: Any, module: Any = None, **asked: Any
     return row
 
 
+def cost_of_a_run(trainer: jl.Trainer, module: Any = Two, rows: int = ROWS) -> Any:
+    """Train, and return what `explain` says afterwards of the step."""
+    trainer.fit(jl.lazy(module), batches(rows))
+    (cost,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    return cost
+
+
+def shares(trainer: jl.Trainer) -> dict[str, int]:
+    return {part.name: part.bytes_per_device for part in trainer.explain().shardings}
+
+
 SHARDED = ("hsdp", "zero2")
 CASES = thinned(
     [(s, n) for s in ("single", *SEVERAL, *SHARDED) for n in (1, 3)],
@@ -90,49 +102,34 @@ def test_a_plan_equals_the_run_to_the_byte(name: str, accumulate: int) -> None:
     devices = 1 if name == "single" else 8
     cost = planned(planner(**arguments), strategy, devices=devices).cost
     trainer = planner(strategy=splitting(name), **arguments)
-    trainer.fit(jl.lazy(Two), batches())
-    explained = trainer.explain()
-    (ran,) = (program for program in explained.programs if program.name == "train_step")
+    ran, held = cost_of_a_run(trainer), shares(trainer)
     assert cost.memory == ran.memory
     assert cost.flops == ran.flops
     assert cost.collectives == ran.collectives
     assert [x.sent_by_span for x in cost.collectives] == [x.sent_by_span for x in ran.collectives]
-    held = {part.name: part.bytes_per_device for part in explained.shardings}
     assert cost.optimizer == held["(optimizer)"]
     assert cost.window == held.get("(window)", 0)
     assert cost.parameters + cost.optimizer + cost.window + cost.other == held["(all)"]
 
 
 def test_a_plan_of_a_built_module_is_that_of_a_lazy_one() -> None:
-    built, lazy = (planned(planner(), "fsdp", x) for x in (Two(rngs=nnx.Rngs(0)), jl.lazy(Two)))
-    assert built.as_dict() == lazy.as_dict()
+    assert planned(planner(), "fsdp", Two(rngs=nnx.Rngs(0))).as_dict() == planned(planner(), "fsdp").as_dict()
 
 
 def test_arrays_of_callbacks_are_planned() -> None:
-    trainer = planner(callbacks=[jl.callbacks.EMA()])
-    row = planned(trainer, "fsdp")
-    plain = planned(planner(), "fsdp")
+    row, plain = (planned(planner(callbacks=x), "fsdp") for x in ([jl.callbacks.EMA()], None))
     assert row.bytes["other"] - plain.bytes["other"] >= plain.bytes["parameters"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        Pipeline(stages=2, microbatches=4),
-        Pipeline(stages=4, microbatches=4, inner="ddp"),
-        Pipeline(stages=2, microbatches=4, schedule="zbv"),
-    ],
-)
-def test_a_pipeline_has_the_operations_of_other_strategies(strategy: Pipeline) -> None:
+@pytest.mark.parametrize("given", [{"stages": 2}, {"stages": 4, "inner": "ddp"}, {"stages": 2, "schedule": "zbv"}])
+def test_a_pipeline_has_the_operations_of_other_strategies(given: dict[str, Any]) -> None:
+    strategy = Pipeline(microbatches=4, **given)
     row, whole = planned(planner(), strategy, jl.lazy(Marked)), planned(planner(), "ddp", jl.lazy(Marked))
     assert row.cost.flops == whole.cost.flops
     trainer = planner(strategy=strategy)
-    trainer.fit(jl.lazy(Marked), batches())
-    explained = trainer.explain()
-    held = {part.name: part.bytes_per_device for part in explained.shardings}
-    assert row.cost.parameters + row.cost.optimizer + row.cost.other == held["(all)"]
-    (ran,) = (program for program in explained.programs if program.name == "train_step")
+    ran = cost_of_a_run(trainer, Marked)
+    assert row.cost.parameters + row.cost.optimizer + row.cost.other == shares(trainer)["(all)"]
     assert (row.cost.flops, row.cost.collectives) == (ran.flops, ran.collectives)
     assert row.bound == ">="
     # Forward and back, a microbatch's rows of activations cross each border of ranks.
@@ -149,14 +146,8 @@ def test_other_meshes_are_planned_as_they_run(kind: str) -> None:
         P = jax.sharding.PartitionSpec
         return TensorParallel({"up.kernel": P(None, "tp"), "down.kernel": P("tp")}, tp=4, data=2)
 
-    cost = planned(planner(), strategy()).cost
-    trainer = planner(strategy=strategy())
-    trainer.fit(jl.lazy(Two), batches())
-    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    cost, ran = planned(planner(), strategy()).cost, cost_of_a_run(planner(strategy=strategy()))
     assert (cost.memory, cost.flops, cost.collectives) == (ran.memory, ran.flops, ran.collectives)
-
-
-# Devices that are not here ------------------------------------------------------------------------
 
 
 def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,9 +172,8 @@ def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFix
 def test_settings_of_jax_and_the_trainer_reach_the_other_process() -> None:
     pipeline = Pipeline(stages=2, microbatches=4)
     asked = {"devices": [8, 16], "strategies": ["ddp", pipeline]}
-    trainer = planner(
-        nan_policy="rollback", enable_checkpointing=True, accumulate_grad_batches=2, precision="bf16-true"
-    )
+    given = {"nan_policy": "rollback", "enable_checkpointing": True, "accumulate_grad_batches": 2}
+    trainer = planner(**given, precision="bf16-true")
     with jax.default_matmul_precision("highest"):
         plan = trainer.plan(jl.lazy(Marked), batches(), **asked)
     here, _, there, _ = plan.plans
@@ -191,10 +181,9 @@ def test_settings_of_jax_and_the_trainer_reach_the_other_process() -> None:
     assert {*there.cost.flops.by_dtype} == {*here.cost.flops.by_dtype} == {"bfloat16"}
     assert there.cost.window == here.cost.window > 0
     assert "mesh" not in vars(pipeline)
-    exact = planner().plan(jl.lazy(Marked), batches(), devices=16, strategies=["ddp"]).plans[0]
-    with jax.default_matmul_precision("highest"):
-        highest = planner().plan(jl.lazy(Marked), batches(), devices=16, strategies=["ddp"]).plans[0]
-    assert ({*exact.cost.flops.by_dtype}, {*highest.cost.flops.by_dtype}) == ({"float32 fast"}, {"float32"})
+    for precision, dtype in ((None, "float32 fast"), ("highest", "float32")):
+        with jax.default_matmul_precision(precision):
+            assert {*planned(planner(), "ddp", jl.lazy(Marked), devices=16).cost.flops.by_dtype} == {dtype}
 
 
 class Reads(jl.TrainModule):
@@ -220,13 +209,11 @@ class Decoder(jl.TrainModule):
     width, vocab, layers = 256, 50257, 12
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        width = self.width
-        self.embed = nnx.Embed(self.vocab, width, rngs=rngs)
-        self.attention = nnx.List(
-            [nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs) for _ in range(self.layers)]
-        )
-        self.up = nnx.List([nnx.Linear(width, 4 * width, rngs=rngs) for _ in range(self.layers)])
-        self.down = nnx.List([nnx.Linear(4 * width, width, rngs=rngs) for _ in range(self.layers)])
+        w, layers = self.width, range(self.layers)
+        self.embed = nnx.Embed(self.vocab, w, rngs=rngs)
+        self.attention = nnx.List([nnx.MultiHeadAttention(4, w, decode=False, rngs=rngs) for _ in layers])
+        self.up = nnx.List([nnx.Linear(w, 4 * w, rngs=rngs) for _ in layers])
+        self.down = nnx.List([nnx.Linear(4 * w, w, rngs=rngs) for _ in layers])
 
     def training_step(self, tokens: jax.Array) -> jax.Array:
         x = self.embed(tokens[:, :-1])
@@ -291,8 +278,7 @@ def test_the_mesh_of_the_trainer_is_planned(strategy: str) -> None:
     arguments |= {"devices": 4} if strategy == "shard_map" else {}
     (row,) = planner(**arguments).plan(jl.lazy(Two), batches()).plans
     trainer = planner(**arguments)
-    trainer.fit(jl.lazy(Two), batches())
-    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    ran = cost_of_a_run(trainer)
     assert (row.cost.memory, row.cost.collectives) == (ran.memory, ran.collectives)
     assert row.devices == trainer.strategy.mesh.size
 
@@ -348,9 +334,6 @@ def test_ctrl_c_ends_the_other_process(tmp_path: Path) -> None:
         os.kill(int(path.read_text()), 0)
 
 
-# What is asked for ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
@@ -393,15 +376,9 @@ def test_rows_are_counted_for_each_device_or_all() -> None:
     assert whole.bytes["batch"] == 2 * first.bytes["batch"]
 
 
-@pytest.mark.parametrize(
-    ("name", "work"),
-    thinned(
-        [("ddp", "holds"), ("shard_map", "holds and computes"), ("pmap", "holds and computes")],
-        ("shard_map", "holds and computes"),
-        full=[("ddp", "holds")],
-    ),
-)
-def test_rows_that_do_not_divide_are_noted(name: str, work: str) -> None:
+@pytest.mark.parametrize("name", thinned(["ddp", "shard_map", "pmap"], "shard_map", full=["ddp"]))
+def test_rows_that_do_not_divide_are_noted(name: str) -> None:
+    work = "holds" if name == "ddp" else "holds and computes"
     even, odd = (planned(planner(), name, devices=8, batch_size=rows) for rows in (16, 12))
     assert even.note == ""
     assert odd.note == (
@@ -410,9 +387,7 @@ def test_rows_that_do_not_divide_are_noted(name: str, work: str) -> None:
     assert (even.bytes["batch"], odd.bytes["batch"]) == (2 * WIDTH * 4, 12 * WIDTH * 4)
     each = odd.cost.flops.count / 12 / (even.cost.flops.count / 16)  # operations for a row, on all devices together
     assert each == pytest.approx(8 if "computes" in work else 1)
-    trainer = planner(strategy=name)
-    trainer.fit(jl.lazy(Two), batches(12))
-    (ran,) = (program for program in trainer.explain().programs if program.name == "train_step")
+    ran = cost_of_a_run(planner(strategy=name), rows=12)
     assert (odd.cost.memory, odd.cost.flops) == (ran.memory, ran.flops)
     plan = Plan((even, odd))
     assert f"{name} on 8 devices: {odd.note}" in str(plan)
@@ -431,21 +406,18 @@ def test_nothing_is_noted_where_devices_share_no_batch(strategy: Any, module: An
 
 
 def test_plans_read_one_batch_and_make_no_array() -> None:
-    class Once:
+    class Counts(Stream):
         drawn = 0
 
-        def __len__(self) -> int:
-            return 3
-
         def __iter__(self) -> Any:
-            for batch in batches():
-                Once.drawn += 1
+            for batch in super().__iter__():
+                self.drawn += 1
                 yield batch
 
     gc.collect()
     before = {id(x) for x in jax.live_arrays()}
-    planner().plan(jl.lazy(Two), Once(), strategies=["fsdp"])
-    assert Once.drawn == 1
+    planner().plan(jl.lazy(Two), data := Counts(batches()), strategies=["fsdp"])
+    assert data.drawn == 1
     assert [x.shape for x in jax.live_arrays() if id(x) not in before and x.size > 4] == []
 
 
@@ -478,34 +450,23 @@ def test_a_plan_says_what_jax_takes_of_a_gpu_by_itself() -> None:
 
 
 def test_a_plan_of_present_devices_takes_the_memory_that_they_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 1000, "bytes_in_use": 50})
-    monkeypatch.setattr(jax, "local_devices", lambda: [free])
-    monkeypatch.setattr("jaxlit.trainer.plan.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
-    assert planned(planner(), "ddp").hardware.memory == 900
-    assert planned(planner(), "ddp", hardware="NVIDIA A100").hardware.memory == 40e9
-
-
-def test_the_arrays_of_a_planned_module_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arrays of a module that is there already are counted once."""
     module, own = Marked(rngs=nnx.Rngs(0)), 4 * 4 * (WIDTH * WIDTH + WIDTH)  # layers of float32
-    used = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 10**6, "bytes_in_use": own + 50})
-    monkeypatch.setattr(jax, "local_devices", lambda: [used])
+    report_memory(monkeypatch, 10**6, lambda: own + 50)
     monkeypatch.setattr("jaxlit.trainer.plan.hardware_of", lambda kind: resolve_hardware("NVIDIA A100"))
     assert planned(planner(), "ddp", module).hardware.memory == 950_000 - 50
     assert planned(planner(), "ddp", jl.lazy(Marked)).hardware.memory == 950_000 - 50 - own
+    assert planned(planner(), "ddp", module, hardware="NVIDIA A100").hardware.memory == 40e9
 
 
 def test_a_plan_is_drawn_and_listed() -> None:
     plan = planner().plan(jl.lazy(Two), batches(), strategies=["ddp", "fsdp"], hardware="NVIDIA A100")
     json.dumps(plan.rows())
     (axes,) = plan.plot().axes
-    heights = {
-        kind: [bar.get_height() for bar in bars]
-        for kind, bars in zip(
-            ("parameters", "optimizer", "gradients", "temporaries", "batch", "other"), axes.containers, strict=True
-        )
-    }
-    for i, row in enumerate(plan.rows()):
-        np.testing.assert_allclose(sum(h[i] for h in heights.values()) * 2**30, row["total"])
-        assert sum(row[kind] for kind in heights) == row["total"]
+    heights = np.array([[bar.get_height() for bar in bars] for bars in axes.containers])
+    kinds = ("parameters", "optimizer", "gradients", "temporaries", "batch", "other")
+    np.testing.assert_allclose(heights * 2**30, [[row[kind] for row in plan.rows()] for kind in kinds])
+    for row in plan.rows():
+        assert sum(row[kind] for kind in kinds) == row["total"]
     assert plan.best is plan.plans[0]
     assert [line.split()[0] for line in str(plan).splitlines()[1:3]] == ["ddp", "fsdp"]

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from fsspec.registry import known_implementations
-from kit.batches import random
+from kit.batches import numbered, random
 from kit.modules import Mean
 from kit.refusals import refuses
+from kit.trainers import BARE, fit
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
@@ -17,23 +17,15 @@ from jaxlit.errors import ArgumentError
 MODULE = Mean()
 
 
-def save(path: Any) -> None:
-    trainer = jl.Trainer(max_epochs=1, strategy="single", logger=False, enable_checkpointing=False)
-    trainer.fit(Mean(), [{"x": np.ones((2, 1), np.float32)}])
-    trainer.save_checkpoint(path)
-
-
-def fit_many(url: Any) -> None:
-    jl.fit_many(Mean, {"seed": [0, 1]}, random(1), max_epochs=1, default_root_dir=url)
-
-
 USES: dict[str, Callable[[Any], Any]] = {
     r"ModelCheckpoint\(dirpath": lambda url: jl.callbacks.ModelCheckpoint(url),
     r"PredictionWriter\(output_dir": lambda url: jl.callbacks.PredictionWriter(url),
     r"Profiler\(dirpath": lambda url: jl.callbacks.Profiler(1, dirpath=url),
-    r"trainer\.saver\.begin\(path": save,
+    r"trainer\.saver\.begin\(path": lambda url: fit(Mean(), numbered(1), **BARE).save_checkpoint(url),
     r"save_weights\(path": lambda url: jl.save_weights(MODULE, f"{url}/x.safetensors"),
-    r"jl\.fit_many\(default_root_dir": fit_many,
+    r"jl\.fit_many\(default_root_dir": lambda url: jl.fit_many(
+        Mean, [{}], random(1), max_epochs=1, default_root_dir=url
+    ),
 }
 
 
@@ -57,29 +49,25 @@ TAKES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", TAKES)
-def test_a_file_system_that_is_not_installed_says_what_to_install(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_that_cannot_be_used_says_why(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"class": "missing_fs.FileSystem", "err": "no such file system"}
     monkeypatch.setitem(known_implementations, "missing", missing)
     refuses(ArgumentError, lambda: TAKES[use]("missing://b/run"), r"missing://b/run.*`pip install missing_fs`")
     refuses(ArgumentError, lambda: TAKES[use]("nonesuch://b/run"), "Protocol not known: nonesuch")
-
-
-@pytest.mark.parametrize("use", TAKES)
-def test_a_password_in_a_url_is_refused(use: str) -> None:
     refuses(ArgumentError, lambda: TAKES[use]("memory://me:pass@b/run"), r"has a password in its URL(?!.*pass@)")
 
 
-def test_two_mirrors_of_one_url_are_refused() -> None:
-    mirrors = [jl.callbacks.Mirror("memory://z/r/")]
-    refuses(ArgumentError, lambda: jl.Trainer(default_root_dir="memory://z/r", callbacks=mirrors), "two Mirrors of one")
-
-
-def test_a_url_that_pathlib_has_shortened_is_refused() -> None:
-    refuses(ArgumentError, lambda: jl.Trainer(default_root_dir=Path("memory://b/run")), "memory:/b/run.*Pass a string")
-
-
-def test_a_run_at_a_url_needs_a_folder_to_continue_in() -> None:
-    refuses(ArgumentError, lambda: jl.Trainer(resume="memory://b/run"), "resume='memory://b/run'.*without default_root")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"default_root_dir": "memory://z/r", "callbacks": jl.callbacks.Mirror("memory://z/r/")}, "two Mirrors of one"),
+        ({"default_root_dir": Path("memory://b/run")}, "memory:/b/run.*Pass a string"),
+        ({"resume": "memory://b/run"}, "resume='memory://b/run'.*without default_root"),
+    ],
+    ids=["two mirrors", "shortened by pathlib", "no folder to continue in"],
+)
+def test_a_url_that_a_trainer_cannot_use_is_refused(arguments: dict[str, Any], words: str) -> None:
+    refuses(ArgumentError, lambda: jl.Trainer(**arguments), words)
 
 
 def test_a_trial_of_a_few_batches_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,8 @@ def test_a_start_from_scratch_names_every_folder_that_was_searched(capsys) -> No
 
 def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0, 4.0, 5.0][t.global_step - 1]))
-    make = lambda: make_trainer(  # noqa: E731
-        scores, ModelCheckpoint(monitor="score"), default_root_dir="run", max_epochs=3
-    )
+    given = {"default_root_dir": "run", "max_epochs": 3}
+    make = lambda: make_trainer(scores, ModelCheckpoint(monitor="score"), **given)  # noqa: E731
     trainer = make()
     trainer.fit(Line(), numbered(1))
     for one in (trainer, make()):
@@ -138,12 +137,10 @@ def test_best_is_of_the_callback_that_a_new_trainer_has() -> None:
         assert make_trainer(saver(mode)).validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(step)}]
 
 
-@pytest.mark.parametrize(
-    ("gone", "first"),
-    thinned(
-        [("all", "one"), ("newest", "two"), ("newest", "one"), ("sound", "one")], ("newest", "one"), ("sound", "one")
-    ),
-)
+GONE = [("all", "one"), ("newest", "two"), ("newest", "one"), ("sound", "one")]
+
+
+@pytest.mark.parametrize(("gone", "first"), thinned(GONE, *GONE[2:]))
 def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
     every = {"one": 3, "two": 2}
     order = [first, *({*every} - {first})]
@@ -168,21 +165,14 @@ def test_auto_uses_the_checkpoint_that_has_seen_most(gone, first) -> None:
 RUN = {"default_root_dir": "run"}
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     (RUN | {"resume": "run", "ckpt_path": "run"}, ArgumentError, "resume='run'.*ckpt_path='run'.*Leave one out"),
-    ({"default_root_dir": None, "resume": "auto"}, ArgumentError, r"resume='auto'.*default_root_dir=\.\.\."),
     (RUN, ArgumentError, "default_root_dir='run'.*of another run.*resume='auto'"),
     (RUN | {"resume": "auto", "max_epochs": 2}, ArgumentError, r"max_epochs=2.*3 epochs.*step_00000003.*Raise"),
     ({"ckpt_path": "last"}, CheckpointError, "'last' was asked for, and there is no checkpoint in .*other"),
     ({"ckpt_path": "best"}, CheckpointError, "'best' was asked for, and there is no checkpoint in .*other"),
     ({"ckpt_path": "auto"}, CheckpointError, "'auto' was asked for, and there is no checkpoint"),
-    ({"resume": 3}, ArgumentTypeError, r"Trainer\(resume=\.\.\.\) takes 'auto', .*, got 3"),
-    (RUN | {"resume": "auto", "fast_dev_run": True}, ArgumentError, "resume='auto'.*fast_dev_run"),
     ({"strict": False}, ArgumentError, "strict=False.*ckpt_path"),
     ({"strict": False, "init_from": "run"}, ArgumentError, "strict=False.*init_from=... loads what fits"),
-    (
-        {"ckpt_path": "run", "init_from": "run"},
-        ArgumentError,
-        r"fit\(init_from='run'\) begins a new training.*Leave one",
-    ),
+    ({"ckpt_path": "run", "init_from": "run"}, ArgumentError, r"init_from='run'\) begins a new training.*Leave one"),
     ({"init_from": "best"}, CheckpointError, r"fit\(init_from=\.\.\.\): 'best' was asked for.*other"),
     ({"init_from": 3}, ArgumentTypeError, r"Trainer\.fit\(init_from=\.\.\.\) takes .*'best' or a path, got 3"),
     (RUN | {"init_from": "run"}, ArgumentError, "default_root_dir='run'.*of another run.*resume='auto'"),

@@ -26,10 +26,6 @@ def weight_in(path: Any) -> float:
     return float(Mean.load_from_checkpoint(path).w[...][0])
 
 
-def order_of(path: Any) -> Any:
-    return files.order_of(Path(path))
-
-
 def written(folder: str = "kept") -> set[str]:
     return {path.parent.name for path in Path(folder).glob("*/MANIFEST.json")}
 
@@ -184,7 +180,8 @@ def test_an_order_follows_those_of_the_folder() -> None:
     for saving in savings:
         saving.wait()
         trained.saver.announce(writer, saving.path)
-    assert [order_of(f"kept/step_0000000{k}") for k in (6, 3, 2)] == [7, 8, 9] and order_of("b/step_00000001") == 1
+    names = [f"{folder}/step_0000000{k}" for folder, k in (("kept", 6), ("kept", 3), ("kept", 2), ("b", 1))]
+    assert [files.order_of(Path(name)) for name in names] == [7, 8, 9, 1]
     assert files.newest(Path("kept"))[0].path.name == "step_00000002"
     trained.saver.announce(writer, "kept/a")  # named as begin would name it
     assert saved == [(writer, path) for path in (*[x.path for x in savings], Path.cwd() / "kept" / "a")]

@@ -29,9 +29,9 @@ from jaxlit.trainer.endings import interruptible
 DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
 
 
-def train(*due: tuple[str, int]) -> None:
+def train(left: dict[str, int]) -> None:
     """Train in a process of its own, with signals at places, and print a line for each event."""
-    left, say = dict(due), lambda *words: print(*words, flush=True)
+    say = lambda *words: print(*words, flush=True)  # noqa: E731
 
     def at(place: str, *words: Any) -> None:
         if place in left:
@@ -63,15 +63,15 @@ def train(*due: tuple[str, int]) -> None:
 
 
 def one_ctrl_c() -> None:
-    train(("batch 0 1", signal.SIGINT))
+    train({"batch 0 1": signal.SIGINT})
 
 
 def a_second_in_teardown() -> None:
-    train(("batch 0 1", signal.SIGINT), ("teardown", signal.SIGINT))
+    train({"batch 0 1": signal.SIGINT, "teardown": signal.SIGINT})
 
 
 def sigterm() -> None:
-    train(("batch 0 1", signal.SIGTERM))
+    train({"batch 0 1": signal.SIGTERM})
 
 
 ENDED = ["on_train_epoch_end", "on_train_end", "on_fit_end"]

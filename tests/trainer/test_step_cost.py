@@ -1,8 +1,7 @@
 """strategy="auto" takes the first strategy that fits by a plan, with at most one compile more."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
+from kit.costs import report_memory
 from kit.trainers import BARE, thinned
 
 import jaxlit as jl
@@ -26,11 +26,9 @@ class Tower(jl.TrainModule):
     """Layers that a scan runs, or not: only scanned ones can be recomputed."""
 
     def __init__(self, *, scans: bool = True, rngs: nnx.Rngs) -> None:
+        make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
         self.scans = scans
-        if scans:
-            self.layers = nnx.vmap(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))(rngs.split(LAYERS))
-        else:
-            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.layers = nnx.vmap(make)(rngs.split(LAYERS)) if scans else nnx.List([make(rngs) for _ in range(LAYERS)])
 
     def training_step(self, batch: jax.Array) -> jax.Array:
         x = batch
@@ -61,7 +59,7 @@ def fitted(limit: int, *, scans: bool = True, **arguments: Any) -> jl.Trainer:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("scans", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("scans", [True, False])
 def test_auto_is_what_the_plan_says_fits(scans: bool) -> None:
     plan = planner().plan(jl.lazy(Tower, scans=scans), DATA, devices=8)
     rows = [row for row in plan.plans if row.cost is not None]
@@ -150,26 +148,20 @@ def test_a_limit_is_needed() -> None:
     assert repr(planner().strategy) == SAME["ddp"]  # by name, where devices report no memory
 
 
-def reporting(monkeypatch: pytest.MonkeyPatch, limit: int, in_use: Callable[[], int]) -> None:
-    """Let devices report their memory, as GPUs do."""
-    stats = lambda: {"bytes_limit": limit, "bytes_in_use": in_use()}  # noqa: E731
-    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=stats)])
-
-
 @pytest.mark.full
 def test_what_other_arrays_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     totals = {row.strategy: row.total for row in planner().plan(jl.lazy(Tower), DATA).plans}
     parameters = planner().plan(jl.lazy(Tower), DATA, strategies=["fsdp"]).plans[0].cost.parameters
     for others, wanted in ((0, "DDP()"), (1000, "FSDP(stage=1)")):
         limit = int(np.ceil((totals["ddp"] + 10) / 0.95))
-        reporting(monkeypatch, limit, lambda others=others: parameters + others)
+        report_memory(monkeypatch, limit, lambda others=others: parameters + others)
         trainer = planner(Auto())
         trainer.fit(jl.lazy(Tower), DATA)
         assert repr(trainer.strategy) == wanted
 
 
 def test_no_free_memory_is_shown_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    reporting(monkeypatch, 2**20, lambda: 2**30)
+    report_memory(monkeypatch, 2**20, lambda: 2**30)
     trainer = planner(Auto())
     trainer.fit(jl.lazy(Tower), DATA)
     assert trainer.strategy.reason.endswith(" of 0 B per device")

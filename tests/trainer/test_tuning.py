@@ -1,10 +1,7 @@
-"""A range test tells what a loop by hand finds, and leaves a training as if there had been none.
-jl.scale_batch_size finds the largest batch whose compiled step fits, and takes one step with it.
-"""
+"""`jl.lr_find` finds what a loop by hand does, and `jl.scale_batch_size` the largest batch whose step fits."""
 
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +13,7 @@ from flax import nnx
 from kit.batches import random
 from kit.by_hand import params_of, state_of
 from kit.checkpoints import bytes_of
+from kit.costs import report_memory
 from kit.modules import Linear, Net
 from kit.refusals import refuses
 from kit.trainers import BARE, STRATEGIES, make_trainer, splitting, thinned
@@ -130,8 +128,7 @@ def test_a_training_after_lr_find_is_bit_identical(strategy: str) -> None:
         if look:
             before = state_of(model)
             jl.lr_find(trainer, model, loader, num_training_steps=80, update_attr=True)
-            for name, x in state_of(model).items():
-                np.testing.assert_array_equal(x, before[name])
+            jax.tree.map(np.testing.assert_array_equal, before, state_of(model))
             assert trainer.global_step == 0 and trainer.model is None and trainer.stop_reason is None
         trainer.fit(model, loader)
         return bytes_of(trainer), params_of(model), model.lr
@@ -166,10 +163,9 @@ def test_lr_find_keeps_callbacks_that_change_a_step(kind: str) -> None:
 
 
 def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
-    class Other(Rated):
+    class Other(Linear):
         def __init__(self, rate: float = 0.1) -> None:
             super().__init__()
-            del self.lr
 
         def configure_optimizers(self) -> Any:
             return optax.inject_hyperparams(optax.sgd)(learning_rate=self.hparams.rate)
@@ -256,43 +252,28 @@ def test_the_largest_batch_fits_and_the_next_does_not(strategy: str) -> None:
     assert len(found.tried) < 12
 
 
-@pytest.mark.full
-def test_a_wanted_batch_is_divided_into_parts_that_fit() -> None:
-    trainer = planner("fsdp")
-    most = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, memory_bytes=100_000).batch_size
-    wanted = 8 * (most // 8) * 3
-    found = jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=wanted)
-    assert found.batch_size * found.accumulate_grad_batches == wanted
-    assert found.batch_size <= most
-    assert found.batch_size % 8 == 0
-    with pytest.raises(ArgumentError, match="does not divide"):
-        jl.scale_batch_size(trainer, jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
-
-
 @pytest.mark.parametrize("effective", thinned([None, 3072], 3072, full=()))
 def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None:
     given = {} if effective else {"accumulate_grad_batches": 3}
     found = jl.scale_batch_size(planner(**given), jl.lazy(Counts), DATA, 100_000, effective_batch_size=effective)
     assert found.accumulate_grad_batches == 3 if effective is None else found.accumulate_grad_batches > 1
+    assert found.batch_size % 8 == 0 and effective in (None, found.batch_size * found.accumulate_grad_batches)
     trainer = planner(accumulate_grad_batches=found.accumulate_grad_batches)
     assert needs(trainer, found.batch_size) == found.memory <= 100_000
     assert needs(trainer, found.batch_size + 8) > 100_000 or effective is not None
 
 
-@pytest.mark.parametrize(
-    "strategy", ["simulate:4", pytest.param(jl.strategies.SingleDevice(), marks=pytest.mark.sweep)]
-)
-def test_strategies_of_one_device_are_scaled(strategy: Any) -> None:
-    found = jl.scale_batch_size(planner(strategy), jl.lazy(Counts), DATA, memory_bytes=200_000)
+def test_simulated_replicas_are_scaled() -> None:
+    found = jl.scale_batch_size(planner("simulate:4"), jl.lazy(Counts), DATA, memory_bytes=200_000)
     assert found.memory <= 200_000
-    assert found.batch_size % (4 if strategy == "simulate:4" else 1) == 0
+    assert found.batch_size % 4 == 0
 
 
 def test_the_module_and_the_trainer_stay_as_they_were() -> None:
     module, trainer = Counts(rngs=nnx.Rngs(0)), planner()
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(module)))
+    before = state_of(module)
     jl.scale_batch_size(trainer, module, DATA, memory_bytes=100_000)
-    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(module)))
+    jax.tree.map(np.testing.assert_array_equal, before, state_of(module))
     assert (trainer.global_step, trainer.module) == (0, None)
 
 
@@ -301,11 +282,12 @@ def test_what_cannot_fit_is_refused() -> None:
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, memory_bytes=1000)
     with pytest.raises(ArgumentError, match="has to be given where devices report none"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
+    with pytest.raises(ArgumentError, match="does not divide"):
+        jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
 
 
 def test_other_arrays_that_leave_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 20 * 2**30, "bytes_in_use": 24 * 2**30})
-    monkeypatch.setattr(jax, "local_devices", lambda: [used])
+    report_memory(monkeypatch, 20 * 2**30, lambda: 24 * 2**30)
     with pytest.raises(ArgumentError, match=r"other arrays take 5\.0 GiB more than 95 % of a device's memory"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
 
@@ -328,9 +310,6 @@ def test_a_batch_that_cannot_be_compiled_does_not_fit(most: int, monkeypatch: py
     found = jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)
     assert found.batch_size == most
     assert found.tried[most] == found.memory < found.tried[most + 1] == float("inf")
-
-
-def test_a_single_row_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     compiles_up_to(0, monkeypatch)
     with pytest.raises(ArgumentError, match=r"size: 1 row, the fewest, cannot be compiled in the free memory"):
         jl.scale_batch_size(planner("single"), jl.lazy(Counts), DATA, memory_bytes=10**9)

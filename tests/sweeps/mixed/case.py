@@ -56,17 +56,14 @@ class Case:
 
     @property
     def num_batches(self) -> int:
-        """Batches of an epoch."""
         return self.limit or len(self.sizes)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch."""
         return math.ceil(self.num_batches / self.accumulate)
 
     @property
     def strategies(self) -> set[str]:
-        """Every strategy that takes part."""
         return {self.strategy, self.again, self.resume_on} - {""}
 
     @property

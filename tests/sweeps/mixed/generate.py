@@ -17,12 +17,7 @@ def cases(draw: Any) -> Case:
     alone = strategy in c.GLOBAL or devices == 1
     base = pick(8, 6) if devices == 3 else 8
     layer = pick(*c.LAYERS, *c.RANDOM, *c.TARGETS, *c.EVALUATING, "copied", "centred")
-    others = pick(
-        (),
-        (pick(*c.LAYERS),),
-        (pick(*c.COUNTERS),),
-        (pick(*c.COUNTERS), pick(*c.RANDOM, *c.EVALUATING)),
-    )
+    others = pick((), (pick(*c.LAYERS),), (pick(*c.COUNTERS),), (pick(*c.COUNTERS), pick(*c.RANDOM, *c.EVALUATING)))
     parts = tuple(dict.fromkeys((layer, *others)))
     wrt = ["all", "all", "head", "no_bias", *["lora"] * 3 * bool({*parts} & {"lora", "lora_around"})]
     wrt += ["online"] * 3 * bool({*parts} & {"hard_target", "soft_target"})
@@ -54,10 +49,8 @@ def cases(draw: Any) -> Case:
     if plan == "again":
         changes["again"] = pick(*c.STRATEGIES)
     elif plan and steps > 1:
-        changes |= {
-            "cut": draw(st.integers(1, steps - 1)),
-            "resume_on": pick(*c.STRATEGIES) if "else" in plan else "",
-        }
+        changes["cut"] = draw(st.integers(1, steps - 1))
+        changes["resume_on"] = pick(*c.STRATEGIES) if "else" in plan else ""
     if not alone and loss == "sum":
         changes["loss_reduction"] = pick("", "sum")
     case = Case(**{**vars(case), **changes})

@@ -88,12 +88,8 @@ def in_bfloat16(net: Net, batch: Any) -> Any:
 
 def mean_of(window: list[Any]) -> Any:
     """Return the mean of a window's gradients over its rows."""
-    if len(window) == 1:
-        return window[0][1]
-    total = sum(rows for rows, _, _ in window)
-    return jax.tree.map(
-        lambda *gs: sum(rows * g for (rows, _, _), g in zip(window, gs, strict=True)) / total, *[w[1] for w in window]
-    )
+    shares = [rows / sum(rows for rows, *_ in window) for rows, *_ in window]
+    return jax.tree.map(lambda *gs: sum(x * g for x, g in zip(shares, gs, strict=True)), *[w[1] for w in window])
 
 
 def validate(net: Net, evaluate: Callable[..., Any], loaders: list[list[Any]]) -> dict[str, float]:

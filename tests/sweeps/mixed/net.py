@@ -53,23 +53,16 @@ def make_batches(sizes: tuple[int, ...], mask: str, seed: int) -> list[dict[str,
         kept = rng.random(rows) < {"full": 2.0, "some": 0.6, "half": 2.0}[mask]
         kept[0] = True
         kept[rows - rows // 2 :] &= mask != "half"
-        batches.append(
-            {
-                "x": rng.normal(size=(rows, parts.WIDTH)).astype(np.float32),
-                "y": rng.normal(size=(rows, 2)).astype(np.float32),
-                "m": kept.astype(np.float32),
-                "ids": rng.integers(0, 5, rows).astype(np.int32),
-                "label": rng.integers(0, 2, rows).astype(np.int32),
-            }
-        )
+        x, y = (rng.normal(size=(rows, width)).astype(np.float32) for width in (parts.WIDTH, 2))
+        ids, label = (rng.integers(0, most, rows).astype(np.int32) for most in (5, 2))
+        batches.append({"x": x, "y": y, "m": kept.astype(np.float32), "ids": ids, "label": label})
     return batches
 
 
 def data_of(case: Case) -> tuple[list[Any], list[list[Any]]]:
     """Return the training batches, and the batches of each validation loader."""
-    return make_batches(case.sizes, case.mask, 0), [
-        make_batches(sizes, case.mask, i + 1) for i, sizes in enumerate(case.val)
-    ]
+    train, *val = (make_batches(sizes, case.mask, seed) for seed, sizes in enumerate((case.sizes, *case.val)))
+    return train, val
 
 
 def wrt_of(case: Case) -> Any:
@@ -99,10 +92,10 @@ def make_tx(case: Case, steps_per_epoch: int) -> Any:
         "adamw": lambda: optax.adamw(rate, eps=1e-2, weight_decay=0.1),
         "inject": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=rate, eps=1e-2),
         "multi_transform": lambda: optax.multi_transform(
-            {"bias": optax.sgd(0.1), "other": optax.adam(0.02, eps=1e-2)}, lambda params: _by_name(params, "other")
+            {"b": optax.sgd(0.1), "w": optax.adam(0.02, eps=1e-2)}, lambda params: _by_name(params, "b", "w")
         ),
         "masked_decay": lambda: optax.chain(
-            optax.add_decayed_weights(0.2, mask=lambda params: _by_name(params, True)), optax.sgd(0.05)
+            optax.add_decayed_weights(0.2, mask=lambda params: _by_name(params, False, True)), optax.sgd(0.05)
         ),
         "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=2),
         "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
@@ -111,8 +104,6 @@ def make_tx(case: Case, steps_per_epoch: int) -> Any:
     }[case.optimizer]()
 
 
-def _by_name(params: Any, other: Any) -> Any:
-    bias = False if other is True else "bias"
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: bias if "bias" in jax.tree_util.keystr(path) else other, params
-    )
+def _by_name(params: Any, bias: Any, other: Any) -> Any:
+    name = jax.tree_util.keystr
+    return jax.tree_util.tree_map_with_path(lambda path, _: bias if "bias" in name(path) else other, params)

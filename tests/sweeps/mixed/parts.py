@@ -36,9 +36,8 @@ class Attention(nnx.Module):
     """Attention over two tokens a row."""
 
     def __init__(self, *, rate: float = 0.0, rngs: nnx.Rngs) -> None:
-        self.attend = nnx.MultiHeadAttention(
-            2, 4, qkv_features=4, dropout_rate=rate, deterministic=False, decode=False, rngs=rngs
-        )
+        sizes = {"num_heads": 2, "in_features": 4, "qkv_features": 4}
+        self.attend = nnx.MultiHeadAttention(**sizes, dropout_rate=rate, deterministic=False, decode=False, rngs=rngs)
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         return x + self.attend(x.reshape(-1, 2, 4)).reshape(-1, WIDTH)
@@ -55,8 +54,6 @@ class Recurrent(nnx.Module):
 
 
 class Block(nnx.Module):
-    """What is scanned or computed again."""
-
     def __init__(self, *, rate: float = 0.0, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
@@ -67,15 +64,9 @@ class Block(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """Two blocks, stacked and scanned."""
-
     def __init__(self, *, rate: float = 0.0, remat: bool = False, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=2)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def make(rngs: nnx.Rngs) -> Block:
-            return Block(rate=rate, rngs=rngs)
-
-        self.blocks, self.remat = make(rngs), remat
+        make = nnx.vmap(lambda rngs: Block(rate=rate, rngs=rngs), in_axes=(0,), out_axes=0)
+        self.blocks, self.remat = nnx.split_rngs(splits=2)(make)(rngs), remat
 
     def __call__(self, x: jax.Array, batch: Batch) -> jax.Array:
         @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
@@ -117,8 +108,6 @@ class Embedding(nnx.Module):
 
 
 class Drop(nnx.Module):
-    """Dropout."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.dropout = nnx.Dropout(0.4, rngs=rngs)
 

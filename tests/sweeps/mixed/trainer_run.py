@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from kit.trainers import BARE, fit
+from kit.trainers import BARE, fit, splitting
 from sweeps.mixed.case import PER_REPLICA, Case
 from sweeps.mixed.hand_loop import CLIP
 from sweeps.mixed.net import LOGS, data_of, make_net, make_tx, wrt_of
@@ -141,11 +141,5 @@ def _layout(case: Case, strategy: str) -> dict[str, Any]:
         return {"strategy": kinds.Simulated(case.devices, **told)}
     if strategy == "single":
         return {"strategy": "single", "devices": 1}
-    made: dict[str, Any] = {
-        "ddp": kinds.DDP,
-        "fsdp": lambda: kinds.FSDP(min_size=0),
-        "zero1": lambda: kinds.FSDP(stage=1, min_size=0),
-        "shard_map": lambda: kinds.ShardMapDDP(**told),
-        "pmap": lambda: kinds.PMap(**told),
-    }
-    return {"strategy": made[strategy](), "devices": case.devices}
+    replicas = {"shard_map": kinds.ShardMapDDP, "pmap": kinds.PMap}.get(strategy)
+    return {"strategy": splitting(strategy) if replicas is None else replicas(**told), "devices": case.devices}

@@ -9,20 +9,8 @@ from flax import nnx
 from sweeps.mixed.parts import WIDTH, Batch
 
 
-class Count(nnx.Variable):
-    """An int of the module's own."""
-
-
-class Total(nnx.Variable):
-    """A float of the module's own."""
-
-
-class Target(nnx.Variable):
-    """A copy of weights that is no parameter."""
-
-
-class Key(nnx.Variable):
-    """A PRNG key that is no stream of `nnx.Rngs`."""
+class Own(nnx.Variable):
+    """What is no parameter: a count, an average, a copy of weights, or a key that is no stream of `nnx.Rngs`."""
 
 
 class Writer(nnx.Module):
@@ -38,16 +26,13 @@ class Writer(nnx.Module):
         return x
 
     def train_on(self, x: jax.Array, batch: Batch) -> jax.Array:
-        """Write, and return what the next part sees."""
         raise NotImplementedError
 
 
 class Counter(Writer):
-    """Counts steps, or rows."""
-
     def __init__(self, *, rows: bool) -> None:
         super().__init__()
-        self.count, self.rows = Count(jnp.zeros((), jnp.int32)), rows
+        self.count, self.rows = Own(jnp.zeros((), jnp.int32)), rows
 
     def train_on(self, x: jax.Array, batch: Batch) -> jax.Array:
         self.count[...] += x.shape[0] if self.rows else 1
@@ -59,7 +44,7 @@ class MovingMean(Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean = Total(jnp.zeros(WIDTH))
+        self.mean = Own(jnp.zeros(WIDTH))
 
     def evaluate(self, x: jax.Array) -> jax.Array:
         return x - self.mean[...].astype(x.dtype)
@@ -71,8 +56,6 @@ class MovingMean(Writer):
 
 
 class Metric(Writer):
-    """Holds a metric of nnx and updates it."""
-
     def __init__(self, metric: Any) -> None:
         super().__init__()
         self.metric = metric
@@ -95,7 +78,7 @@ class Following(Writer):
     def __init__(self, kind: type[nnx.Variable[Any]], *, hard: bool, rngs: nnx.Rngs) -> None:
         super().__init__()
         self.online, self.hard = nnx.Linear(WIDTH, WIDTH, rngs=rngs), hard
-        self.target, self.count = kind(self.online.kernel[...] * 0.5), Count(jnp.zeros((), jnp.int32))
+        self.target, self.count = kind(self.online.kernel[...] * 0.5), Own(jnp.zeros((), jnp.int32))
 
     def evaluate(self, x: jax.Array) -> jax.Array:
         return jnp.tanh(self.online(x) - x @ jax.lax.stop_gradient(self.target[...]))
@@ -147,7 +130,7 @@ class OwnKey(Writer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.key = Key(jax.random.key(3))
+        self.key = Own(jax.random.key(3))
 
     def train_on(self, x: jax.Array, batch: Batch) -> jax.Array:
         self.key[...], now = jax.random.split(self.key[...])
@@ -173,9 +156,9 @@ MAKERS: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
     "accuracy": lambda rngs: Metric(nnx.metrics.Accuracy()),
     "welford": lambda rngs: Metric(nnx.metrics.Welford()),
     "hard_target": lambda rngs: Following(nnx.Param, hard=True, rngs=rngs),
-    "own_hard_target": lambda rngs: Following(Target, hard=True, rngs=rngs),
+    "own_hard_target": lambda rngs: Following(Own, hard=True, rngs=rngs),
     "soft_target": lambda rngs: Following(nnx.Param, hard=False, rngs=rngs),
-    "own_target": lambda rngs: Following(Target, hard=False, rngs=rngs),
+    "own_target": lambda rngs: Following(Own, hard=False, rngs=rngs),
     "copied": lambda rngs: Copied(rngs=rngs),
     "centred": lambda rngs: Centred(rngs=rngs),
     "own_key": lambda rngs: OwnKey(),
