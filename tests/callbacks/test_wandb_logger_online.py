@@ -1,16 +1,12 @@
 """Real trainings whose W&B runs a real server on this computer has received."""
 
-import hashlib
 import importlib.metadata
 import io
 import json
 import os
 import signal
-import urllib.request
-from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 from kit.journal import hooks, without_rates
@@ -20,7 +16,7 @@ from kit.wandb_runs import PIXELS, STEP, Wide, by_hand, data, files_of, lines_of
 from matplotlib.figure import Figure
 from PIL import Image
 
-from jaxlit.callbacks import CSVLogger, GradientNorm, ModelCheckpoint, WandbLogger
+from jaxlit.callbacks import GradientNorm, ModelCheckpoint, WandbLogger
 
 
 def log_media(trainer, module):
@@ -208,58 +204,3 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
     assert rows[-len(tail) :] == tail
     for row, line in zip([row for row in rows[: -len(tail)] if row["step"] < 4], lines, strict=False):
         assert row.items() <= line.items()
-
-
-def fit_together():
-    logger = WandbLogger("project")
-    note = hooks(on_train_end=lambda t, m: t.loggers[0].log_text("note", f"from process {jax.process_index()}"))
-    root = {"default_root_dir": Path("../run"), "enable_checkpointing": False}
-    trainer_of(logger, note, strategy="ddp", max_epochs=2, **root).fit(Wide(), data(), data())
-    say("id", logger.id)
-
-
-@pytest.mark.full
-def test_the_first_of_two_processes_has_the_run(tmp_path):
-    with Backend() as backend:
-        ended = start(fit_together, tmp_path / "here", 2, log_to=backend)
-    assert [x.code for x in ended] == [0, 0], ended[0].errors + ended[1].errors
-    ((name, run),) = backend.runs.items()
-    assert name == ended[0].said["id"]
-    assert run.config["mesh"] == {"data": 8} and (run.sessions, run.exit_code) == (1, 0)
-    assert joined(rows_of(run)) == lines_of(tmp_path / "run")
-    assert [row["note"] for row in run.history if "note" in row] == ["from process 0"]
-
-
-def fit_twice():
-    """Train without W&B, and with all of it."""
-    watch = {"log_model": "all", "watch": "all", "watch_every_n_steps": 2}
-    logger = WandbLogger("faults", init_timeout=5, finish_timeout=5, **watch)
-
-    def in_the_middle(trainer, *rest):
-        if trainer.global_step == 8:
-            urllib.request.urlopen(urllib.request.Request(os.environ["DIE"], method="POST")).close()
-
-    def media(trainer, module):
-        logger.log_image("image", PIXELS.repeat(12, axis=0).repeat(12, axis=1))
-        logger.log_table("table", ["a"], [[1], [2]])
-        logger.log_text("text", "a text " * 1000)
-
-    does = hooks(on_train_batch_end=in_the_middle, on_train_epoch_end=media)
-    for name, own in (("plain", [CSVLogger()]), ("run", [logger, does])):
-        trainer = trainer_of(*own, ModelCheckpoint(save_top_k=-1), max_epochs=8, default_root_dir=name)
-        trainer.fit(Wide(), data(), data())
-        say(name, hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(trainer.state))).hexdigest())
-
-
-@pytest.mark.full
-def test_a_fault_of_wandb_changes_nothing_and_prints_one_line(tmp_path):
-    with Backend() as backend:
-        (ended,) = start(fit_twice, tmp_path / "here", log_to=backend, DIE=f"{backend.url}/die")
-    assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
-    assert ended.said["plain"] == ended.said["run"]
-    plain, run = ((tmp_path / "here" / kind / "metrics.csv").read_bytes() for kind in ("plain", "run"))
-    assert plain == run
-    lines = [line for line in ended.output.splitlines() if "W&B" in line and not line.startswith("W&B http")]
-    # An upload may fail for the reason for which rows are given up, and be printed by the thread that sends it.
-    given_up = {line.rpartition("(")[2] for line in lines if line.startswith("W&B: off")}
-    assert len([x for x in lines if "was not sent (" not in x or x.rpartition("(")[2] not in given_up]) == 1, lines

@@ -1,4 +1,4 @@
-"""A W&B server: it keeps what the real SDK sends over HTTP, and may die.
+"""A W&B server: it keeps what the real SDK sends over HTTP.
 
 It understands GraphQL (runs and artifacts), `file_stream` (history, summary) and PUT (the contents of files), which is
 all that the SDK uses while a run continues. Seen with wandb 0.22.3 to 0.31.
@@ -54,17 +54,16 @@ class Backend:
     """A server on this computer, from its construction until it is closed.
 
     Attributes:
-        url: Its address, for `WANDB_BASE_URL`. A POST to `url/die` makes it `dead`.
+        url: Its address, for `WANDB_BASE_URL`.
         runs: By run id.
         artifacts: In the order of their creation; the SDK makes one for each logged table too.
-        dead: Whether it closes every connection without an answer.
         refused: The id of a run whose artifacts are refused.
     """
 
     def __init__(self) -> None:
         self.runs: dict[str, ReceivedRun] = {}
         self.artifacts: list[Any] = []
-        self.dead, self.refused = False, ""
+        self.refused = ""
         self._lock = threading.Lock()
         self._server = _Server(self)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -217,16 +216,10 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_POST(self) -> None:
-        backend = self.server.backend
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.path == "/die":
-            backend.dead = True
-            return self.answer({})
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        if not backend.dead:
-            self.answer(backend.receive(self.command, self.path, body))
-        self.close_connection = backend.dead
+        self.answer(self.server.backend.receive(self.command, self.path, body))
 
     do_GET = do_PUT = do_POST
 

@@ -84,8 +84,8 @@ def by_hand(epochs: int) -> tuple[list[dict[str, float]], list[np.ndarray], list
     return rows, grads, params
 
 
-def start(work: Callable[[], None], folder: Path, count: int = 1, *, log_to: Backend | None, **env: str) -> list[Ended]:
-    """Run processes that find no settings of W&B but a server, if there is one, and what is given."""
+def start(work: Callable[[], None], folder: Path, *, log_to: Backend | None, **env: str) -> list[Ended]:
+    """Run a process that finds no settings of W&B but a server, if there is one, and those of `env`."""
     own = {f"WANDB_{kind}_DIR": str(folder / kind.lower()) for kind in ("CACHE", "DATA", "CONFIG")}
     own |= {"HOME": str(folder), "NETRC": str(folder / "none")}
     if log_to is not None:
@@ -96,7 +96,7 @@ def start(work: Callable[[], None], folder: Path, count: int = 1, *, log_to: Bac
             patch.delenv(name)
         for name, value in (own | env).items():
             patch.setenv(name, value)
-        return launch(work, folder, count=count, devices=1 if count == 1 else 4, join=count > 1)
+        return launch(work, folder, count=1, devices=1, join=False)
 
 
 def rows_of(run: ReceivedRun) -> list[dict[str, Any]]:
