@@ -300,7 +300,7 @@ def unreachable(tmp_path_factory):
     """A training whose server is out of reach, and whose service hangs at the end."""
     folder = tmp_path_factory.mktemp("unreachable")
     server = {"WANDB_API_KEY": 40 * "a", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    (ended,) = start(fit_test_and_hang, folder / "here", log_to=None, **server)
+    ended = start(fit_test_and_hang, folder / "here", **server)
     assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
     return folder, ended
 
