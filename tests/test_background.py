@@ -3,9 +3,8 @@
 import threading
 
 import pytest
-from kit.waiting import held, interrupts
 
-from jaxlit.background import Background, BackgroundQueue
+from jaxlit.background import Background
 
 
 def test_a_result_is_returned_and_an_error_raised():
@@ -35,29 +34,3 @@ def test_a_thread_runs_until_it_is_stopped(daemon):
     background.stop()
     assert background.join(30)
     assert [(thread.name, thread.daemon) for thread in threads] == [("loop", daemon)]
-
-
-@pytest.mark.parametrize("how", ["time is up", "Ctrl-C"])
-def test_a_wait_for_a_result_ends(how):
-    with held() as release, interrupts() as interrupt:
-        background = Background("late", lambda: (interrupt() if how == "Ctrl-C" else None, release.wait(30)))
-        with pytest.raises(KeyboardInterrupt if how == "Ctrl-C" else TimeoutError):
-            background.start().result(25 if how == "Ctrl-C" else 0.01)
-
-
-def test_jobs_are_done_in_order_and_errors_stop_none():
-    done, failed = [], []
-    jobs = BackgroundQueue("jobs", failed.append)
-    with held() as release:
-        jobs.submit(lambda: release.wait(30))
-        for k in range(3):
-            jobs.submit(lambda k=k: done.append(k) or 1 / (k - 1))
-        assert not jobs.wait_idle(0.05)
-        assert len(jobs) == 4
-        assert done == []
-    assert jobs.wait_idle(30)
-    assert done == [0, 1, 2]
-    assert len(jobs) == 0
-    assert [type(error) for error in failed] == [ZeroDivisionError]
-    jobs.stop()
-    assert jobs.join(30)

@@ -104,15 +104,6 @@ def test_every_array_of_a_step_has_the_sharding_of_its_stage(strategy: str) -> N
     assert bool(constrained) == (PARTS[strategy][2] == SPLIT), text
 
 
-def test_three_callbacks_of_one_class_get_each_its_own_state() -> None:
-    for epochs in (1, 2):
-        seen: list[list[Any]] = [[], [], []]
-        given = {"default_root_dir": "run", "resume": "auto", "max_epochs": epochs}
-        made = [hooks(state_dict=lambda i=i: {"value": i}, load_state_dict=seen[i].append) for i in range(3)]
-        fit(Linear(), BATCHES, None, *made, **given)
-    assert seen == [[{"value": i}] for i in range(3)]
-
-
 def test_a_reset_optimizer_begins_with_the_first_loss_scale() -> None:
     given = {"precision": "16-mixed", "default_root_dir": "run"}
     first = fit(Linear(), [{k: 20 * x for k, x in batch.items()} for batch in BATCHES], **given)

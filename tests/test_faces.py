@@ -56,11 +56,6 @@ def test_an_error_in_the_block_leaves_imports_as_they_were() -> None:
     assert builtins.__import__ is plain
 
 
-def test_an_unknown_name_has_the_face_and_a_similar_name(made) -> None:
-    with pytest.raises(AttributeError, match=r"kitchen has no attribute 'spon'\. Did you mean 'spoon'\?"):
-        face_of("from wares import spoon")["__getattr__"]("spon")
-
-
 def test_a_name_may_be_a_file_of_the_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "larder").mkdir()
     block = "with lazy_imports(globals()):\n    from larder import jam\n"

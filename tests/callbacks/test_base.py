@@ -82,23 +82,6 @@ def test_callbacks_that_exclude_each_other_are_refused(callbacks: list[Any], wor
     make_trainer(*(made(exclusive=("port", port)) for port in (1, 2)))
 
 
-def test_rates_in_asks_for_rows_with_learning_rates() -> None:
-    rows = Rows(rates=True)
-    fit(Mean(), numbered(4), None, rows, made(rates_in="epoch"), log_every_n_steps=1)
-    assert [step for step, values in rows.rows if "lr" in values] == [3]
-
-
-def test_batches_per_step_counts_in_the_estimated_steps() -> None:
-    def set_it(self: Any, trainer: Any, *_: Any) -> None:
-        trainer.accumulate_grad_batches = self.batches_per_step(trainer.current_epoch)
-
-    windows = made(batches_per_step=lambda self, epoch: (4, 1)[epoch], setup=set_it, on_train_epoch_start=set_it)
-    trainer = fit(Mean(), numbered(4), None, windows, max_epochs=2)
-    assert trainer.global_step == 1 + 4
-    trainer.accumulate_grad_batches = 1
-    assert trainer.estimated_stepping_batches == 1 + 4
-
-
 def test_a_checkpoint_role_needs_the_paths_and_no_more() -> None:
     members = {"monitor": None, "best_model_path": "", "last_model_path": "", "best_model_score": None}
     mine = made(role="checkpoint", folder=lambda self, run_dir: run_dir, **members)

@@ -8,7 +8,6 @@ import math
 import os
 import resource
 import shutil
-import signal
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from kit.batches import numbered
 from kit.journal import hooks, raising
 from kit.modules import Mean
-from kit.processes import launch
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
@@ -251,32 +249,6 @@ def train(folder, *more, **arguments):
     defaults = {"max_epochs": 2, "log_every_n_steps": 1, "resume": "auto", "num_sanity_val_steps": 0}
     callbacks = [*more, ModelCheckpoint(every_n_train_steps=5)]
     return fit(Mean(), numbered(6), numbered(1), *callbacks, default_root_dir=folder, **(defaults | arguments))
-
-
-def train_until_killed():
-    """End the process as a power cut does, after the row of a step."""
-
-    def kill(trainer, values, step):
-        if step == 8 and "loss" in values:
-            trainer.checkpoint_callback.finish(trainer)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train("run", CSVLogger(), hooks(on_log=kill))
-
-
-@pytest.mark.full
-def test_a_resume_after_a_kill_makes_the_same_file(tmp_path):
-    (ended,) = launch(train_until_killed, tmp_path, count=1, devices=1, join=False)
-    assert ended.code == -signal.SIGKILL, ended.errors
-    assert [row["step"] for row in read()] == [*range(9)]
-    assert Path("run/checkpoints/step_00000005").exists()
-    train("whole")
-    assert len(read("whole")) == 12
-    for cut in (0, 1, 9):  # what a machine that dies may leave of the last row
-        shutil.copytree("run", folder := f"cut{cut}")
-        os.truncate(Path(folder, "metrics.csv"), FILE.stat().st_size - cut)
-        train(folder)
-        assert Path(folder, "metrics.csv").read_bytes() == Path("whole/metrics.csv").read_bytes()
 
 
 def test_a_resume_that_cannot_drop_rows_ends(monkeypatch):

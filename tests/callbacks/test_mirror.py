@@ -159,15 +159,11 @@ def test_a_signal_waits_for_the_copies() -> None:
     assert checkpoints()
 
 
-def test_the_last_lines_say_how_to_continue_from_the_bucket(capsys: pytest.CaptureFixture[str]) -> None:
-    go(1, resume=None, enable_progress_bar=True)
-    told = f"pass default_root_dir='{URL}', resume='auto' and a larger max_epochs"
-    assert told in capsys.readouterr().out
-
-
-def test_the_header_has_the_address_and_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = go(1, enable_progress_bar=True)
-    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("jaxlit "))
+def test_the_screen_has_the_address_the_folder_and_how_to_continue(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = go(1, resume=None, enable_progress_bar=True)
+    screen = capsys.readouterr().out
+    assert f"pass default_root_dir='{URL}', resume='auto' and a larger max_epochs" in screen
+    header = next(line for line in screen.splitlines() if line.startswith("jaxlit "))
     assert f"run {URL} in {trainer.run_dir.relative_to(Path.cwd())}" in header
 
 

@@ -21,7 +21,7 @@ from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint, model_checkpoint
-from jaxlit.errors import ArgumentTypeError, CheckpointError, LoggerError, NonFiniteError
+from jaxlit.errors import CheckpointError, LoggerError, NonFiniteError
 
 NAN, INF = math.nan, math.inf
 
@@ -158,12 +158,6 @@ def test_an_unknown_metric_and_a_long_name_are_refused() -> None:
     with pytest.raises(CheckpointError, match="(?i)too long.*Give a shorter name"):
         train(callback)
     assert callback.last_model_path == "" and names() == []
-
-
-@pytest.mark.parametrize("name", ["save_last", "save_on_exception", "save_weights_only"])
-def test_what_is_true_or_false_is_nothing_else(name: str) -> None:
-    with pytest.raises(ArgumentTypeError, match=rf"ModelCheckpoint\({name}=\.\.\.\) takes True or False, got 'link'"):
-        ModelCheckpoint(**{name: "link"})  # type: ignore[arg-type]
 
 
 def test_the_last_finite_checkpoint_is_kept() -> None:

@@ -135,20 +135,15 @@ def test_what_the_first_step_compiles_is_printed_once(make_trainer, capsys):
     assert epoch_lines(capsys, "compiled ") == ["compiled eval_step in 0.25 s, train_step in 2.0 s"]
 
 
-def test_an_evaluation_alone_names_what_it_compiles(capsys):
-    trainers.make_trainer(logger=False).test(Mean(), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 2))
-    first, *_, tested = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"compiled test_step in [\d.]+ s", first)
-    assert tested == "tested  test 0"
-
-
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_the_metrics_of_an_evaluation_are_printed_if_verbose(verb, capsys):
     trainer, rows = trainers.make_trainer(logger=False), jl.ArrayLoader({"x": np.zeros((3, 1), np.float32)}, 3)
-    printed = []
+    printed, step = [], {"validate": "eval_step", "test": "test_step"}[verb]
     for given in ({}, {"verbose": False}, {"verbose": True}):
         (metrics,) = getattr(trainer, verb)(Mean(), rows, **given)
-        printed.append([line for line in capsys.readouterr().out.splitlines() if "compiled" not in line])
+        compiled, *lines = capsys.readouterr().out.splitlines()
+        assert re.fullmatch(rf"compiled {step} in [\d.]+ s", compiled)
+        printed.append(lines)
     line = f"{verb.removesuffix('e')}ed  {next(iter(metrics))} 0"
     assert printed == [[line], [], [line]]
     with pytest.raises(ArgumentTypeError, match=rf"Trainer\.{verb}\(verbose=\.\.\.\) takes True or False, got 'no'"):

@@ -16,7 +16,7 @@ from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentError, CheckpointError
 
 PATH = Path("run/checkpoints/step_00000003")
 
@@ -115,8 +115,3 @@ def test_a_rollback_does_not_go_back_to_weights() -> None:
     weights = ModelCheckpoint(save_weights_only=True, every_n_train_steps=1)
     with pytest.raises(jl.errors.NonFiniteError, match="There is no checkpoint yet to go back to"):
         fit(Bad(rngs=nnx.Rngs(0)), random(3), None, weights, nan_policy="rollback")
-
-
-def test_it_is_a_flag() -> None:
-    with pytest.raises(ArgumentTypeError, match=r"ModelCheckpoint\(save_weights_only=\.\.\.\) takes True or False"):
-        ModelCheckpoint(save_weights_only="yes")  # type: ignore[arg-type]

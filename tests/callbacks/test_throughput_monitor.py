@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import sized
+from kit.inside import Clock
 from kit.journal import Rows, hooks
 from kit.modules import Linear
 from kit.refusals import fit_refuses
@@ -20,7 +21,7 @@ import jaxlit as jl
 from jaxlit.callbacks import ThroughputMonitor, throughput_monitor
 from jaxlit.callbacks.base import Measured
 from jaxlit.errors import ArgumentError
-from jaxlit.loop import settings as compile_log
+from jaxlit.loop import run_data
 from jaxlit.programs.costs import peak_flops
 
 ROWS, INSIDE, WIDTH, OUT = 16, 3, 8, 1
@@ -45,21 +46,18 @@ FIRST, INNER, LAST = (2 * ROWS * a * b for a, b in ((INSIDE, WIDTH), (WIDTH, WID
 FLOPS = 2 * FIRST + 3 * INNER + 3 * LAST
 
 
-class Clock:
-    """Stands still but for what the test adds: a second for each step, ten for a validation."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(throughput_monitor, "perf_counter", clock)
+    monkeypatch.setattr(run_data, "_EVENTS", ())  # one that is counted begins the rates again
+    return clock
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(throughput_monitor, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(compile_log, "_EVENTS", ())  # one that is counted begins the rates again
 
-    def add(self, seconds: float) -> None:
-        self.now += seconds
-
-    def hooks(self) -> jl.Callback:
-        """Return what turns it, in front of the monitor."""
-        tick, slow = lambda *_: self.add(1.0), lambda *_: self.add(10.0)
-        return hooks(on_train_batch_end=tick, on_validation_batch_end=slow)
+def turns(clock: Clock) -> jl.Callback:
+    """Return what turns a clock, in front of the monitor: a second for each step, ten for a validation."""
+    tick = lambda seconds: lambda *_: setattr(clock, "now", clock.now + seconds)  # noqa: E731
+    return hooks(on_train_batch_end=tick(1.0), on_validation_batch_end=tick(10.0))
 
 
 def rows_of(trainer: jl.Trainer, name: str) -> dict[int, float]:
@@ -68,10 +66,10 @@ def rows_of(trainer: jl.Trainer, name: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single", "fsdp"))
-def test_operations_are_those_of_a_formula(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor = Clock(monkeypatch), ThroughputMonitor(available_flops=1e6)
+def test_operations_are_those_of_a_formula(strategy: str, clock: Clock) -> None:
+    monitor = ThroughputMonitor(available_flops=1e6)
     given = BARE | {"strategy": strategy, "log_every_n_steps": 1}
-    trainer = fit(MLP(), sized(*[ROWS] * 4), None, clock.hooks(), monitor, **given)
+    trainer = fit(MLP(), sized(*[ROWS] * 4), None, turns(clock), monitor, **given)
     result = trainer.step_flops["train_step"]
     assert (result.count, result.exact, result.by_dtype) == (FLOPS, True, {"float32 fast": FLOPS})
     # A row is read after the next step's hook, that of the last step alone at the end of the epoch.
@@ -89,13 +87,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rates_do_not_count_validations(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_do_not_count_validations(case: str, clock: Clock) -> None:
     arguments, sizes, every, scale = CASES[case]
-    clock, batches, window = Clock(monkeypatch), sized(*sizes), arguments.get("accumulate_grad_batches", 1)
+    batches, window = sized(*sizes), arguments.get("accumulate_grad_batches", 1)
     of = {"batch_size_fn": lambda batch: 2 * len(batch["y"])} if scale == 2 else {}
     monitor = ThroughputMonitor(length_fn=lambda batch: batch["x"].size, window_size=2, **of)
     given = BARE | arguments | {"max_epochs": 2, "log_every_n_steps": every, "num_sanity_val_steps": 0}
-    trainer = fit(Linear(), batches, batches[:1], clock.hooks(), monitor, Rows(), **given)
+    trainer = fit(Linear(), batches, batches[:1], turns(clock), monitor, Rows(), **given)
     taken = np.cumsum([0, *sizes * 2])  # rows after each batch
     steps = [step for step in range(len(sizes) * 2 // window) if (step + 1) % every == 0]
     assert rows_of(trainer, "train/samples") == {s: scale * taken[(s + 1) * window] for s in steps}
@@ -114,12 +112,11 @@ def test_rates_do_not_count_validations(case: str, monkeypatch: pytest.MonkeyPat
     assert len(result) == len(steps) - (steps[0] == 0 and window == 1)
 
 
-def test_the_seconds_of_a_compile_are_in_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"train_step": 1.0}
+def test_the_seconds_of_a_compile_are_in_no_rate(clock: Clock) -> None:
+    seconds, rates = {"train_step": 1.0}, []
     monitor, trainer = ThroughputMonitor(), stand_in(compile_seconds=seconds)
-    clock, rates = Clock(monkeypatch), []
     for step in range(6):
-        clock.add(1.0 if step != 3 else 100.0)
+        clock.now += 1.0 if step != 3 else 100.0
         trainer.compile_seconds = seconds | ({"train_step_traced": 99.0} if step >= 3 else {})
         monitor.on_train_batch_end(trainer, trainer.module, {}, sized(ROWS)[0], step)
         monitor.begin_row(trainer, trainer.module, step)

@@ -48,40 +48,6 @@ def trained(module: Any, batches: Sequence[Any], tx: optax.GradientTransformatio
     return HandLoop(module, tx)(*batches).module
 
 
-def train_net(
-    net: Any, batches: Sequence[Any], *, accumulate_grad_batches: int, gradient_clip_val: float | None, precision: str
-) -> list[float]:
-    """Train a `Net` in place with what a Trainer's arguments of these names say; returns the loss of each batch."""
-    low = {"32-true": jnp.float32, "bf16-mixed": jnp.bfloat16}[precision]
-    tx, graphdef = net.configure_optimizers(), nnx.graphdef(net)
-    params, rest = (nnx.as_pure(part) for part in nnx.state(net, nnx.Param, ...))
-
-    def loss_of(params: Any, rest: Any, batch: Any) -> tuple[jax.Array, Any]:
-        params, batch = jax.tree.map(lambda x: x.astype(low), (params, batch))
-        net = nnx.merge(graphdef, params, rest, copy=True)
-        return net.loss(batch).astype(jnp.float32), nnx.as_pure(nnx.state(net, nnx.Not(nnx.Param)))
-
-    gradient = jax.jit(jax.value_and_grad(loss_of, has_aux=True))
-    opt_state, losses = tx.init(params), []
-    for start in range(0, len(batches), accumulate_grad_batches):
-        total, rows = jax.tree.map(jnp.zeros_like, params), 0
-        for batch in batches[start : start + accumulate_grad_batches]:
-            (loss, rest), grads = gradient(params, rest, batch)
-            n = len(batch["x"])
-            total, rows = jax.tree.map(lambda total, g, n=n: total + n * g, total, grads), rows + n
-            losses.append(float(loss))
-        grads = jax.tree.map(lambda total, rows=rows: total / rows, total)
-        if gradient_clip_val is not None:
-            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
-            assert norm > gradient_clip_val  # else the training shows nothing of clipping
-            grads = jax.tree.map(lambda g, norm=norm: g * gradient_clip_val / norm, grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    nnx.update(net, params, rest)
-    net.count[...] += len(batches)
-    return losses
-
-
 def params_of(module: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, nnx.Param)))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}

@@ -9,19 +9,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kit.inside import lowered
-from kit.modules import module
 from kit.refusals import refuses
-from kit.trainers import BARE, fit, splitting
 from kit.wandb_runs import PIXELS
 from PIL import Image
 
-import jaxlit as jl
 from jaxlit.errors import ArgumentError
 from jaxlit.reporting.media import BINS, as_image, count, histogram, unpack
 
@@ -123,43 +117,6 @@ def test_a_sharded_array_stays_where_it_is(spec):
     np.testing.assert_array_equal(np.asarray(traced(sharded, BINS)), np.asarray(traced(x, BINS)))
     moved = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(sharding.mesh, P())).lower(sharded)
     assert collectives(moved) == {"all-gather": [x.size]}  # which are found where there are some
-
-
-class Histograms(jl.Callback):
-    trace_every_n_steps = 2
-
-    def __init__(self):
-        self.seen = {}
-
-    def trace_step(self, grads, updates, params, opt_state):
-        return {"grads": histogram(grads["w"][...]), "params": histogram(params["w"][...])}
-
-    def on_trace(self, trainer, values, step):
-        self.seen[step] = values
-
-
-def test_histograms_of_a_sharded_step_gather_nothing():
-    seen, batches = [], list(rng.normal(size=(4, 16, 16)).astype(np.float32))
-    start = NORMAL.reshape(-1)[:512].reshape(16, 32)
-    for strategy in (splitting("fsdp"), "single"):
-        model = module(lambda self, batch: jnp.mean((batch @ self.w) ** 2), tx=optax.adam(0.1))
-        model.w = nnx.Param(jnp.asarray(start))
-        trainer = fit(model, batches, None, histograms := Histograms(), strategy=strategy, **BARE)
-        seen.append(histograms.seen)
-        if strategy != "single":
-            plain, more = (collectives(lowered(trainer, name, batches[0])) for name in ("train_step", "traced"))
-    assert sorted(more.get("all-gather", [])) == sorted(plain["all-gather"])
-    assert more.keys() - plain.keys() <= {"all-reduce"}
-    for size in plain.get("all-reduce", []):
-        more["all-reduce"].remove(size)
-    assert more["all-reduce"] and max(more["all-reduce"]) <= BINS
-    assert list(seen[0]) == list(seen[1]) == [1, 3]
-    for step, values in seen[0].items():
-        for name, packed in values.items():
-            other = seen[1][step][name]
-            np.testing.assert_allclose(packed[:2], other[:2], rtol=1e-4)
-            assert packed[2:].sum() == other[2:].sum() == start.size
-            assert np.abs(np.cumsum(packed[2:]) - np.cumsum(other[2:])).max() <= 2  # those on an edge
 
 
 GRAYS = np.linspace(0, 1, 20, dtype=np.float32).reshape(4, 5)

@@ -15,6 +15,8 @@ from kit.by_hand import assert_same
 from kit.compiles import compiles
 from kit.inside import leaves_of
 from kit.journal import Rows, hooks
+from kit.modules import Linear
+from kit.scale import Scale
 from kit.trainers import BARE, REPLICAS, STRATEGIES, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
@@ -24,39 +26,26 @@ SIZES = (7, 16, 1, 16)
 REDUCED = ("mean", "sum", "min", "max")
 
 
-class Scale(jl.TrainModule):
-    """Multiplies rows by the vector 1, 2, ..., whose gradient is the rows' mean: everything has a formula."""
+class Counting(Scale):
+    """Counts its rows, and how often it is traced."""
 
     traces = 0
 
     def __init__(self) -> None:
-        self.w = nnx.Param(jnp.arange(1.0, 9.0))
+        super().__init__(8)
         self.rows = nnx.Variable(jnp.zeros((), jnp.int32))
 
-    def log_all(self, x: jax.Array) -> None:
-        for reduce_fx in REDUCED:
-            self.log(reduce_fx, getattr(x, reduce_fx)(), reduce_fx=reduce_fx, on_step=False, on_epoch=True)
-
     def training_step(self, batch: Any) -> dict[str, jax.Array]:
-        Scale.traces += 1
-        self.log_all(batch["x"])
+        Counting.traces += 1
         self.rows[...] += batch["x"].shape[0]
-        return {"loss": (self.w[...] * batch["x"]).mean(), "row": batch["x"].sum(1)}
-
-    def validation_step(self, batch: Any) -> None:
-        self.log_all(batch["x"])
-
-    def predict_step(self, batch: Any) -> dict[str, jax.Array]:
-        return {"y": self.w[...] * batch["x"], "first": batch["x"][:, 0]}
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(1.0)
+        return {"loss": super().training_step(batch), "sum": batch["x"].sum(1)}
 
 
 def batches() -> list[dict[str, np.ndarray]]:
     result = sized(*SIZES, features=8)
     for k, batch in enumerate(result):
         batch["x"][-1] = 100.0 + k  # a row that is left out, doubled or padded shows; the largest is on the last device
+        batch["row"] = batch["x"][:, 0]
     return result
 
 
@@ -71,22 +60,22 @@ def reduced(x: np.ndarray) -> Any:
 @pytest.fixture(scope="module", params=thinned(STRATEGIES, "single", "fsdp", "shard_map"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Train two epochs, validate, test and predict; nothing of it may be changed."""
-    kept = SimpleNamespace(strategy=request.param, losses=[], outputs=[], alive=[], module=Scale())
+    kept = SimpleNamespace(strategy=request.param, losses=[], outputs=[], alive=[], module=Counting())
     held: list[Any] = []
 
     def keep(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         kept.losses.append(float(outputs["loss"]))
-        kept.outputs.append(np.asarray(outputs["row"]))
+        kept.outputs.append(np.asarray(outputs["sum"]))
         kept.alive.append([i for i, x in enumerate(held) if not x.is_deleted()])
 
     watch = hooks(on_train_batch_start=lambda trainer, *_: held.__setitem__(slice(None), leaves_of(trainer)))
     watch.on_train_batch_end = keep
-    Scale.traces = 0
+    Counting.traces = 0
     with compiles() as result:
         root = tmp_path_factory.mktemp("run")
         trainer = make_trainer(watch, strategy=splitting(request.param), max_epochs=2, default_root_dir=root)
         trainer.fit(kept.module, batches(), batches())
-        kept.traces, kept.metrics = Scale.traces, dict(trainer.callback_metrics)
+        kept.traces, kept.metrics = Counting.traces, dict(trainer.callback_metrics)
         kept.validated = trainer.validate(kept.module, batches())
         kept.predicted = trainer.predict(kept.module, batches())
     kept.compiles, kept.trainer = Counter(result), trainer
@@ -119,7 +108,7 @@ def test_metrics_are_those_of_all_rows(run: Any) -> None:
 def test_predictions_are_exactly_the_real_rows_in_loader_order(run: Any) -> None:
     assert [type(x) for batch in run.predicted for x in batch.values()] == [np.ndarray] * 2 * len(SIZES)
     for result, batch in zip(run.predicted, batches(), strict=True):
-        np.testing.assert_array_equal(result["first"], batch["x"][:, 0])
+        np.testing.assert_array_equal(result["row"], batch["row"])
         np.testing.assert_allclose(result["y"], np.asarray(run.module.w[...]) * batch["x"], rtol=1e-6)
 
 
@@ -146,20 +135,17 @@ WINDOWED = (8, 8, 8, 8, 8, 8, 8, 5)  # windows of 3, 3 and 2; the last batch nei
 START = {"kernel": np.linspace(-1.0, 1.0, 8)[:, None], "bias": np.zeros(1)}
 
 
-class Line(jl.TrainModule):
+class Line(Linear):
     """A linear regression, which counts and averages as it learns."""
 
     def __init__(self) -> None:
-        self.kernel, self.bias = (nnx.Param(jnp.asarray(START[k], jnp.float32)) for k in ("kernel", "bias"))
+        super().__init__(8)
         self.seen = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def training_step(self, batch: Any) -> jax.Array:
         self.seen[...] += (batch["y"] > 0).sum()
         self.log("y", batch["y"].mean(), on_epoch=True)
-        return jnp.mean((batch["x"] @ self.kernel + self.bias - batch["y"]) ** 2)
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", jnp.mean(batch["x"]))
+        return self.loss(batch)
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.sgd(0.05, momentum=0.9)

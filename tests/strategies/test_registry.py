@@ -7,14 +7,12 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from kit.batches import random
 from kit.inside import registered_strategies
 from kit.journal import hooks
 from kit.modules import Linear, Mean, Net
 from kit.refusals import refuses
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError
@@ -25,34 +23,15 @@ def columns() -> Iterator[type[jl.Strategy]]:
     """Register a strategy for one test."""
 
     @jl.register_strategy("columns")
-    class Columns(jl.Strategy):
-        """Split every matrix along its last dim."""
-
-        batch_axes = ("model",)
-
-        def mesh_shape(self, device_count: int) -> dict[str, int]:
-            return {"model": device_count}
-
-        def state_sharding(self, state: Any, model: Any, example: Any) -> Any:
-            def spec(x: Any) -> P:
-                return P(None, "model") if len(x.shape) == 2 and x.shape[1] % self.mesh.size == 0 else P()
-
-            return jax.tree.map(lambda x: NamedSharding(self.mesh, spec(x)), state)
+    class Columns(jl.strategies.DDP):
+        """Stands for one that splits in its own way."""
 
     yield Columns
     del registered_strategies["columns"]
 
 
-@pytest.mark.full
-def test_a_users_strategy_trains_like_a_single_device(columns: Any) -> None:
-    build = lambda: Net(rngs=nnx.Rngs(0))  # noqa: E731
-    jl.testing.assert_same_training(build, random(), strategies=["columns"], devices=(8,))
-    kernel = fit(build(), random(), strategy="columns").state.params["inner"]["kernel"]
-    assert kernel.sharding.spec == P(None, "model")
-    assert kernel.addressable_shards[0].data.shape == (3, 2)
-
-
-def test_a_name_is_registered_once(columns: Any) -> None:
+def test_a_registered_name_is_a_strategy_and_taken(columns: Any) -> None:
+    assert type(make_trainer(strategy="columns").strategy) is columns
     for name in ("columns", "ddp"):
         with pytest.raises(ValueError, match="the name is taken"):
             jl.register_strategy(name)

@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from kit.batches import random
 from kit.journal import hooks
 from kit.line import START, Line, assert_weights, by_hand, make_batches, outputs_of
+from kit.modules import Linear
 from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -17,29 +19,13 @@ from jaxlit.errors import ArgumentError, StateError
 from jaxlit.testing.same_training import train
 
 
-def arrays(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return {"x": rng.normal(size=(rows, 4)).astype(np.float32), "y": rng.normal(size=(rows, 1)).astype(np.float32)}
-
-
-class Linear(jl.TrainModule):
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(4, 1, rngs=rngs)
-
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        return jnp.mean((self.linear(batch["x"]) - batch["y"]) ** 2)
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.1)
-
-
 @pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
-    batch, make = arrays(32), lambda: Linear(rngs=nnx.Rngs(0))
-    got = train(make, [batch], strategy=strategy, steps=1, max_epochs=1).grads
-    error = np.asarray(make().linear(batch["x"])) - batch["y"]
-    np.testing.assert_allclose(got["linear.kernel"], 2 * batch["x"].T @ error / 32, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(got["linear.bias"], 2 * error.mean(0), rtol=1e-5)
+    (batch,) = random(1, rows=32)
+    grads = train(Linear, [batch], strategy=strategy, steps=1, max_epochs=1).grads
+    error = np.asarray(Linear()(batch["x"])) - batch["y"]
+    np.testing.assert_allclose(grads["kernel"], 2 * batch["x"].T @ error / 32, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(grads["bias"], 2 * error.mean(0), rtol=1e-5)
 
 
 class Noisy(jl.TrainModule):
@@ -88,23 +74,23 @@ def test_a_tail_sees_the_masks_of_a_single_device(strategy: str) -> None:
 
 
 class Normed(Linear):
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        super().__init__(rngs=rngs)
-        self.norm = nnx.BatchNorm(4, rngs=rngs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 
-    def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        return jnp.mean((self.linear(self.norm(batch["x"])) - batch["y"]) ** 2)
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.norm(x))
 
 
 def statistics(strategy: Any) -> tuple[np.ndarray, np.ndarray]:
-    module = Normed(rngs=nnx.Rngs(0))
-    fit(module, [arrays(32)], strategy=strategy)
+    module = Normed()
+    fit(module, random(1, rows=32), strategy=strategy)
     return np.asarray(module.norm.mean[...]), np.asarray(module.norm.var[...])
 
 
 @pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
-    x = arrays(32)["x"]
+    x = random(1, rows=32)[0]["x"]
     mean, var = statistics(strategy)
     np.testing.assert_allclose(mean, 0.01 * x.mean(0), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(var, 0.99 + 0.01 * x.var(0), rtol=1e-5)
@@ -120,7 +106,7 @@ def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
     ids=REPLICAS,
 )
 def test_without_sync_the_replicas_statistics_are_averaged(strategy: jl.Strategy) -> None:
-    x = arrays(32)["x"].reshape(8, 4, 4)
+    x = random(1, rows=32)[0]["x"].reshape(8, 4, 3)
     mean, var = statistics(strategy)
     np.testing.assert_allclose(mean, 0.01 * x.mean((0, 1)), rtol=1e-4, atol=1e-7)
     np.testing.assert_allclose(var, 0.99 + 0.01 * x.var(1).mean(0), rtol=1e-5)
@@ -132,9 +118,9 @@ def test_a_tail_counts_once_in_metric_weights() -> None:
             self.log("x", batch["x"].mean(), on_step=False, on_epoch=True)
             return super().training_step(batch)
 
-    data = arrays(33)
+    (data,) = random(1, rows=33)
     data["x"][32] = 1000
-    trainer = fit(Mean(rngs=nnx.Rngs(0)), jl.ArrayLoader(data, 32), strategy="shard_map", accumulate_grad_batches=2)
+    trainer = fit(Mean(), jl.ArrayLoader(data, 32), strategy="shard_map", accumulate_grad_batches=2)
     assert trainer.callback_metrics["x"] == pytest.approx(data["x"].mean(), rel=1e-5)
 
 
@@ -142,13 +128,13 @@ def test_a_tail_counts_once_in_metric_weights() -> None:
 @pytest.mark.parametrize("devices", thinned((1, 2, 8), 2))
 def test_losses_that_couple_rows_see_one_replicas_rows(strategy: str, devices: int) -> None:
     class Coupled(Linear):
-        def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-            return self.linear(batch["x"]).mean() ** 2
+        def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
+            return self(batch["x"]).mean() ** 2
 
-    batch = arrays(16)
-    outputs = np.asarray(Coupled(rngs=nnx.Rngs(0)).linear(batch["x"])).reshape(devices, -1)
+    (batch,) = random(1, rows=16)
+    outputs = np.asarray(Coupled()(batch["x"])).reshape(devices, -1)
     name = strategy.partition(":")[0]
-    training = train(lambda: Coupled(rngs=nnx.Rngs(0)), [batch], strategy=name, devices=devices, steps=1)
+    training = train(Coupled, [batch], strategy=name, devices=devices, steps=1)
     assert training.loss[0] == pytest.approx((outputs.mean(1) ** 2).mean(), rel=1e-5)
 
 

@@ -12,61 +12,13 @@ from jax.sharding import PartitionSpec as P
 from kit.inside import laid_out
 from kit.refusals import refuses
 from kit.trainers import fit, make_trainer, thinned
+from kit.transformer import Transformer
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.strategies import FSDP, Rules, SequenceParallel, TensorParallel
 
-WIDTH, HIDDEN, VOCAB = 16, 64, 64
 COLUMNS, WHOLE_ROWS = P(None, "tp"), P("tp", None)
-
-
-def linear(ins: int, outs: int, names: Any, rngs: nnx.Rngs) -> nnx.Linear:
-    init = nnx.initializers.lecun_normal()
-    return nnx.Linear(ins, outs, kernel_init=nnx.with_partitioning(init, names) if names else init, rngs=rngs)
-
-
-class Block(nnx.Module):
-    """Attention of one head and a perceptron, whose dims may have names."""
-
-    def __init__(self, up: Any, down: Any, rngs: nnx.Rngs) -> None:
-        self.qkv = linear(WIDTH, 3 * WIDTH, up, rngs)
-        self.out = linear(WIDTH, WIDTH, down, rngs)
-        self.up = linear(WIDTH, HIDDEN, up, rngs)
-        self.down = linear(HIDDEN, WIDTH, down, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        query, key, value = jnp.split(self.qkv(x)[:, :, None], 3, -1)
-        x = x + self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True)[:, :, 0])
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-class Transformer(jl.TrainModule):
-    """Two blocks, one after the other or scanned over."""
-
-    def __init__(self, up: Any = None, down: Any = None, *, scanned: bool = False, rngs: nnx.Rngs) -> None:
-        self.scanned = scanned
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        make = lambda rngs: Block(up, down, rngs)  # noqa: E731
-        stack = {nnx.PARTITION_NAME: "layers"}
-        if scanned:
-            self.blocks = nnx.split_rngs(splits=2)(nnx.vmap(make, transform_metadata=stack))(rngs)
-        else:
-            self.blocks = nnx.List([make(rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def training_step(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens[:, :-1])
-        if self.scanned:
-            graph, blocks = nnx.split(self.blocks)
-            x, _ = jax.lax.scan(lambda x, block: (nnx.merge(graph, block)(x), None), x, blocks)
-        else:
-            for block in self.blocks:
-                x = block(x)
-        return optax.softmax_cross_entropy_with_integer_labels(self.head(x), tokens[:, 1:]).mean()
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.adamw(1e-2, eps=1e-3)
 
 
 PATHS = {r"(qkv|up)\.kernel$": COLUMNS, r"(out|down)\.kernel$": WHOLE_ROWS}
@@ -193,7 +145,7 @@ ODD = {"plain": {}, "window": {"accumulate_grad_batches": 3, "gradient_clip_val"
 
 def tokens() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCAB, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
+    return [rng.integers(0, 64, (rows, 8)).astype(np.int32) for rows in (16, 16, 16, 6)]
 
 
 SELDOM = [("dots kept", "window"), ("sequences", "plain")]

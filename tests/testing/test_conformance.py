@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from flax import nnx
 from kit.batches import sized
-from kit.by_hand import train_net
 from kit.inside import own_strategies
 from kit.modules import Wide
 from kit.pairwise import pairwise
@@ -22,7 +21,6 @@ FACTORS: dict[str, Sequence[Any]] = {
 # A pipeline wants a model with marks: tests/strategies/test_pipeline.py has some.
 OTHERS = [name for name in own_strategies() if name not in ("single", "pipeline")]
 CASES = [tuple(case.values()) for case in pairwise({"strategy": OTHERS, "devices": (1, 2, 8), **FACTORS})]
-BY_HAND = [tuple(case.values()) for case in pairwise(FACTORS)]
 
 
 def check(strategy: str, devices: int, *values: Any, **arguments: Any) -> dict[str, float]:
@@ -38,8 +36,3 @@ def test_a_strategy_trains_like_a_single_device(
     strategy: str, devices: int, accumulate: int, clip: float | None, precision: str
 ) -> None:
     assert len(check(strategy, devices, accumulate, clip, precision)) == 1
-
-
-@pytest.mark.parametrize(("accumulate", "clip", "precision"), thinned(BY_HAND, full=[(3, 0.1, "32-true")]))
-def test_a_single_device_trains_like_the_loop_by_hand(accumulate: int, clip: float | None, precision: str) -> None:
-    assert len(check("single", 1, accumulate, clip, precision, reference=train_net)) == 1
