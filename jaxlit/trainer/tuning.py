@@ -317,31 +317,29 @@ def scale_batch_size(
         1
     """
     owner = "jl.scale_batch_size"
-    limit = _limit(check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner), owner)
+    limit = _limit(memory_bytes, owner)
     check.integer("effective_batch_size", effective_batch_size, low=1, also=(None,), owner=owner)
     raw, batch, num_batches = first_batch(trainer, model, train_dataloaders)
-    like = abstract_batch(batch)
     shapes = model if isinstance(model, lazy) else shapes_of(model)
 
     def tries(strategy: Any, accumulate: int) -> _Tries:
         trial = plan_trial(trainer, strategy, None, accumulate_grad_batches=accumulate)
         return _Tries(
-            lambda rows: cost_of_step(trial, shapes, with_rows(like, rows), num_batches).total,
+            lambda rows: cost_of_step(trial, shapes, with_rows(abstract_batch(batch), rows), num_batches).total,
             trial.strategy.num_replicas,
             limit,
         )
 
     name, strategy, tried, rows, accumulate = _scaled(trainer, tries, effective_batch_size)
     real = jax.tree.map(lambda x: _repeated(x, num_rows(batch), rows), raw)
-    window = min(accumulate, 2)
-    trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=window).fit(
-        copied(model), [real] * window
-    )
+    trial = trial_of(trainer, strategy=strategy, max_steps=1, accumulate_grad_batches=min(accumulate, 2))
+    trial.fit(copied(model), [real] * min(accumulate, 2))
     return BatchSize(rows, accumulate, name, tried.needs(rows), tried.tried)
 
 
 def _limit(memory_bytes: int | None, owner: str) -> int:
     """Return the bytes that a step may take of a device, as given or as the devices report it."""
+    check.integer("memory_bytes", memory_bytes, low=1, also=(None,), owner=owner)
     limit = memory_limit() if memory_bytes is None else memory_bytes
     check.require(limit is not None, "memory_bytes", limit, "has to be given where devices report none", owner=owner)
     assert limit is not None

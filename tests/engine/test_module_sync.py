@@ -103,6 +103,14 @@ def test_arrays_of_the_module_are_not_read_inside_a_trace() -> None:
         fit(several, numbered(2), None, on(on_train_batch_end=lambda t, m: jax.jit(lambda: m.held[0] * 2)()))
 
 
+def test_a_hook_computes_with_the_network_before_each_step() -> None:
+    seen: list[float] = []
+    error = lambda model, batch: model.error(batch)  # noqa: E731
+    plays = hooks(on_train_batch_start=lambda t, m, *_: seen.append(float(t.apply(error, {"x": np.zeros(1)})[0])))
+    fit(Mean(), numbered(4), None, plays)
+    assert seen == pytest.approx([-mean([[k + 1] for k in range(i)]) for i in range(4)], rel=1e-6)
+
+
 BEFORE = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 AFTER = tuple(f"on_validation_{when}" for when in ("start", "epoch_start", "epoch_end", "end"))
 AFTER += ("on_train_epoch_end", "on_train_end", "on_fit_end")
