@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from kit.journal import hooks
 from kit.processes import Ended, launch, say
-from kit.trainers import BARE, make_trainer
+from kit.trainers import BARE, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.distributed.fate import Failure, Fate
@@ -114,7 +114,6 @@ class Faulty(jl.Callback):
 
 
 def train(batches: int = 200, **more: Any) -> None:
-    """Train with the fault that the environment names."""
     say("began", socket.gethostname())
     given = BARE | {"strategy": "ddp", "max_epochs": 1, "fail_timeout": 4.0, "num_sanity_val_steps": 0}
     trainer = make_trainer(Faulty(), **given | more)
@@ -142,7 +141,7 @@ def check(fault: str, ended: list[Ended], text: str, codes: list[int | None]) ->
     for code, one in zip(codes, ended, strict=True):
         if code is not None and code > 0:
             assert re.search(text, last_line(one)), one.errors[-3000:]
-        assert "done" not in one.said
+        assert "done" not in one.said or fault.startswith("export")
 
 
 def here(index: int, reason: str) -> str:
@@ -155,45 +154,28 @@ SILENT = rf"gave no sign of life for {DEAD_AFTER:g} s"
 CASES: dict[str, tuple[list[int | None], str]] = {
     "hook 1": ([1, 1], here(1, RAISED)),
     "hook 0": ([1, 1], here(0, RAISED)),
-    "hook 1 saving": ([1, 1], here(1, RAISED)),
     "loader 1": ([1, 1], here(1, r"failed in Trainer\.fit\(.*\) in epoch 0, batch 6: OSError: the file is gone")),
     "configure_optimizers 1": ([1, 1], here(1, r"failed in Net\.configure_optimizers: KeyError: 'no rate'")),
     "compile 1": ([1, 1], here(1, r"failed after step 0 of epoch 0: TypeError: no such layer")),
     "on_exception 1": ([1, 1], here(1, RAISED)),
-    "on_exception 1 saving": ([1, 1], here(1, RAISED)),
     "teardown 1": ([1, 1], here(1, RAISED)),
-    "teardown 1 saving": ([1, 1], here(1, RAISED)),
-    "loader 1 saving": (
-        [1, 1],
-        here(1, r"failed in Trainer\.fit\(.*\) in epoch 0, batch 6: OSError: the file is gone"),
-    ),
     "hook all": ([1, 1], here(0, RAISED) + "|" + here(1, RAISED)),
     "exit 1": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
-    "exit 1 saving": ([1, 3], here(1, r"failed in .*: SystemExit: 3")),
     "disk 1 saving": ([1, 1], r"process \d on .*CheckpointError: .*kept could not be written: process 1: "),
     "kill 1": ([75, -signal.SIGKILL], here(1, f"{SILENT}; it was last seen ")),
-    "kill 1 saving": ([75, -signal.SIGKILL], here(1, f"{SILENT}; it was last seen ")),
     "kill 0": (
         [-signal.SIGKILL, 75],
         r"jaxlit: process 0, which coordinates the job, is gone; process 1 on .* was after",
     ),
-    "kill 0 saving": (
-        [-signal.SIGKILL, 75],
-        r"jaxlit: process 0, which coordinates the job, is gone; process 1 on .* was",
-    ),
     "stop 1": ([75, None], here(1, f"{SILENT}; it was last seen ")),
     "stop 0": ([None, 75], f"jaxlit: process 0 {SILENT}; process 1 on .* was after"),
 }
-SAMPLED = ("hook 1 saving",)
+IN_A_SAVE = ("hook 1", "loader 1", "on_exception 1", "teardown 1", "exit 1", "kill 1", "kill 0")
+CASES |= {f"{fault} saving": CASES[fault] for fault in IN_A_SAVE}
 FULL = ("compile 1", "disk 1 saving", "exit 1", "kill 0", "kill 1")
 
 
-def marked(fault: str) -> Any:
-    marks = () if fault in SAMPLED else (pytest.mark.full,) if fault in FULL else (pytest.mark.sweep,)
-    return pytest.param(fault, marks=marks)
-
-
-@pytest.mark.parametrize("fault", [marked(fault) for fault in CASES])
+@pytest.mark.parametrize("fault", thinned(CASES, "hook 1 saving", full=FULL))
 def test_a_fault_of_one_process_ends_both(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, text = CASES[fault]
     grace = 20.0 if None in codes else 60.0  # one that is stopped never ends
@@ -236,27 +218,32 @@ def export() -> None:
         raise RuntimeError("no such bucket")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("process", [0, 1])
-def test_an_error_after_training_ends_all_with_its_reason(
-    process: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = run(f"export {process}", tmp_path, monkeypatch, export)
-    assert [one.code for one in ended] == [1, 1], ended[0].errors + ended[1].errors
-    for one in ended:
-        assert re.search(here(process, "failed outside of a run: RuntimeError: no such bucket"), last_line(one))
-
-
 def leave_before() -> None:
     if jax.process_index() == 1:
         sys.exit(2)
     train()
 
 
+def outside() -> None:
+    """Fail before a run, of which the other process knows nothing."""
+    if jax.process_index() == 1:
+        raise RuntimeError("no such folder")
+    train()
+
+
 @pytest.mark.full
-def test_a_process_that_ends_before_training_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = run("none 9", tmp_path, monkeypatch, leave_before)
-    check("leave", ended, "ProcessError: Process 1 has ended, and does not come to ", [1, 1])
+@pytest.mark.parametrize(
+    ("work", "fault", "text"),
+    [
+        *((export, f"export {i}", here(i, "failed outside of a run: RuntimeError: no such bucket")) for i in (0, 1)),
+        (leave_before, "none 9", "ProcessError: Process 1 has ended, and does not come to "),
+        (outside, "none 9", here(1, "failed outside of a run: RuntimeError: no such folder")),
+    ],
+)
+def test_an_end_outside_of_a_run_ends_all_with_its_reason(
+    work: Any, fault: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(fault, run(fault, tmp_path, monkeypatch, work), text, [1, 1])
 
 
 def fail_slowly() -> None:
@@ -279,20 +266,6 @@ def test_a_process_that_fails_has_time_for_its_teardown(tmp_path: Path, monkeypa
     check("slow", ended, here(1, RAISED), [1, 1])
     assert ended[1].said["written"]
     assert "Traceback" in ended[1].errors
-
-
-def outside() -> None:
-    """Fail before a run, of which the other process knows nothing."""
-    if jax.process_index() == 1:
-        raise RuntimeError("no such folder")
-    train()
-
-
-@pytest.mark.full
-def test_an_error_outside_of_a_run_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT", "none 9")
-    ended = launch(outside, tmp_path, devices=2, grace=60.0, dead_after=DEAD_AFTER)
-    check("outside", ended, here(1, "failed outside of a run: RuntimeError: no such folder"), [1, 1])
 
 
 def hang() -> None:

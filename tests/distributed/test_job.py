@@ -1,15 +1,11 @@
-"""The job that the environment names, what only process 0 does, and reads that one process alone makes. How
-several processes start, and which rows are whose; tests/distributed/test_processes.py starts real ones.
-Processes that run different trainings are refused in each of them, by name and with the values of both.
+"""How a job starts, which rows are whose, and what only process 0 does; trainings that differ are refused in all.
+
+tests/distributed/test_processes.py starts real processes.
 """
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import flax
@@ -24,15 +20,14 @@ from kit.batches import random, sized
 from kit.journal import hooks
 from kit.modules import Linear
 from kit.modules import module as made
-from kit.processes import CHEAP, Ended, launch, say
+from kit.processes import error_of, launch, say
 from kit.refusals import refuses
 from kit.stages import Layered
 from kit.threads import as_processes
 from kit.trainers import BARE, THREE, fit, make_trainer, splitting, thinned
 
 import jaxlit as jl
-from jaxlit.distributed import job as file
-from jaxlit.distributed import job as start
+from jaxlit.distributed import job
 from jaxlit.distributed.job import environment, job_size, same_job, same_program
 from jaxlit.distributed.team import _MultiProcess, fetch
 from jaxlit.errors import ArgumentError, ProcessError
@@ -50,23 +45,12 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_the_size_of_a_job_is_read_from_the_environment(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables, size = JOBS[job]
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.parametrize("name", JOBS)
+def test_the_size_of_a_job_is_read_from_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variables, size = JOBS[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
     assert job_size() == size
-
-
-def test_workers_of_ray_that_have_not_joined_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = SimpleNamespace(get_world_size=lambda: 2)
-    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: worker))
-    jax.devices()
-    with pytest.raises(ProcessError, match="a job of 2 processes, but jax runs in this one already"):
-        make_trainer(**BARE)
-    monkeypatch.setattr("jaxlit.distributed.job.jax_runs", lambda: False)
-    with pytest.raises(ProcessError, match="a job of 2 processes, and jax has found 1"):
-        make_trainer(**BARE)
 
 
 def test_a_trainer_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +65,8 @@ def test_a_trainer_joins_the_job_before_jax_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("JAX_NUM_PROCESSES", "3")
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "a:1")
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
-    monkeypatch.setattr("jaxlit.distributed.job.jax_runs", lambda: False)
-    monkeypatch.setattr(start, "jax_runs", lambda: False)
-    monkeypatch.setattr(start, "fate", lambda *args: None)
+    monkeypatch.setattr(job, "jax_runs", lambda: False)
+    monkeypatch.setattr(job, "fate", lambda *args: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **named: joined.append(named))
     with pytest.raises(ProcessError, match="a job of 3 processes, and jax has found 1"):
         make_trainer(**BARE)
@@ -119,7 +102,7 @@ def read_alone() -> None:
 
 @pytest.mark.full
 def test_debug_names_the_callback_that_reads_in_one_process(tmp_path: Path) -> None:
-    ended: list[Ended] = launch(read_alone, tmp_path, devices=2, grace=60.0)
+    ended = launch(read_alone, tmp_path, devices=2, grace=60.0)
     assert [one.code for one in ended] == [1, 1]
     for one in ended:
         assert "at 'Reader.on_train_batch_end reads an array that all processes hold parts of'" in one.errors
@@ -127,13 +110,12 @@ def test_debug_names_the_callback_that_reads_in_one_process(tmp_path: Path) -> N
 
 
 def test_own_rows_are_parts_that_differ_by_one_row_at_most(monkeypatch):
-    assert [start.own_rows(n) for n in (64, 7)] == [slice(0, 64), slice(0, 7)], "alone all are one's own"
+    assert [job.own_rows(n) for n in (64, 7)] == [slice(0, 64), slice(0, 7)], "alone all are one's own"
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     for rows in (9, 7, 2):
-        parts = [[*range(rows)][start.own_rows(rows, process)] for process in range(3)]
-        assert [row for part in parts for row in part] == [*range(rows)] and max(map(len, parts)) - min(
-            map(len, parts)
-        ) <= 1
+        parts = [[*range(rows)][job.own_rows(rows, process)] for process in range(3)]
+        assert [row for part in parts for row in part] == [*range(rows)]
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 @pytest.mark.parametrize("given", [("a:1", None, 0), ("a", 2, 0), ("a:1", 2, 2), ("a:1", 2, -1)])
@@ -152,8 +134,8 @@ def test_a_job_that_the_environment_names_wrongly_is_refused(given, monkeypatch)
 
 def test_initialize_takes_the_job_that_the_environment_names(monkeypatch):
     calls = []
-    monkeypatch.setattr(start, "jax_runs", lambda: False)
-    monkeypatch.setattr(start, "_wait_for", lambda *_: None)
+    monkeypatch.setattr(job, "jax_runs", lambda: False)
+    monkeypatch.setattr(job, "_wait_for", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *given, **_: calls.append(given[:3]))
     for name, value in (("COORDINATOR_ADDRESS", "node0:1234"), ("NUM_PROCESSES", "4"), ("PROCESS_ID", "3")):
         monkeypatch.setenv(f"JAX_{name}", value)
@@ -175,7 +157,7 @@ def test_initialize_after_the_first_use_of_jax_is_refused(monkeypatch):
 
 
 def test_a_coordinator_that_is_not_there_is_named_in_time(monkeypatch):
-    monkeypatch.setattr(start, "jax_runs", lambda: False)
+    monkeypatch.setattr(job, "jax_runs", lambda: False)
     unused = "127.0.0.1:9"  # the discard service, which nobody runs
     refuses(ProcessError, lambda: jl.distributed.initialize(unused, 2, 1, timeout=0), f"did not meet at {unused}")
 
@@ -207,8 +189,6 @@ class Model(Linear):
 
 
 class Mean(jl.Callback):
-    """Keeps the weights of the last step."""
-
     def init_arrays(self, params: Any) -> Any:
         return params
 
@@ -217,14 +197,12 @@ class Mean(jl.Callback):
 
 
 class Norm(Mean):
-    """Keeps the gradients of the last step."""
-
     def update_arrays(self, arrays: Any, params: Any, grads: Any, global_step: jax.Array) -> Any:
         return grads, params
 
 
 Run = dict[str, Any]  # the arguments of the Trainer, and `model` and `callbacks`
-HERE = r"\(\S*test_same_job\.py:\d+\)"
+HERE = r"\(\S*test_job\.py:\d+\)"
 
 
 def module(seed: int = 0, **hidden: Any) -> Model:
@@ -253,109 +231,74 @@ def with_version(odd: bool) -> Run:
 
 
 REAL_VERSION = flax.__version__
+RATES = (0.1, 0.3)
+
+
+def by_rate(program: str) -> tuple[str, str]:
+    """Return how a refusal names the equations of a program that differ in the rate."""
+    first, second = (rf"\S+ = mul -{re.escape(str(rate))} v\d+ \(optax/\S+:\d+\)" for rate in RATES)
+    return rf"equation \d+ of {program}: {first}", second
+
+
+BY_FACTOR = (rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}", rf"\S+ = mul v\d+ 2\.0 {HERE}")
+KEY = r"v\d+ = constant key<fry>\[\] with checksum \w{8}"
+# Arguments of the Trainer, with the value of a process and that of the odd one.
+ARGUMENTS: dict[str, tuple[Any, Any]] = {"max_steps": (4, 60), "accumulate_grad_batches": (1, 2)}
+ARGUMENTS |= {"gradient_clip_val": (None, 0.5), "precision": ("32-true", "bf16-mixed"), "strategy": ("ddp", "fsdp")}
+ARGUMENTS |= {"enable_checkpointing": (False, True)}
+KERNEL, CHECKSUM, IN = r"module\.inner\.kernel: float32\[3, 8\]", r" with checksum \w{8}", r" in \w+\(\)"
 # What a process is given, of whether it is the odd one, and what the refusal says of one after the other.
 CASES: dict[str, tuple[Callable[[bool], Run], str, str]] = {
-    "max_steps": (lambda odd: {"max_steps": 60 if odd else 4}, r"Trainer\(max_steps=\): 4", "60"),
-    "accumulation": (
-        lambda odd: {"accumulate_grad_batches": 1 + odd},
-        r"Trainer\(accumulate_grad_batches=\): 1",
-        "2",
-    ),
-    "clip": (lambda odd: {"gradient_clip_val": 0.5 if odd else None}, r"Trainer\(gradient_clip_val=\): None", "0.5"),
-    "precision": (
-        lambda odd: {"precision": "bf16-mixed" if odd else "32-true"},
-        r"Trainer\(precision=\): '?32-true'?",
-        "'?bf16-mixed'?",
-    ),
-    "strategy": (
-        lambda odd: {"strategy": "fsdp" if odd else "ddp"},
-        r"Trainer\(strategy=\): '?ddp'?",
-        "'?fsdp'?",
-    ),
-    "checkpoints": (
-        lambda odd: {"enable_checkpointing": odd},
-        r"Trainer\(enable_checkpointing=\): False",
-        "True",
-    ),
+    **{
+        name: (lambda odd, name=name, x=x: {name: x[odd]}, rf"Trainer\({name}=\): '?{x[0]}'?", f"'?{x[1]}'?")
+        for name, x in ARGUMENTS.items()
+    },
     "loggers": (lambda odd: {"logger": odd}, r"Trainer\(logger=\): none", "some"),
     "folder": (
         lambda odd: {"default_root_dir": Path("here").absolute() if odd else None},
-        r"Trainer\(default_root_dir=\): None",
-        "a path",
+        *(r"Trainer\(default_root_dir=\): None", "a path"),
     ),
-    "seed": (
-        lambda odd: {"model": jl.lazy(Model), "seed": 3 if odd else 5},
-        r"Trainer\(seed=\): 5",
-        "3",
-    ),
-    "hyperparameter": (
-        lambda odd: {"model": Model(16 if odd else 8, rngs=nnx.Rngs(0))},
-        r"Model\(width=\): 8",
-        "16",
-    ),
-    "lazy argument": (lambda odd: {"model": jl.lazy(Model, 16 if odd else 8)}, r"Model\(width=\): 8", "16"),
+    "seed": (lambda odd: {"model": jl.lazy(Model), "seed": (5, 3)[odd]}, r"Trainer\(seed=\): 5", "3"),
+    "hyperparameter": (lambda odd: {"model": Model((8, 16)[odd], rngs=nnx.Rngs(0))}, r"Model\(width=\): 8", "16"),
+    "lazy argument": (lambda odd: {"model": jl.lazy(Model, (8, 16)[odd])}, r"Model\(width=\): 8", "16"),
     "early stopping": (
-        lambda odd: {"callbacks": [jl.callbacks.EarlyStopping("val", patience=5 if odd else 4)]},
-        r"Trainer\(callbacks=\): EarlyStopping\('val', patience=4\)",
-        r"EarlyStopping\('val', patience=5\)",
+        lambda odd: {"callbacks": [jl.callbacks.EarlyStopping("val", patience=4 + odd)]},
+        *(r"Trainer\(callbacks=\): EarlyStopping\('val', patience=4\)", r"EarlyStopping\('val', patience=5\)"),
     ),
     "version": (with_version, rf"flax: {re.escape(REAL_VERSION)}", "0.0.1"),
     "matmul precision": (with_config, "jax_default_matmul_precision: None", "float32"),
-    "width": (
-        lambda odd: {"model": module(width=16 if odd else 8)},
-        r"module\.inner\.kernel: float32\[3, 8\] in \w+\(\)",
-        r"float32\[3, 16\] in \w+\(\)",
-    ),
+    "width": (lambda odd: {"model": module(width=(8, 16)[odd])}, KERNEL + IN, rf"float32\[3, 16\]{IN}"),
     "dtype": (
-        lambda odd: {"model": module(dtype=jnp.bfloat16 if odd else jnp.float32)},
-        r"module\.inner\.kernel: float32\[3, 8\] in \w+\(\)",
-        r"bfloat16\[3, 8\] in \w+\(\)",
+        lambda odd: {"model": module(dtype=(jnp.float32, jnp.bfloat16)[odd])},
+        *(KERNEL + IN, rf"bfloat16\[3, 8\]{IN}"),
     ),
     "weights": (
         lambda odd: {"model": module(int(odd))},
-        r"values of module\.inner\.kernel: float32\[3, 8\] with checksum \w{8}",
-        r"float32\[3, 8\] with checksum \w{8}",
+        *(f"values of {KERNEL}{CHECKSUM}", rf"float32\[3, 8\]{CHECKSUM}"),
     ),
     "order": (
         lambda odd: {"callbacks": [Norm(), Mean()] if odd else [Mean(), Norm()]},
-        "callbacks with arrays: Mean, Norm",
-        "Norm, Mean",
+        *("callbacks with arrays: Mean, Norm", "Norm, Mean"),
     ),
     "optimizer": (
-        lambda odd: {"model": module(tx=optax.adam if odd else optax.sgd)},
-        "the optimizer: .*",
-        ".*ScaleByAdamState.*",
+        lambda odd: {"model": module(tx=(optax.sgd, optax.adam)[odd])},
+        *("the optimizer: .*", ".*ScaleByAdamState.*"),
     ),
     "lazy rngs": (
         lambda odd: {"model": jl.lazy(Model, rngs=nnx.Rngs(int(odd)))},
-        r"equation \d+ of create_state: v\d+ = constant key<fry>\[\] with checksum \w{8}",
-        r"v\d+ = constant key<fry>\[\] with checksum \w{8}",
+        *(rf"equation \d+ of create_state: {KEY}", KEY),
     ),
     "initial rate": (
-        lambda odd: {"model": module(tx=plateaus, rate=0.3 if odd else 0.1)},
-        r"equation \d+ of create_state: .*\b0\.1.*",
-        r".*\b0\.3.*",
+        lambda odd: {"model": module(tx=plateaus, rate=RATES[odd])},
+        *(r"equation \d+ of create_state: .*\b0\.1.*", r".*\b0\.3.*"),
     ),
-    "rate": (
-        lambda odd: {"model": module(rate=0.3 if odd else 0.1)},
-        r"equation \d+ of train_step: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
-        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
-    ),
-    "code": (
-        lambda odd: {"model": module(factor=2.0 if odd else 1.0)},
-        rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
-        rf"\S+ = mul v\d+ 2\.0 {HERE}",
-    ),
+    "rate": (lambda odd: {"model": module(rate=RATES[odd])}, *by_rate("train_step")),
+    "code": (lambda odd: {"model": module(factor=1.0 + odd)}, *BY_FACTOR),
     "pipeline": (
-        lambda odd: {"model": stages(0.3 if odd else 0.1), "strategy": Pipeline(2, microbatches=2, layers="layers")},
-        r"equation \d+ of train_step_end: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
-        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
+        lambda odd: {"model": stages(RATES[odd]), "strategy": Pipeline(2, microbatches=2, layers="layers")},
+        *by_rate("train_step_end"),
     ),
-    "validation": (
-        lambda odd: {"model": module(validation=2.0 if odd else 1.0)},
-        rf"equation \d+ of the user's step: \S+ = mul v\d+ 1\.0 {HERE}",
-        rf"\S+ = mul v\d+ 2\.0 {HERE}",
-    ),
+    "validation": (lambda odd: {"model": module(validation=1.0 + odd)}, *BY_FACTOR),
 }
 
 
@@ -368,7 +311,6 @@ def run(given: Run) -> jl.Trainer:
 
 
 def compile_with(rate: float) -> None:
-    """Take a step of a loop without a Trainer."""
     batch = {key: x[:8] for key, x in ROWS.items()}
     state, step = jl.compile_step(module(rate=rate), batch=batch, strategy="fsdp")
     step(state, batch)
@@ -380,22 +322,9 @@ def validate(count: int) -> None:
 
 # What else a process may call, given whether it is the odd one.
 OTHER_CALLS: dict[str, tuple[Callable[[bool], Any], str, str]] = {
-    "compile_step": (
-        lambda odd: compile_with(0.3 if odd else 0.1),
-        r"equation \d+ of train_step: \S+ = mul -0\.1 v\d+ \(optax/\S+:\d+\)",
-        r"\S+ = mul -0\.3 v\d+ \(optax/\S+:\d+\)",
-    ),
+    "compile_step": (lambda odd: compile_with(RATES[odd]), *by_rate("train_step")),
     "validate": (lambda odd: validate(1 + odd), r"Trainer\(limit_val_batches=\): 1", "2"),
 }
-
-
-def refused(name: str, work: Callable[[], Any]) -> None:
-    """Tell the test how what a process does is refused, and which steps it has taken before."""
-    try:
-        work()
-        say(name, "was not refused")
-    except ProcessError as error:
-        say(name, str(error))
 
 
 def train_otherwise() -> None:
@@ -404,11 +333,11 @@ def train_otherwise() -> None:
         given = make(index == 1)
         watch = hooks(on_train_batch_end=lambda trainer, *_: began.append(trainer.global_step))
         given["callbacks"] = [*given.get("callbacks", []), watch]
-        refused(name, lambda given=given: run(given))
+        say(name, error_of(lambda given=given: run(given)))
         with_version(False), with_config(False)
     say("steps", began)
     for name, (call, _, _) in OTHER_CALLS.items():
-        refused(name, lambda call=call: call(index == 1))
+        say(name, error_of(lambda call=call: call(index == 1)))
     loggers = [jl.callbacks.CSVLogger(), jl.callbacks.CSVLogger("second.csv")]
     mine = {"default_root_dir": Path(f"run{index}").absolute(), "prefetch": index, "logger": loggers[index:]}
     say("may differ", run(mine | {"enable_progress_bar": index == 0}).global_step)
@@ -427,6 +356,7 @@ def test_what_differs_is_refused_in_both_with_both_values(case: str, two: Any) -
     _, first, second = (CASES | OTHER_CALLS)[case]
     for process in two:
         message = process.said.get(case, process.errors)
+        assert message.startswith("ProcessError: ")
         assert re.search(rf"^  {first} in process 0 \(\S+\); {second} in process 1 \(\S+\)$", message, re.M), message
 
 
@@ -440,7 +370,6 @@ def test_no_step_is_taken_and_both_end_but_paths_may_differ(two: Any) -> None:
 
 
 def messages(monkeypatch: pytest.MonkeyPatch, items: list[dict[str, str]]) -> list[str]:
-    """Return of each process with such items what it is refused with."""
     work = lambda index: same_job("the arguments", lambda: items[index])  # noqa: E731
     errors = as_processes(monkeypatch, work, len(items))
     assert [type(error) for error in errors] == [ProcessError] * len(items)
@@ -469,7 +398,7 @@ def test_one_process_makes_no_items() -> None:
 
 
 def test_every_process_names_what_differs_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file.socket, "gethostname", lambda: f"host{jax.process_index()}")
+    monkeypatch.setattr(job.socket, "gethostname", lambda: f"host{jax.process_index()}")
     items = [{"same": "0", "steps": "4", "rate": "1"}, {"same": "0", "steps": "60"}, {"same": "0", "steps": "4"}]
     first, *others = messages(monkeypatch, items)
     assert others == [first] * 2
@@ -509,19 +438,18 @@ def test_comparing_traces_no_step_again(strategy: str, monkeypatch: pytest.Monke
     def count(team: Any) -> int:
         calls = list[int]()
         step = lambda self, batch: calls.append(0) or self.loss(batch)  # noqa: E731
-        monkeypatch.setattr(file, "team", team)
+        monkeypatch.setattr(job, "team", team)
         run({"strategy": strategy, "model": made(step, base=Linear, validation=step)})
         return len(calls)
 
-    alone = file.team
-    counts = [count(alone), count(like_another(lambda *noted: digests.append(noted)))]
+    counts = [count(job.team), count(like_another(lambda *noted: digests.append(noted)))]
     assert counts[0] == counts[1]
     assert "the program train_step" in [topic for topic, _ in digests]
 
 
 def print_digests() -> None:
     """Print the digest of all that this process would compare, in trainings with much to compare."""
-    file.team = like_another(print)
+    job.team = like_another(print)
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "nan_policy": "skip"}
     for strategy in ("fsdp", "hsdp", "shard_map"):
         kept = [Mean(), Norm(), jl.callbacks.EMA(0.9), jl.callbacks.GradientNorm()]
@@ -534,17 +462,14 @@ def print_digests() -> None:
     [pytest.param((0, 1), marks=pytest.mark.full), pytest.param(range(20), marks=pytest.mark.sweep)],
     ids=["two", "many"],
 )
-def test_what_is_compared_depends_on_no_hash_seed(seeds: Sequence[int], tmp_path: Path) -> None:
-    code = "import sys, importlib.util as u; s = u.spec_from_file_location('child', sys.argv[1]); "
-    code += "m = u.module_from_spec(s); sys.modules['child'] = m; s.loader.exec_module(m); m.print_digests()"
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu"}
-    flags = {"XLA_FLAGS": f"{CHEAP['XLA_FLAGS']} --xla_force_host_platform_device_count=8"}
+def test_what_is_compared_depends_on_no_hash_seed(
+    seeds: Sequence[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     printed = []
     for seed in seeds:
-        environment = os.environ | CHEAP | paths | flags | {"PYTHONHASHSEED": str(seed)}
-        command = [sys.executable, "-c", code, __file__]
-        ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        printed.append(ended.stdout)
+        monkeypatch.setenv("PYTHONHASHSEED", str(seed))
+        (ended,) = launch(print_digests, tmp_path, count=1, devices=8, join=False)
+        assert ended.code == 0, ended.errors
+        printed.append(ended.output)
     assert len(set(printed)) == 1
     assert len(printed[0].splitlines()) > 15

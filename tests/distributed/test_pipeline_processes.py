@@ -11,7 +11,7 @@ from flax import nnx
 from kit.batches import sized
 from kit.inside import is_key
 from kit.journal import Rows
-from kit.processes import launch, say
+from kit.processes import error_of, launch, say
 from kit.stages import Language, Layered, by_microbatches, numbers, sentences
 from kit.trainers import BARE, fit, make_trainer
 
@@ -50,19 +50,15 @@ def work() -> None:
     say("predicted", [np.asarray(fetch(x)).tolist() for x in trainer.predict(module, own(BATCHES[:1]))])
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "data"))
     for strategy in (Pipeline(8), Pipeline(mesh=mesh)):
-        try:
-            make_trainer(strategy=strategy, **BARE).fit(Layered(rngs=nnx.Rngs(0)), own(BATCHES))
-        except Exception as error:
-            say(f"refused {strategy.stages}", f"{type(error).__name__}: {error}")
+        trainer = make_trainer(strategy=strategy, **BARE)
+        words = error_of(lambda trainer=trainer: trainer.fit(Layered(rngs=nnx.Rngs(0)), own(BATCHES)))
+        say(f"refused {strategy.stages}", words)
 
 
 def work_on_language() -> None:
     language = Language(rngs=nnx.Rngs(0))
-    fit(
-        language,
-        own(SENTENCES),
-        strategy=Pipeline(schedule="zbv", inner=FSDP(min_size=16), mesh={"data": -1, "stage": 2}),
-    )
+    strategy = Pipeline(schedule="zbv", inner=FSDP(min_size=16), mesh={"data": -1, "stage": 2})
+    fit(language, own(SENTENCES), strategy=strategy)
     say("language", weights(language))
 
 

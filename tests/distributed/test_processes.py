@@ -22,7 +22,7 @@ from kit.checkpoints import names
 from kit.inside import key_value_store, position_of
 from kit.journal import Batches, Losses, hooks
 from kit.modules import Mean, Net
-from kit.processes import launch, say
+from kit.processes import error_of, launch, say
 from kit.scale import Scale
 from kit.trainers import BARE, make_trainer, splitting
 
@@ -113,16 +113,7 @@ def save_at(batches, path):
 
 
 def of_own_rows():
-    """Return a loader of the user's own, which gives this process's rows."""
     return Stream([{key: x[:16][own_rows(16)] for key, x in rows(ROWS).items()}] * 5)
-
-
-def error_of(work):
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def host_keys_of(loader):
@@ -322,7 +313,6 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(alone):
-    """What two processes have done."""
     processes = launch(work, alone[0] / "run")
     assert [process.code for process in processes] == [0, 0], processes[0].errors + processes[1].errors
     return processes

@@ -64,33 +64,21 @@ def supervised(folder: Path, fault: str, *options: str) -> tuple[list[list[int]]
         return [[int(code) for code in line.split(", ")] for line in codes], list(file.values())
 
 
-def starts(folder: Path) -> list[list[int]]:
-    return [[int(x) for x in line.split()] for line in (folder / "starts0").read_text().splitlines()]
-
-
 @pytest.mark.full
 def test_a_killed_job_that_starts_again_ends_with_the_same_weights(tmp_path: Path) -> None:
     codes, expected = supervised(tmp_path / "unbroken", "")
     assert codes == [[0, 0]]
     assert len(expected) == 6
-
-    codes, weights = supervised(tmp_path / "as_many", "1")
-    assert codes == [[75, 137], [0, 0]]
-    (first, again) = starts(tmp_path / "as_many")
-    assert first == [2, 8, 0]
-    assert again[:2] == [2, 8]
-    assert 0 < again[2] <= AT
-    for a, b in zip(weights, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
-
-    codes, weights = supervised(tmp_path / "fewer", "0", "--fewer")
-    assert codes == [[137, 75], [0]]
-    (first, again) = starts(tmp_path / "fewer")
-    assert first == [2, 8, 0]
-    assert again[:2] == [1, 8]
-    assert 0 < again[2] <= AT
-    for a, b in zip(weights, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    for fault, options, ended, tolerance in (("1", [], [75, 137], 0.0), ("0", ["--fewer"], [137, 75], 1e-6)):
+        folder, count = tmp_path / fault, 2 - len(options)
+        codes, weights = supervised(folder, fault, *options)
+        assert codes == [ended, [0] * count]
+        first, again = ([int(x) for x in line.split()] for line in (folder / "starts0").read_text().splitlines())
+        assert first == [2, 8, 0]
+        assert again[:2] == [count, 8]
+        assert 0 < again[2] <= AT
+        for a, b in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 ENDS = """

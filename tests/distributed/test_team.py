@@ -1,12 +1,12 @@
-"""What processes decide together: the time is over for all at the same step, and an error is that of all. What
-processes tell each other, and what one does while the others wait.
-"""
+"""What processes decide together and tell each other, and what one does while the others wait."""
 
+import contextlib
 import io
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,35 @@ class Steps:
             assert self.moved.wait_for(lambda: self.taken[index] - min(self.taken) <= self.ahead, 30), "a deadlock"
 
 
-def places_of(index: int, steps: Steps, count: int, asks: dict[int, str]) -> dict[str, int]:
-    """Return the place at which a process is told to do what any of them asks for, by what it is."""
-    fate, done, stop = team()._fate, dict[str, int](), threading.Event()  # type: ignore[union-attr]
+@contextlib.contextmanager
+def listening(seconds: float) -> Iterator[Decisions]:
+    """Give what decides with the other processes, and listen to them every so many seconds until all have ended."""
+    stop, fate = threading.Event(), team()._fate  # type: ignore[union-attr]
     decisions = Decisions(fate)
 
     def listen() -> None:
         while not stop.is_set():
-            fate._now.wait(0.001 * (1 + index))
+            fate._now.wait(seconds)
             decisions._listen()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     decisions.begin()
-    asked = list[str]()
-    while len(done) < count:
-        steps.take(index)
-        asked += [asks[steps.taken[index]]] if steps.taken[index] in asks else []
-        for text in decisions.decide(asked):
-            done[text], asked = steps.taken[index], [x for x in asked if x != text]
+    yield decisions
     team().agree("all have ended", None)
     stop.set()
     listener.join()
+
+
+def places_of(index: int, steps: Steps, count: int, asks: dict[int, str]) -> dict[str, int]:
+    """Return the place at which a process is told to do what any of them asks for, by what it is."""
+    done, asked = dict[str, int](), list[str]()
+    with listening(0.001 * (1 + index)) as decisions:
+        while len(done) < count:
+            steps.take(index)
+            asked += [asks[steps.taken[index]]] if steps.taken[index] in asks else []
+            for text in decisions.decide(asked):
+                done[text], asked = steps.taken[index], [x for x in asked if x != text]
     return done
 
 
@@ -72,36 +79,22 @@ def test_all_processes_do_what_one_asks_for_at_one_place(ahead: int, monkeypatch
     assert one.keys() == {*"abcd"}
     assert others == [one, one]
     assert one["a"] >= 5 and one["b"] >= 5 and one["c"] >= 60 and one["d"] >= 30
-
-
-def test_what_all_ask_for_at_one_place_is_done_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(3, 4)
+    steps = Steps(3, ahead)
     result = as_processes(monkeypatch, lambda index: places_of(index, steps, 1, {40: "stop"}), 3)
-    assert result == [{"stop": 40}] * 3
+    assert result == [{"stop": 40}] * 3, "what all ask for at one place is done there"
 
 
 def test_what_is_asked_for_again_is_done_at_equal_places(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(2, 4)
 
     def work(index: int) -> list[int]:
-        decisions, stop, done = Decisions(team()._fate), threading.Event(), list[int]()  # type: ignore[union-attr]
-
-        def listen() -> None:
-            while not stop.is_set():
-                decisions._fate._now.wait(0.002)
-                decisions._listen()
-
-        listener = threading.Thread(target=listen, daemon=True)
-        listener.start()
-        decisions.begin()
-        team().agree("all have begun", None)
-        for place in range(1, 60):
-            steps.take(index)
-            if decisions.decide([] if index else ["again"]):
-                done.append(place)
-        team().agree("all have ended", None)
-        stop.set()
-        listener.join()
+        done = list[int]()
+        with listening(0.002) as decisions:
+            team().agree("all have begun", None)
+            for place in range(1, 60):
+                steps.take(index)
+                if decisions.decide([] if index else ["again"]):
+                    done.append(place)
         return done
 
     one, other = as_processes(monkeypatch, work)

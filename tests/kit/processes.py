@@ -102,6 +102,15 @@ def say(name: str, value: Any) -> None:
         file.write(json.dumps([name, value]) + "\n")
 
 
+def error_of(work: Callable[[], Any]) -> str:
+    """Return what a process may say of the error that a call raises."""
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
 _told: dict[str, Any] = {}
 
 if __name__ == "__main__":

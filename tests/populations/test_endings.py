@@ -2,6 +2,7 @@
 
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -59,19 +60,14 @@ def test_a_bad_step_ends_its_member_alone(caplog: pytest.LogCaptureFixture) -> N
 def test_early_stopping_ends_each_member_by_its_own_metric() -> None:
     """The rates make one member improve to the end, and others not: each stops where its own Trainer would."""
     rates, rule = (0.01, 0.6, 0.9), {"monitor": "val", "patience": 2, "min_delta": 1e-3}
-    population = jl.fit_many(
-        Paced,
-        [{"lr": lr} for lr in rates],
-        numbered(4),
-        numbered(1, first=3),
-        max_epochs=8,
-        early_stopping=jl.callbacks.EarlyStopping(**rule),
-    )
+    stop = jl.callbacks.EarlyStopping(**rule)
+    data, variations = (numbered(4), numbered(1, first=3)), [{"lr": lr} for lr in rates]
+    population = jl.fit_many(Paced, variations, *data, max_epochs=8, early_stopping=stop)
     stopped = []
     for i, lr in enumerate(rates):
         module = Paced(lr=lr)
         alone = jl.callbacks.EarlyStopping(**rule)
-        trainer = fit(module, numbered(4), numbered(1, first=3), alone, max_epochs=8, logger=False)
+        trainer = fit(module, *data, alone, max_epochs=8, logger=False)
         np.testing.assert_allclose(weight(population, i), module.w[...][0], rtol=1e-5)
         assert population.ended[i] == alone.stopping_reason_message
         stopped.append(trainer.global_step)
@@ -96,16 +92,9 @@ def test_early_stopping_is_verbose_and_not_strict_where_asked(capsys: pytest.Cap
 def test_training_ends_when_every_member_has_ended() -> None:
     seen: list[int] = []
     stop = jl.callbacks.EarlyStopping("val", patience=1, min_delta=1e6)
-    population = jl.fit_many(
-        Paced,
-        [{"lr": 0.1}, {"lr": 0.2}],
-        numbered(2),
-        numbered(1),
-        max_epochs=100,
-        early_stopping=stop,
-        log_every_n_steps=1,
-        log=lambda member, step, metrics: seen.append(step),
-    )
+    given = {"max_epochs": 100, "early_stopping": stop, "log_every_n_steps": 1}
+    log = lambda member, step, metrics: seen.append(step)  # noqa: E731
+    population = jl.fit_many(Paced, [{"lr": 0.1}, {"lr": 0.2}], numbered(2), numbered(1), log=log, **given)
     assert max(seen) == 3  # the first check sets the best value, the second one ends
     assert all(population.ended)
     assert stop.wait_count == 0
@@ -121,16 +110,9 @@ def test_a_rule_that_was_used_before_begins_again() -> None:
 
 def test_rows_reach_log_as_they_are_kept(caplog: pytest.LogCaptureFixture) -> None:
     rows: list[Any] = []
+    given = {"max_epochs": 2, "log_every_n_steps": 2, "log": lambda *row: rows.append(row)}
     with caplog.at_level(logging.WARNING):
-        population = jl.fit_many(
-            Paced,
-            [{"lr": 0.1}, {"lr": 0.2}],
-            numbered(5),
-            numbered(2),
-            max_epochs=2,
-            log_every_n_steps=2,
-            log=lambda member, step, metrics: rows.append((member, step, metrics)),
-        )
+        population = jl.fit_many(Paced, [{"lr": 0.1}, {"lr": 0.2}], numbered(5), numbered(2), **given)
     kept = [{k: x for k, x in row.items() if k not in ("epoch",)} for row in population.rows()]
     assert kept == [{"member": i, "lr": (0.1, 0.2)[i], "step": step, **metrics} for i, step, metrics in rows]
     assert [step for i, step, metrics in rows if i == 0 and "loss" in metrics] == [1, 3, 5, 7, 9]
@@ -139,9 +121,8 @@ def test_rows_reach_log_as_they_are_kept(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_the_best_member_is_an_ordinary_module(capsys: pytest.CaptureFixture[str]) -> None:
-    population = jl.fit_many(
-        Paced, [{"lr": lr} for lr in (0.01, 0.4, 0.1)], numbered(3), numbered(1, first=3), max_epochs=4
-    )
+    variations = [{"lr": lr} for lr in (0.01, 0.4, 0.1)]
+    population = jl.fit_many(Paced, variations, numbered(3), numbered(1, first=3), max_epochs=4)
     assert population.best_index("val") == 1
     assert population.best_index("val", mode="max") == 0
     best = population.best("val")
@@ -161,18 +142,14 @@ def test_the_recipe_for_wandb_gives_each_member_a_run(monkeypatch: pytest.Monkey
     """With a stand-in for `wandb.init`, as twelve real runs would each start a process."""
     runs: list[Any] = []
 
-    class Run:
-        def __init__(self, config: Any) -> None:
-            self.config, self.rows, self.ended = config, [], False
-            runs.append(self)
+    def init(config: Any, **more: Any) -> Any:
+        run = SimpleNamespace(config=config, rows=[], ended=False)
+        run.log = lambda metrics, step: run.rows.append((step, *metrics))
+        run.finish = lambda: setattr(run, "ended", True)
+        runs.append(run)
+        return run
 
-        def log(self, metrics: dict[str, float], step: int) -> None:
-            self.rows.append((step, *metrics))
-
-        def finish(self) -> None:
-            self.ended = True
-
-    monkeypatch.setattr("wandb.init", lambda config, **more: Run(config))
+    monkeypatch.setattr("wandb.init", init)
     exec("\n".join([blocks("populations.md")[0], recipe("populations.md", "wandb")]), {})
     assert [run.config for run in runs] == [{"seed": s, "lr": lr} for lr in (1e-4, 1e-3, 1e-2) for s in range(4)]
     assert [run.rows for run in runs] == [[(3, "val/loss"), (7, "val/loss")]] * 12

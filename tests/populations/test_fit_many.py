@@ -13,7 +13,7 @@ from flax import nnx
 from kit.batches import numbered, random, sized
 from kit.by_hand import mean, trained
 from kit.compiles import compiles
-from kit.modules import Linear, Mean, Net
+from kit.modules import Linear, Mean, Net, module
 from kit.swept import Swept
 from kit.trainers import fit, thinned
 
@@ -32,11 +32,15 @@ def weights(module: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
-def assert_member_is(population: Any, index: int, module: Any, trainer: jl.Trainer, *names: str) -> None:
-    """See a member be what a Trainer has made of its module: weights, counts, and the rows of some metrics."""
-    for mine, theirs in zip(weights(population.module(index)), weights(module), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    for name in names:
+def assert_close(result: Any, expected: Any, atol: float = 1e-5) -> None:
+    for x, y in zip(weights(result), weights(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=atol)
+
+
+def assert_member_is(population: Any, index: int, module: Any, trainer: jl.Trainer) -> None:
+    """See a member be what a Trainer has made of its module, and have the rows of its metrics."""
+    assert_close(population.module(index), module)
+    for name in ("loss", "val"):
         rows = [(row["step"], row[name]) for row in population.rows() if row["member"] == index and name in row]
         steps, values = trainer.history[name]
         assert [step for step, _ in rows] == steps.tolist()
@@ -47,18 +51,11 @@ def test_members_that_differ_in_a_seed_or_a_number_are_fits_of_their_own() -> No
     """Dropout, batch statistics and counts included; the last batch is shorter."""
     train, val = sized(16, 16, 10), random(2)
     variations: list[dict[str, Any]] = [{"seed": 3}, {"seed": 4}]
-    variations += [
-        {"seed": 3, "lr": 0.02},
-        {"seed": 3, "decay": 0.2},
-        {"seed": 3, "rate": 0.4},
-        {"seed": 3, "gain": 2.0},
-    ]
+    variations += [{"seed": 3} | other for other in ({"lr": 0.02}, {"decay": 0.2}, {"rate": 0.4}, {"gain": 2.0})]
     population = jl.fit_many(Swept, variations, train, val, max_epochs=2, log_every_n_steps=1)
     for i, variation in enumerate(variations):
-        numbers = dict(variation)
-        module = Swept(rngs=nnx.Rngs(numbers.pop("seed")), **numbers)
-        trainer = alone(module, train, val, max_epochs=2)
-        assert_member_is(population, i, module, trainer, "loss", "val")
+        module = Swept(rngs=nnx.Rngs(variation.pop("seed")), **variation)
+        assert_member_is(population, i, module, alone(module, train, val, max_epochs=2))
 
 
 def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
@@ -70,8 +67,7 @@ def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
     first = [row["lr"] for row in population.rows() if row["step"] == 0 and "lr" in row]
     np.testing.assert_allclose(first, [x["lr"] for x in variations], rtol=1e-6)
     module = Swept(lr=0.05, rngs=nnx.Rngs(1))
-    trainer = alone(module, random(4), random(2), max_epochs=2)
-    assert_member_is(population, 3, module, trainer, "loss", "val")
+    assert_member_is(population, 3, module, alone(module, random(4), random(2), max_epochs=2))
 
 
 class ByRows(Mean):
@@ -106,8 +102,6 @@ def test_a_number_read_for_later_shapes_is_each_members(other: tuple[float, ...]
 
 
 class OfMean(Mean):
-    """A `Mean` whose numbers are in its hyperparameters."""
-
     def __init__(self, lr: float = 0.25) -> None:
         super().__init__()
 
@@ -119,21 +113,19 @@ def in_closure(lr: float) -> Mean:
     return type("Closed", (Mean,), {"configure_optimizers": lambda self: optax.sgd(lr)})()
 
 
-class Injected(Mean):
+class Rated(Mean):
     def __init__(self, lr: float) -> None:
         super().__init__()
         self.lr = lr
 
+
+class Injected(Rated):
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr)
 
 
-class Scanned(Mean):
+class Scanned(Rated):
     """Its rate is a number in the body of a scan, of a conditional, of a remat and of a function with its own rule."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__()
-        self.lr = lr
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -144,22 +136,14 @@ class Scanned(Mean):
         return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-class InArray(Mean):
-    def __init__(self, lr: float) -> None:
-        super().__init__()
-        self.lr = lr
-
+class InArray(Rated):
     def configure_optimizers(self) -> optax.GradientTransformation:
         rates = np.full(1, self.lr, np.float32)
         return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
 
 
-class InRule(Mean):
+class InRule(Rated):
     """Its rate is in the derivative of a function alone: the loss does not depend on it."""
-
-    def __init__(self, lr: float) -> None:
-        super().__init__()
-        self.lr = lr
 
     def error(self, batch: Any) -> jax.Array:
         scaled = jax.custom_vjp(lambda w: w)
@@ -172,8 +156,7 @@ class InRule(Mean):
 
 @pytest.mark.parametrize("make", [OfMean, in_closure, Injected, Scanned, InArray, InRule])
 def test_rates_are_found_wherever_they_are(make: Any) -> None:
-    """Against a formula: the gradient of `Mean` is twice the distance from the batch's number."""
-    rates = (0.05, 0.1, 0.25)
+    rates = (0.05, 0.1, 0.25)  # of a gradient that is twice the distance from the batch's number
     population = jl.fit_many(make, [{"lr": lr} for lr in rates], numbered(3), max_epochs=1)
     for i, lr in enumerate(rates):
         w = 0.0
@@ -201,19 +184,15 @@ def test_an_array_that_is_filled_again_is_each_members() -> None:
 
 def test_devices_split_the_members_and_change_no_number() -> None:
     variations, batches = [{"seed": i, "lr": 0.01 * (i + 1)} for i in range(4)], random(3)
-    one, four = (
-        jl.fit_many(Swept, variations, batches, batches[:1], max_epochs=1, log_every_n_steps=1, devices=n)
-        for n in (1, 4)
-    )
+    given = {"max_epochs": 1, "log_every_n_steps": 1}
+    one, four = (jl.fit_many(Swept, variations, batches, batches[:1], devices=n, **given) for n in (1, 4))
     for x in four._leaves:
         assert len(x.sharding.device_set) == 4
         assert {shard.data.shape[0] for shard in x.addressable_shards} == {1}
     for i in range(4):
-        for mine, theirs in zip(weights(four.module(i)), weights(one.module(i)), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    for mine, theirs in zip(four.rows(), one.rows(), strict=True):
-        assert mine.keys() == theirs.keys()
-        np.testing.assert_allclose([*mine.values()], [*theirs.values()], rtol=1e-5, atol=1e-5)
+        assert_close(four.module(i), one.module(i))
+    for row, expected in zip(four.rows(), one.rows(), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_members_that_do_not_divide_use_fewer_devices(caplog: pytest.LogCaptureFixture) -> None:
@@ -269,8 +248,7 @@ def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
     for i, seed in enumerate((5, 0)):
         module = Net(width=4, rngs=nnx.Rngs(seed))
         alone(module, random(1))
-        for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+        assert_close(population.module(i), module)
 
 
 def test_a_seed_is_an_int_of_any_library_or_a_key() -> None:
@@ -279,8 +257,7 @@ def test_a_seed_is_an_int_of_any_library_or_a_key() -> None:
     for i in range(3):
         module = Swept(rngs=nnx.Rngs(3 + i))
         alone(module, random(1))
-        for mine, theirs in zip(weights(population.module(i)), weights(module), strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert_close(population.module(i), module, atol=1e-6)
 
 
 def test_a_partial_takes_what_its_function_takes() -> None:
@@ -299,15 +276,8 @@ def test_a_partial_takes_what_its_function_takes() -> None:
     ids=["accumulated", "scheduled", "clipped"],
 )
 def test_any_optimizer_has_each_members_numbers(tx: Any) -> None:
-    class Chosen(Linear):
-        def __init__(self, lr: float) -> None:
-            super().__init__()
-            self.lr = lr
-
-        def configure_optimizers(self) -> Any:
-            return tx(self.lr)
-
-    population = jl.fit_many(Chosen, [{"lr": lr} for lr in (0.05, 0.1)], random(4), max_epochs=1)
+    make = lambda lr: module(base=Linear, tx=tx(lr))  # noqa: E731
+    population = jl.fit_many(make, [{"lr": lr} for lr in (0.05, 0.1)], random(4), max_epochs=1)
     for i, lr in enumerate((0.05, 0.1)):
         made = tx(lr)
         made = made.gradient_transformation() if isinstance(made, optax.MultiSteps) else made

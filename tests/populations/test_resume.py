@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from kit.batches import random
+from kit.batches import numbered, random
 from kit.compiles import compiles
+from kit.modules import module
 from kit.processes import launch
 from kit.refusals import refuses
+from kit.resume_model import Stopped
 from kit.swept import Swept
 from kit.trainers import thinned
 
@@ -29,11 +30,9 @@ def loader() -> jl.ArrayLoader:
 
 
 def population(**arguments: Any) -> Any:
-    given = {"max_epochs": 3, "log_every_n_steps": 1} | arguments
     stop = jl.callbacks.EarlyStopping("val", patience=1, min_delta=0.05)
-    return jl.fit_many(
-        Swept, given.pop("variations", VARIATIONS), loader(), random(7)[:2], early_stopping=stop, **given
-    )
+    given = {"variations": VARIATIONS, "max_epochs": 3, "log_every_n_steps": 1, "early_stopping": stop}
+    return jl.fit_many(Swept, train_dataloaders=loader(), val_dataloaders=random(7)[:2], **given | arguments)
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
@@ -44,17 +43,12 @@ def assert_same_bits(a: Any, b: Any) -> None:
     assert str(a) == str(b)
 
 
-class Cut(Exception):
-    """Ends a training as a crash would."""
-
-
 def cut_after(rows: int) -> Any:
-    left = [rows]
+    left = iter(range(rows - 1))
 
-    def log(member: int, step: int, metrics: dict[str, float]) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise Cut
+    def log(*_: Any) -> None:
+        if next(left, None) is None:
+            raise Stopped
 
     return log
 
@@ -78,14 +72,13 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(two_epochs: Path, tmp_path: Path) -> Path:
-    """Return a copy of this folder."""
     return Path(shutil.copytree(two_epochs, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("rows", thinned([7, 22, 32], 22, full=()))
 def test_resume_in_an_epoch_gives_the_same_bits(rows: int, whole: Any, tmp_path: Path) -> None:
     """An epoch has 6 batches, the last one shorter, and a checkpoint after every second one."""
-    with pytest.raises(Cut):
+    with pytest.raises(Stopped):
         population(default_root_dir=tmp_path, every_n_train_steps=2, log=cut_after(rows))
     assert_same_bits(population(default_root_dir=tmp_path, every_n_train_steps=2, resume="auto"), whole)
 
@@ -135,19 +128,12 @@ def test_what_cannot_be_resumed_is_refused(run_dir: Path) -> None:
     refuses(ArgumentError, lambda: population(resume="yes", default_root_dir=run_dir), "takes None or 'auto'")
 
 
-class Chosen(Swept):
-    def __init__(self, tx: Any, *, rngs: nnx.Rngs) -> None:
-        super().__init__(rngs=rngs)
-        self.tx = tx
-
-    def configure_optimizers(self) -> Any:
-        return self.tx
-
-
 def test_other_contents_of_the_same_text_are_not_resumed(tmp_path: Path) -> None:
     def train(rate: float) -> None:
         variations = [{"tx": optax.sgd(rate)}, {"tx": optax.sgd(0.2)}]
-        jl.fit_many(Chosen, variations, random(1), max_epochs=1, default_root_dir=tmp_path, resume="auto")
+        jl.fit_many(
+            lambda tx: module(tx=tx), variations, numbered(1), max_epochs=1, default_root_dir=tmp_path, resume="auto"
+        )
 
     train(0.1)
     train(0.1)

@@ -22,8 +22,6 @@ SECONDS = 300.0  # a defect that makes a test hang is noticed
 
 @dataclass(frozen=True)
 class Defect:
-    """A change of the code that would hurt some user."""
-
     room: str  # the name of its toml file
     name: str  # what it does, in words
     file: str

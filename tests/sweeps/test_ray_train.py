@@ -38,8 +38,6 @@ STEPS = 20  # of an epoch
 
 
 class Line(jl.TrainModule):
-    """One layer."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.layer = nnx.Linear(3, 1, rngs=rngs)
 
@@ -67,7 +65,6 @@ class Notes(jl.Callback):
 
 
 def train(folder: Path, epochs: int = 1, fails: bool = False) -> None:
-    """Train in a worker."""
     jl.testing.fake_devices(4)
     callbacks = [jl.callbacks.ModelCheckpoint(every_n_train_steps=10), jl.integrations.ray.RayReport(), Notes(fails)]
     trainer = jl.Trainer(strategy="ddp", max_epochs=epochs, log_every_n_steps=1, default_root_dir=folder, resume="auto",

@@ -70,7 +70,6 @@ class Draws:
 
 
 def train(folder: Path, number: int, moment: tuple[str, int], numbers: list[int]) -> None:
-    """Train in this process, or continue."""
     jl.testing.fake_devices(1)
     for handled in ("SIGINT", "SIGTERM", "SIGHUP"):  # whatever the parent had
         signal.signal(getattr(signal, handled), signal.default_int_handler if handled == "SIGINT" else signal.SIG_DFL)

@@ -49,7 +49,6 @@ def test_arguments_that_are_set_hold_for_the_next_run() -> None:
 
 
 def test_every_argument_can_be_set_or_says_that_it_is_fixed() -> None:
-    """None of them is taken in silence."""
     for name in FIELDS:
         trainer = jl.Trainer(max_epochs=1, gradient_clip_val=1.0)
         value = OTHERS.get(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from kit.journal import raising
 from kit.pages import run_script
 
 from jaxlit.__main__ import main
@@ -38,13 +39,7 @@ def test_the_report_has_versions_packages_devices_and_the_cache(report) -> None:
 
 def test_a_missing_package_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
     version = importlib.metadata.version
-
-    def without_wandb(name: str) -> str:
-        if name == "wandb":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", without_wandb)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name.replace("wandb", "no-such-package")))
     assert "wandb missing" in report()["packages"]
 
 
@@ -55,10 +50,7 @@ def test_the_command_needs_neither_wandb_nor_grain(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_devices_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise RuntimeError(f"no device, {KEY}")
-
-    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setattr(jax, "devices", raising(RuntimeError, f"no device, {KEY}"))
     assert report()["devices"] == "none: RuntimeError of jax.devices()"
 
 

@@ -77,7 +77,6 @@ End = tuple[list[bytes], list[dict[str, str]]]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> End:
-    """What a training ends with that nothing has interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     return bytes_of(train(str(folder))), rows(folder)
 

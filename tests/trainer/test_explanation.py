@@ -24,8 +24,6 @@ def clock(monkeypatch) -> Clock:
 
 
 def slow(clock: Clock, scale: float = 1.0) -> jl.Callback:
-    """Return a callback that lets time pass in its hooks."""
-
     def spend(seconds: float) -> None:
         clock.now += seconds * scale
 

@@ -49,8 +49,6 @@ class Two(jl.TrainModule):
 
 
 class Marked(jl.TrainModule):
-    """Four layers, with marks between them."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(4)])
 

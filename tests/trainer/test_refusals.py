@@ -168,8 +168,6 @@ BOXES: dict[str, Callable[[Any], Any]] = {"dict": lambda x: {"a": x}, "list": la
 
 
 class Boxed(Mean):
-    """Has an array in a plain container in a part of it."""
-
     def __init__(self, box: str) -> None:
         super().__init__()
         self.part = nnx.Dict()

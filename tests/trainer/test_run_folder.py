@@ -54,7 +54,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(trained: Path) -> Path:
-    """A copy of a run of three epochs."""
     return Path(shutil.copytree(trained, "run"))
 
 

@@ -16,7 +16,7 @@ from kit.journal import at_batch, hooks
 from kit.modules import Mean
 from kit.processes import launch
 from kit.refusals import refuses
-from kit.trainers import BARE, fit, make_trainer
+from kit.trainers import BARE, fit, make_trainer, thinned
 from kit.waiting import held
 
 from jaxlit.checkpoints import files
@@ -62,16 +62,15 @@ def train(left: dict[str, int]) -> None:
     say("again", trainer.interrupted, trainer.global_step)
 
 
-def one_ctrl_c() -> None:
-    train({"batch 0 1": signal.SIGINT})
+PLACES = {
+    "one Ctrl-C": {"batch 0 1": signal.SIGINT},
+    "SIGTERM": {"batch 0 1": signal.SIGTERM},
+    "a second in teardown": {"batch 0 1": signal.SIGINT, "teardown": signal.SIGINT},
+}
 
 
-def a_second_in_teardown() -> None:
-    train({"batch 0 1": signal.SIGINT, "teardown": signal.SIGINT})
-
-
-def sigterm() -> None:
-    train({"batch 0 1": signal.SIGTERM})
+def work() -> None:
+    train(dict(PLACES[Path.cwd().name]))
 
 
 ENDED = ["on_train_epoch_end", "on_train_end", "on_fit_end"]
@@ -79,26 +78,24 @@ TORN = [*ENDED, "teardown", "late"]
 TOLD = [f"interrupted True {mean([[1], [2]])}", "handlers True"]
 
 
-@pytest.mark.parametrize(
-    ("work", "lines", "code"),
-    [
-        (one_ctrl_c, [*TORN, *TOLD, "batch", "step 1", *TORN, "again False 1"], 0),
-        pytest.param(sigterm, [*TORN, "raised SystemExit", *TOLD], 143, marks=pytest.mark.full),
-        pytest.param(
-            *(a_second_in_teardown, [*ENDED, "late", "raised KeyboardInterrupt", *TOLD], -signal.SIGINT),
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_a_signal_finishes_the_step_and_tears_down(work, lines, code, tmp_path) -> None:
-    (child,) = launch(work, tmp_path, count=1, devices=1, join=False)
+WRITTEN = {
+    "one Ctrl-C": ([*TORN, *TOLD, "batch", "step 1", *TORN, "again False 1"], 0),
+    "SIGTERM": ([*TORN, "raised SystemExit", *TOLD], 143),
+    "a second in teardown": ([*ENDED, "late", "raised KeyboardInterrupt", *TOLD], -signal.SIGINT),
+}
+
+
+@pytest.mark.parametrize("name", thinned(PLACES, "one Ctrl-C"))
+def test_a_signal_finishes_the_step_and_tears_down(name, tmp_path) -> None:
+    lines, code = WRITTEN[name]
+    (child,) = launch(work, tmp_path / name, count=1, devices=1, join=False)
     assert child.output.splitlines() == ["batch", "step 1", "batch", "step 2", *lines], child.errors
     assert child.code == code
     told = {
-        one_ctrl_c: "Ctrl-C: stopping after step 2. Press Ctrl-C again to stop now (no checkpoint).",
-        sigterm: "SIGTERM: stopping after step 2. Press Ctrl-C to stop now (no checkpoint).",
+        "one Ctrl-C": "Ctrl-C: stopping after step 2. Press Ctrl-C again to stop now (no checkpoint).",
+        "SIGTERM": "SIGTERM: stopping after step 2. Press Ctrl-C to stop now (no checkpoint).",
     }
-    assert code < 0 or (told.get(work, "") in child.errors and "Traceback" not in child.errors)
+    assert code < 0 or (told.get(name, "") in child.errors and "Traceback" not in child.errors)
 
 
 STAGES = ("on_validation_end", "on_train_epoch_end", "on_train_end", "on_fit_end", "on_exception", "teardown")

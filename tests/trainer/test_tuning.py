@@ -277,16 +277,13 @@ def test_the_module_and_the_trainer_stay_as_they_were() -> None:
     assert (trainer.global_step, trainer.module) == (0, None)
 
 
-def test_what_cannot_fit_is_refused() -> None:
+def test_what_cannot_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"8 rows, the fewest, need .* of 1000 B"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, memory_bytes=1000)
     with pytest.raises(ArgumentError, match="has to be given where devices report none"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)
     with pytest.raises(ArgumentError, match="does not divide"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA, 100_000, effective_batch_size=12_345)
-
-
-def test_other_arrays_that_leave_no_memory_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     report_memory(monkeypatch, 20 * 2**30, lambda: 24 * 2**30)
     with pytest.raises(ArgumentError, match=r"other arrays take 5\.0 GiB more than 95 % of a device's memory"):
         jl.scale_batch_size(planner(), jl.lazy(Counts), DATA)

@@ -78,7 +78,6 @@ class Case:
 
     @property
     def divides(self) -> bool:
-        """Whether a batch divides among the devices."""
         return any(size % self.devices == 0 for size in self.sizes[: self.num_batches])
 
     @property

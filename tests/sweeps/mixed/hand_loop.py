@@ -93,7 +93,6 @@ def mean_of(window: list[Any]) -> Any:
 
 
 def validate(net: Net, evaluate: Callable[..., Any], loaders: list[list[Any]]) -> dict[str, float]:
-    """Return the metrics of each validation loader."""
     result = {}
     for i, loader in enumerate(loaders):
         suffix = f"/dataloader_idx_{i}" if len(loaders) > 1 else ""
@@ -103,7 +102,6 @@ def validate(net: Net, evaluate: Callable[..., Any], loaders: list[list[Any]]) -
 
 
 def add_up(entries: list[tuple[int, Any]]) -> dict[str, float]:
-    """Return the metrics of some batches."""
     result = {}
     for name, kind in LOGS.items():
         values = np.array([logs[name][0] for _, logs in entries], np.float64)

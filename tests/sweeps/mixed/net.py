@@ -15,8 +15,6 @@ LOGS = {"loss": "mean", "error": "mean", "masked": "mean", "hits": "sum", "peak"
 
 
 class Net(nnx.Module):
-    """The parts of a case and a head, with the case's loss."""
-
     def __init__(self, case: Case, *, rngs: nnx.Rngs) -> None:
         makers = parts.MAKERS | writers.MAKERS
         self.parts = nnx.List([makers[part](rngs) for part in case.parts])
@@ -66,7 +64,6 @@ def data_of(case: Case) -> tuple[list[Any], list[list[Any]]]:
 
 
 def wrt_of(case: Case) -> Any:
-    """Return the filter of what is trained."""
     return {
         "all": nnx.Param,
         "head": nnx.All(nnx.Param, nnx.PathContains("head")),

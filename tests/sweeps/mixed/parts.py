@@ -12,8 +12,6 @@ Batch = dict[str, jax.Array]
 
 
 class Layer(nnx.Module):
-    """A layer of flax with a tanh after it."""
-
     def __init__(self, layer: nnx.Module) -> None:
         self.layer = layer
 
@@ -33,8 +31,6 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention over two tokens a row."""
-
     def __init__(self, *, rate: float = 0.0, rngs: nnx.Rngs) -> None:
         sizes = {"num_heads": 2, "in_features": 4, "qkv_features": 4}
         self.attend = nnx.MultiHeadAttention(**sizes, dropout_rate=rate, deterministic=False, decode=False, rngs=rngs)
@@ -44,8 +40,6 @@ class Attention(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    """A recurrent layer over two tokens a row."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.rnn = nnx.RNN(nnx.GRUCell(4, 4, rngs=rngs), rngs=rngs)
 
@@ -77,8 +71,6 @@ class Scanned(nnx.Module):
 
 
 class Remat(nnx.Module):
-    """A block that is computed again for its gradient."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.block = Block(rate=0.3, rngs=rngs)
 
@@ -87,8 +79,6 @@ class Remat(nnx.Module):
 
 
 class Tied(nnx.Module):
-    """One layer under two names."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.second = self.first

@@ -10,8 +10,6 @@ from kit.by_hand import params_of, state_of
 
 @dataclass
 class Record:
-    """What one training gave."""
-
     losses: list[float] = field(default_factory=list)  # of each batch
     # The logged loss of each optimizer step, of all rows of its window, by fit and step.
     steps: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -22,7 +20,6 @@ class Record:
     modes: dict[str, bool] = field(default_factory=dict)  # whether a part trains or evaluates, by path
 
     def take(self, net: nnx.Module) -> None:
-        """Keep what the network holds."""
         self.arrays, self.params = state_of(net), {*params_of(net)}
         self.modes = {
             f"{'/'.join(map(str, path))}.{name}": getattr(node, name)

@@ -20,8 +20,6 @@ class Refused(Exception):
 
 
 class Wrapped(jl.TrainModule):
-    """A network that knows how to train itself."""
-
     def __init__(self, case: Case) -> None:
         self.net, self.case = make_net(case), case
 
@@ -71,8 +69,6 @@ class Outer(jl.TrainModule):
 
 
 class Listen(jl.Callback):
-    """Keeps what the Trainer tells."""
-
     def __init__(self, record: Record, fit: int) -> None:
         self.record, self.fit, self.begun = record, fit, False
 

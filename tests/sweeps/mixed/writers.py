@@ -95,8 +95,6 @@ class Following(Writer):
 
 
 class Copied(Writer):
-    """Writes one parameter into another before it uses both."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         super().__init__()
         self.enc, self.dec = (nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 3) for _ in range(2))
@@ -110,8 +108,6 @@ class Copied(Writer):
 
 
 class Centred(Writer):
-    """Moves a parameter towards the mean of the batch."""
-
     def __init__(self, *, rngs: nnx.Rngs) -> None:
         super().__init__()
         self.centre = nnx.Param(jax.random.normal(rngs.params(), (WIDTH,)))
