@@ -198,3 +198,21 @@ def test_sam_which_takes_no_loss_trains_as_in_a_loop_by_hand(strategy: str, name
     expected = HandLoop(net(SAMS[name]))(*batches).module
     fit(made, batches, strategy=splitting(strategy))
     assert_same(made, expected)
+
+
+def test_an_online_classifier_leaves_the_encoder_as_it_was() -> None:
+    def init(self: Any) -> None:
+        Linear.__init__(self)
+        self.classifier = nnx.Linear(1, 2, rngs=nnx.Rngs(1))
+
+    def online_loss(self: Any, batch: Any) -> jax.Array:
+        logits = self.classifier(jax.lax.stop_gradient(self(batch["x"])))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(batch["y"])) % 2).mean()
+
+    step = lambda self, batch: self.loss(batch) + online_loss(self, batch)  # noqa: E731
+    model = module(step, base=Linear, tx=jl.Optimizer(by={"classifier": ADAM, ...: SGD}), init=init)
+    batches, before = random(4), np.array(model.classifier.kernel[...])
+    fit(model, batches)
+    by_hand = HandLoop(Linear(), SGD)(*batches).module
+    assert_same({"kernel": model.kernel[...]}, {"kernel": by_hand.kernel[...]})
+    assert np.all(model.classifier.kernel[...] != before)
