@@ -78,8 +78,10 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
-    numbers = [run.accumulation.argument, run.accumulation.argument_at_end or run.settings.accumulate_grad_batches]
-    optional["accumulate_set"] = None if {*numbers} == {run.accumulation.batches} else numbers
+    argument = run.accumulation.argument
+    later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
+    if not argument == later == run.accumulation.batches:
+        optional["accumulate_set"] = [argument, later]
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
     state |= {key: x for key, x in optional.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
@@ -203,13 +205,13 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     """
     if (saved := state["loaders"]["training"]) is None:
         return
-    theirs = saved["states"]
+    states = saved["states"]
     before = state["processes"]
     processes = jax.process_count()
     if before == processes:  # each process continues with its share, the only one that was read
-        source.load_state_dict(theirs[0])
+        source.load_state_dict(states[0])
         return
-    if theirs[0]["at"] is not None and not (source.is_shared and all(x["at"] == theirs[0]["at"] for x in theirs)):
+    if states[0]["at"] is not None and not (source.is_shared and all(x["at"] == states[0]["at"] for x in states)):
         raise raised_everywhere(
             DataError(
                 f"{source.argument}: the checkpoint is from the middle of an epoch, where this kind of loader "
@@ -218,7 +220,7 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
             )
         )
     # The fingerprint of another kind of loader is of each process's share.
-    source.load_state_dict({**theirs[0], "fingerprint": None if source.is_grain else theirs[0]["fingerprint"]})
+    source.load_state_dict({**states[0], "fingerprint": None if source.is_grain else states[0]["fingerprint"]})
 
 
 def load_run(run: Run, state: Mapping[str, Any]) -> None:
