@@ -75,10 +75,6 @@ def by_hand(w: Any, windows: Any) -> np.ndarray:
     return w
 
 
-def assert_weights(module: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(module.w[...]), expected, rtol=1e-6, atol=1e-6)
-
-
 class Outputs(jl.Callback):
     """Keeps what each training and validation batch returned beside the loss, as numpy."""
 
