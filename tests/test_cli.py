@@ -171,20 +171,10 @@ def test_the_config_of_a_run_leads_to_its_checkpoints(capsys: pytest.CaptureFixt
     assert f"validate: {folder}/checkpoints/step_00000002" in capsys.readouterr().out
 
 
-def test_a_file_has_classes_and_their_arguments() -> None:
-    strategy = {"class_path": "FSDP", "init_args": {"min_size": 0}}
-    stop = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/loss", "patience": 7}}
-    given = {"model": {"width": 16}, "trainer": {"max_epochs": 3, "strategy": strategy, "callbacks": [stop]}}
-    Path("run.yaml").write_text(json.dumps(given))
-    trainer = run("fit", *QUIET, "--config=run.yaml", "--trainer.max_epochs=1")
-    assert trainer.max_epochs == 1
-    assert trainer.callbacks[0].patience == 7
-    kernel = trainer.module.up.kernel[...]
-    assert kernel.sharding.shard_shape(kernel.shape) == (1, 2)
-
-
 def test_the_config_of_a_fit_runs_the_other_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    run("fit", "--model.width=8", "--trainer.max_epochs=2", "--trainer.default_root_dir=a", "--trainer.strategy=ddp")
+    stop = [f"--trainer.callbacks{x}" for x in ("+=EarlyStopping", ".monitor=val/loss", ".patience=7")]
+    options = ("--model.width=8", "--trainer.max_epochs=2", "--trainer.default_root_dir=a", "--trainer.strategy=ddp")
+    run("fit", *options, *stop)
     config = yaml.safe_load(Path("a/config.yaml").read_text())
     assert list(config) == ["model", "data", "trainer"]
     assert config["model"] == {"width": 8, "items": 1, "api_key": None}
@@ -194,6 +184,7 @@ def test_the_config_of_a_fit_runs_the_other_verbs(capsys: pytest.CaptureFixture[
     tested = run("test", "--config=a/config.yaml", "--ckpt_path=last")
     assert tested.callback_metrics["val/loss"] == pytest.approx(reached)
     again = run("fit", "--config=a/config.yaml", "--trainer.default_root_dir=b")
+    assert again.early_stopping_callback.patience == 7
     assert again.callback_metrics["val/loss"] == pytest.approx(reached)
     assert "FLOP" not in capsys.readouterr().out
     run("plan", "--config=a/config.yaml", "--devices=2", "--strategies=[ddp,fsdp]")

@@ -341,6 +341,7 @@ def test_the_notebook_runs_and_shows_its_figures(tmp_path: Path) -> None:
     *_, trained, curves, wrong = (cell.outputs for cell in done.cells if cell.cell_type == "code")
     screen, told = ("".join(x.get("text", "") for x in outputs) for outputs in (trained, wrong))
     assert re.search(quoted("notebook.ipynb"), told)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", screen)  # no line is drawn twice
     best = max(float(x) for x in re.findall(r"val/accuracy (\S+)", screen))
     count, rows, reached = re.findall(r"^(\d+) of (\d+) are read wrongly: accuracy (\S+)$", told, re.M)[0]
     assert rows == "397" and best >= 0.95 and float(reached) == pytest.approx(best, abs=1e-4)

@@ -73,8 +73,3 @@ def test_the_reference_describes_every_public_name(face: str, site: dict[str, st
 def test_the_text_of_a_page_links_to_the_reference(site: dict[str, str]) -> None:
     for page, name in (("weights.html", "jaxlit.load_weights"), ("monitoring.html", "jaxlit.Trainer.explain")):
         assert f'href="generated/jaxlit.html#{name}"' in site[page]
-
-
-@pytest.mark.parametrize("title", ["Resume after a crash", "Log images", "EarlyStopping"])
-def test_the_search_knows_titles_and_public_names(title: str, site: dict[str, str]) -> None:
-    assert title in site["searchindex.js"]

@@ -1,29 +1,11 @@
 """A stand-in for the Trainer: what callbacks read, with values that a test sets."""
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from kit.inside import Clock, stop_clocks
-
-
-class Metrics(Mapping):
-    """Metrics that count how often a value is read, as each reading waits for the device."""
-
-    def __init__(self):
-        self.values_of, self.reads = {}, 0
-
-    def __getitem__(self, name):
-        self.reads += 1
-        return self.values_of[name]
-
-    def __iter__(self):
-        return iter(list(self.values_of))
-
-    def __len__(self):
-        return len(self.values_of)
 
 
 class StandInModule(nnx.Module):
@@ -37,18 +19,16 @@ class StandInTrainer:
     def __init__(self, run_dir, **attributes):
         self.run_dir, self.module, self.state = run_dir, StandInModule(), None
         self.resume = self.default_root_dir = None
-        self.current_epoch = self.global_step = self.batches_done = self.min_epochs = self.min_steps = (
-            self.log_every_n_steps
-        ) = 0
+        self.current_epoch = self.global_step = self.batches_done = self.min_epochs = self.min_steps = 0
         self.max_epochs, self.max_steps = 10, -1
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
         self.num_training_batches, self.num_val_batches = 4, [2]
         self.sanity_checking = self.should_stop = self.interrupted = False
         self.stop_reason = self.loss = None
-        self.callback_metrics = self.progress_bar_metrics = Metrics()
+        self.callback_metrics = self.progress_bar_metrics = {}
         mesh = SimpleNamespace(shape={"data": 8}, size=8)
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})
-        self.is_global_zero, self.data_wait, self.compile_seconds, self.train_dataloader = True, 0.0, {}, None
+        self.is_global_zero, self.data_wait, self.compile_seconds = True, 0.0, {}
         self.callbacks, self.loggers, self.checkpoint_callbacks = [], [], []
         vars(self).update(attributes)
 
@@ -56,12 +36,12 @@ class StandInTrainer:
         self.should_stop, self.stop_reason = True, reason
 
     def log(self, callback, values, step):
-        self.callback_metrics.values_of |= values
+        self.callback_metrics.update(values)
         callback.on_log(self, {**values, "epoch": self.current_epoch}, step)
 
     def validate(self, callback, values):
         callback.on_validation_start(self, self.module)
-        self.callback_metrics.values_of |= values
+        self.callback_metrics.update(values)
         callback.on_validation_epoch_end(self, self.module)
         if not self.sanity_checking:
             callback.on_log(self, {**values, "epoch": self.current_epoch}, max(self.global_step - 1, 0))

@@ -22,6 +22,7 @@ from jaxlit.callbacks import PredictionWriter, prediction_writer
 from jaxlit.errors import ArgumentError, DataError
 
 (DATA,) = random(1, rows=36)  # four batches of 8 rows and one of 4
+KEYS = {"id": np.array([f"row {k * 'x'}" for k in range(36)]), "day": np.datetime64("2026-01-01") + np.arange(36)}
 KERNEL = np.linspace(-1.0, 1.0, 3)[:, None]
 
 OUTPUTS: dict[str, Any] = {
@@ -81,26 +82,24 @@ def test_a_file_is_written_when_its_rows_are_complete(rows: int, files: int, mon
 
 def test_parquet_holds_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction_writer, "_FILE_BYTES", 100)
-    keys = {"id": np.array([f"row {k * 'x'}" for k in range(36)]), "day": np.datetime64("2026-01-01") + np.arange(36)}
     make = lambda y: {"y": y, "up": y[:, 0] > 0, "half": y[:, 0].astype(jnp.bfloat16)}  # noqa: E731
     writer = PredictionWriter("made", format="parquet")
-    predict(predicts(make), jl.ArrayLoader({**DATA, **keys}, 8), writer, host_keys=(*keys,))
+    predict(predicts(make), jl.ArrayLoader(DATA | KEYS, 8), writer, host_keys=(*KEYS,))
     table = pyarrow.parquet.read_table("made")  # of all files in the folder
     assert len(os.listdir("made")) > 1 and set(table.column_names) == {"id", "day", "y", "up", "half"}
     y = expected("an array")["predictions"]
     np.testing.assert_allclose(np.stack(table["y"].to_numpy()), y, rtol=1e-5, atol=1e-6)
     assert table["up"].to_pylist() == (y[:, 0] > 0).tolist()
-    for name, x in keys.items():
+    for name, x in KEYS.items():
         assert table[name].to_pylist() == x.tolist()
     refuses(ArgumentError, lambda: PredictionWriter.load("made"), "finds no such files")
 
 
 def test_host_keys_are_written() -> None:
-    keys = {"file": np.array([f"row {k * 'x'}" for k in range(36)]), "day": np.datetime64("2026-01-01") + np.arange(36)}
-    batches = jl.ArrayLoader({**DATA, **keys}, 8)
-    predict(predicts(lambda y: {"y": y}), batches, PredictionWriter("made"), host_keys=(*keys,))
+    batches = jl.ArrayLoader(DATA | KEYS, 8)
+    predict(predicts(lambda y: {"y": y}), batches, PredictionWriter("made"), host_keys=(*KEYS,))
     loaded = PredictionWriter.load("made")
-    for name, x in keys.items():
+    for name, x in KEYS.items():
         assert loaded.pop(name).tolist() == x.tolist()
     same(loaded, {"y": expected("an array")["predictions"]})
 

@@ -169,7 +169,7 @@ def test_an_endless_loader_has_no_total(make_trainer, capsys):
 def test_metrics_stand_below_one_another(begin, capsys, clock):
     trainer, bar = begin()
     for loss, seconds in ((SEVENTEEN, 0.2), (0.5, 0.01), (-2.0, 0.0002)):
-        trainer.callback_metrics.values_of["train/loss"] = loss
+        trainer.callback_metrics["train/loss"] = loss
         bar.on_train_epoch_start(trainer, trainer.module)
         clock.now += 4 * seconds
         batch(trainer, bar, 3)
@@ -180,7 +180,7 @@ def test_metrics_stand_below_one_another(begin, capsys, clock):
 
 def test_the_best_epochs_are_marked(make_trainer, capsys):
     trainer = make_trainer()
-    trainer.callback_metrics.values_of["train/loss"] = SEVENTEEN
+    trainer.callback_metrics["train/loss"] = SEVENTEEN
     monitoring(trainer, "val/accuracy", "max")
     fit(trainer, *[None if score is None else {"val/accuracy": score} for score in (0.5, None, 0.7, 0.6, NAN, 0.8)])
     lines = epoch_lines(capsys)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import wandb
+from kit import wandb_runs
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.checkpoints import names
@@ -20,23 +21,7 @@ from kit.journal import hooks, without_rates
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import thinned
-from kit.wandb_runs import (
-    PIXELS,
-    START,
-    STEP,
-    Wide,
-    by_hand,
-    data,
-    files_of,
-    history,
-    lines_of,
-    models,
-    records,
-    run_files,
-    start,
-    summary,
-    trainer_of,
-)
+from kit.wandb_runs import PIXELS, STEP, Wide, data, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -83,7 +68,7 @@ def test_an_evaluation_has_a_run_with_the_config_of_its_module(stage):
     )
     (row,) = history()
     assert row[{"validate": "val", "test": "test"}[stage]] == 1.5  # the mean of batches 1 and 2
-    assert summary()["config"]["num_params"] == model.kernel.size == START.size
+    assert summary()["config"]["num_params"] == model.kernel.size == 120
     metrics = [record["metric"] for record in records() if record["type"] == "metric"]
     assert {m.get("glob_name") or m.get("name"): m.get("step_metric") for m in metrics} == {STEP: None, "*": STEP}
 
@@ -305,8 +290,8 @@ def whole(tmp_path_factory):
 
 @pytest.mark.full
 def test_every_row_is_in_the_run_and_a_test_after_the_fit_adds_its_own(whole):
-    (expected, grads, _), rows = by_hand(3), numbers(history(whole.run, 0) + history(whole.run, 1))
-    assert joined(rows) == lines_of(whole.run)
+    (expected, grads, _), rows = wandb_runs.by_hand(3), numbers(history(whole.run, 0) + history(whole.run, 1))
+    assert joined(rows) == wandb_runs.lines_of(whole.run)
     norms = [row.pop("grad_norm") for row in rows if "grad_norm" in row]
     assert norms == pytest.approx([float(np.linalg.norm(grad)) for grad in grads], rel=1e-4)
     expected.append({"step": 5, "epoch": 3, "test/loss": whole.losses[-1]})
@@ -367,7 +352,7 @@ def test_media_are_kept_as_they_were_when_logged(whole):
 def test_watched_histograms_are_those_of_numpy(whole, kind):
     rows = [row for row in whole.rows if f"{kind}/kernel.bins" in row]
     assert [row[STEP] for row in rows] == [1, 3, 5]
-    _, grads, params = by_hand(3)
+    _, grads, params = wandb_runs.by_hand(3)
     for row in rows:
         values = (grads if kind == "gradients" else params)[row[STEP]]
         counts, edges = np.histogram(values, 64)
@@ -379,12 +364,12 @@ def test_watched_histograms_are_those_of_numpy(whole, kind):
 
 @pytest.mark.full
 def test_every_checkpoint_is_kept_byte_for_byte(whole):
-    artifacts = models(whole.run, 0)
+    artifacts = wandb_runs.models(whole.run, 0)
     for writer, (name, monitor, best) in {"A": ("", "val/loss", 1), "B": ("-1", "val/other", 3)}.items():
         of_writer = [artifact for artifact in artifacts if artifact.name == f"model-{whole.id}{name}"]
         for epoch, (artifact, score) in enumerate(zip(of_writer, whole.losses, strict=True), start=1):
             name = f"step_{2 * epoch:08}"
-            assert artifact.files == files_of(whole.folder / writer / name)
+            assert artifact.files == wandb_runs.files_of(whole.folder / writer / name)
             # By which the last is the best, each is the best when it is written.
             assert artifact.aliases == {name, "latest", *(["best"] if best == 3 or epoch == 1 else [])}
             assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": monitor, "score": score}
@@ -395,9 +380,9 @@ def test_every_checkpoint_is_kept_byte_for_byte(whole):
 def test_log_model_chooses_the_checkpoints(whole):
     both = {"step_00000002": {"best"}, "step_00000006": set()}
     for name, expected in (("kept", both), ("best", {"step_00000002": {"best"}})):
-        artifacts = models(whole.folder / name)
+        artifacts = wandb_runs.models(whole.folder / name)
         for artifact, (step, marks) in zip(artifacts, expected.items(), strict=True):
-            assert artifact.files == files_of(whole.folder / name / "checkpoints" / step)
+            assert artifact.files == wandb_runs.files_of(whole.folder / name / "checkpoints" / step)
             assert artifact.aliases - {"latest"} == {step, *marks}
 
 
@@ -416,14 +401,14 @@ def fit_or_go_on():
 
 @pytest.mark.full
 def test_a_killed_training_goes_on_in_its_run(tmp_path):
-    killed = start(fit_or_go_on, tmp_path)
+    killed = wandb_runs.start(fit_or_go_on, tmp_path)
     assert killed.code == -signal.SIGKILL, killed.output + killed.errors
-    again = start(fit_or_go_on, tmp_path)
+    again = wandb_runs.start(fit_or_go_on, tmp_path)
     assert (again.code, again.errors) == (0, ""), again.output + again.errors
     (state, *_) = tmp_path.glob("run/checkpoints/step_*/state.json")
     name = json.loads(state.read_text())["callbacks"]["WandbLogger"]["id"]
     assert ids_in(tmp_path / "run") == [name] * 2
-    lines = lines_of(tmp_path / "run")
+    lines = wandb_runs.lines_of(tmp_path / "run")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 7]
     # It continues at step 4.
     assert joined(numbers(history(tmp_path / "run"))) == [line for line in lines if line["step"] >= 4]

@@ -66,19 +66,6 @@ def make_batches(*rows: int) -> list[dict[str, np.ndarray]]:
     return [{"x": draw(n, 2), "y": draw(n)} for n in rows]
 
 
-def by_hand(w: Any, windows: Any) -> np.ndarray:
-    """Train `Line` by its formula in float64: a step a window, on the mean over its rows."""
-    w = np.asarray(w, np.float64)
-    for window in windows:
-        x, y = (np.concatenate([b[key] for b in window]).astype(np.float64) for key in ("x", "y"))
-        w = w - 0.1 * 2 * x.T @ (x @ w - y) / len(y)
-    return w
-
-
-def assert_weights(module: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(module.w[...]), expected, rtol=1e-6, atol=1e-6)
-
-
 class Outputs(jl.Callback):
     """Keeps what each training and validation batch returned beside the loss, as numpy."""
 

@@ -13,10 +13,8 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     same at each call.
 
     Args:
-        factors: The values of each factor, by its name.
+        factors: The values of each factor, of two or more, by its name.
     """
-    if len(factors) < 2:
-        return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
     choices = [[(name, i) for i in range(len(values))] for name, values in factors.items()]
     pairs = itertools.combinations(itertools.chain(*choices), 2)
     missing = {pair: None for pair in pairs if pair[0][0] != pair[1][0]}  # in order: the cases are the same each time

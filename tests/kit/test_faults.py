@@ -63,15 +63,6 @@ def test_relative_paths_and_two_folders_count(tmp_path):
     assert [path for _, path in both.operations] == [*made, str(tmp_path / "other")]
 
 
-@pytest.mark.parametrize("how", [os.rename, os.replace, os.link, os.symlink])
-def test_what_comes_into_the_folder_from_outside_counts(how, tmp_path):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "file").write_text("1")
-    with faults(tmp_path / "folder") as seen:
-        how(tmp_path / "file", tmp_path / "folder" / "file")
-    assert len(seen.operations) == 1
-
-
 @pytest.mark.parametrize("at", range(1, 15))
 def test_a_crash_leaves_the_folder_as_it_is(at, tmp_path):
     folder, kept = tmp_path / "folder", lambda: {p: p.is_file() and p.read_bytes() for p in tmp_path.rglob("*")}

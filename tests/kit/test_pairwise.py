@@ -28,8 +28,3 @@ def test_each_pair_of_values_is_in_one_of_few_cases(factors: dict[str, Any]) -> 
     *_, second, longest = sorted(map(len, factors.values()))
     least = second * longest  # no fewer can hold these pairs
     assert least <= len(cases) <= max(least + 3, 3 * math.ceil(math.log2(len(factors))))
-
-
-def test_one_factor_or_none_is_covered() -> None:
-    assert pairwise({"devices": (1, 2)}) == [{"devices": 1}, {"devices": 2}]
-    assert pairwise({}) == [{}]

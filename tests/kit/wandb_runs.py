@@ -138,12 +138,10 @@ def models(folder: str | Path = "run", index: int = -1) -> list[SimpleNamespace]
     """Return the checkpoints that a run holds, with the contents of the SDK's copies of their files."""
     sent = [record["artifact"] for record in records(folder, index) if record["type"] == "artifact"]
     result = []
-    for artifact in sent:
-        files = {entry["path"]: Path(entry["local_path"]) for entry in artifact["manifest"]["contents"]}
-        if artifact["type"] == "model":
-            contents = {name: path.read_bytes() for name, path in files.items()}
-            known = {"name": artifact["name"], "metadata": json.loads(artifact["metadata"])}
-            result.append(SimpleNamespace(**known, aliases={*artifact["aliases"]}, files=contents))
+    for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
+        files = {x["path"]: Path(x["local_path"]).read_bytes() for x in artifact["manifest"]["contents"]}
+        known = {"name": artifact["name"], "metadata": json.loads(artifact["metadata"])}
+        result.append(SimpleNamespace(**known, aliases={*artifact["aliases"]}, files=files))
     return result
 
 

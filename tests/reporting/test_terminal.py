@@ -1,4 +1,4 @@
-"""What a person sees of examples/digits.py: in terminals of two widths, in a file, and in a notebook."""
+"""What a person sees of examples/digits.py in terminals of two widths, and of small fits."""
 
 import contextlib
 import fcntl
@@ -12,11 +12,9 @@ import sys
 import termios
 import time
 
-import nbformat
 import pyte
 import pytest
 from kit.batches import numbered
-from kit.kernel import executed
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
 from kit.trainers import fit
@@ -119,22 +117,6 @@ def test_a_terminal_shows_every_line_once_and_none_wider_than_it(columns, tmp_pa
     assert not any("compiling ..." in line for line in screen.text) and not screen.cursor.hidden
     # Two metrics and the mark leave no room for a bar in 80 columns, in no epoch.
     assert [len(re.findall("━{6}", line)) > 0 for line in screen.text if line.startswith("epoch")] == [columns > 80] * 3
-
-
-@pytest.mark.full
-def test_a_notebook_shows_every_line_once_and_nothing_else(tmp_path):
-    cells = [
-        f"import sys\nsys.path.insert(0, {str(DIGITS.parent)!r})\nimport digits",
-        "sys.argv = ['digits.py', '--epochs', '3']\ndigits.main()",
-    ]
-    notebook = executed(
-        nbformat.v4.new_notebook(cells=[*map(nbformat.v4.new_code_cell, cells)]), tmp_path, environment(tmp_path)
-    )
-    imported, trained = (cell.outputs for cell in notebook.cells)
-    lines = "".join(output.text for output in trained).rstrip("\n").split("\n")
-    assert imported == [] and kinds(lines) == [*LINES] and "" not in lines
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", "".join(lines))
-    assert {output.name for output in trained} == {"stdout"} and "widgets" not in notebook.metadata
 
 
 @pytest.mark.parametrize("columns", [60, 80])

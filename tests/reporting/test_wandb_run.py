@@ -273,20 +273,16 @@ def test_without_the_package_the_error_says_what_to_do(monkeypatch):
     refuses(JaxlitError, opened, "pip install wandb")
 
 
-def fit_test_and_hang():
-    """Train and test with a server that cannot be reached, and before that without W&B.
+def fit_and_hang():
+    """Train with a server that cannot be reached, and before that without W&B.
 
     Then stop the SDK's own process, which answers nothing any more: at its end the SDK would wait for it.
     """
     plain = trainer_of(default_root_dir="../plain", max_epochs=2)
     plain.fit(Wide(), data(), data())
-    logger, runs = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0), []
-    note = lambda *_: runs.append((logger.experiment.id, logger.experiment.offline))  # noqa: E731
-    trainer = trainer_of(logger, hooks(on_train_end=note, on_test_end=note), default_root_dir="../run", max_epochs=2)
+    logger = WandbLogger("project", init_timeout=1.0, finish_timeout=5.0)
+    trainer = trainer_of(logger, default_root_dir="../run", max_epochs=2)
     trainer.fit(Wide(), data(), data())
-    trainer.test(dataloaders=data())
-    say("id", logger.id)
-    say("runs", runs)
     say("same", all((x == y).all() for x, y in zip(*map(jax.tree.leaves, (plain.state, trainer.state)), strict=True)))
     wandb_run.MARGIN = 0.0
     stop = lambda *all: os.kill(wandb.setup()._connection._proc._process.pid, signal.SIGSTOP)  # noqa: E731
@@ -295,37 +291,14 @@ def fit_test_and_hang():
     say("ended", True)
 
 
-@pytest.fixture(scope="module")
-def unreachable(tmp_path_factory):
-    """A training whose server is out of reach, and whose service hangs at the end."""
-    folder = tmp_path_factory.mktemp("unreachable")
-    server = {"WANDB_API_KEY": 40 * "a", "WANDB_BASE_URL": "http://127.0.0.1:9"}
-    ended = start(fit_test_and_hang, folder / "here", **server)
+@pytest.mark.full
+def test_a_server_out_of_reach_changes_no_number(tmp_path):
+    ended = start(fit_and_hang, tmp_path / "here", WANDB_API_KEY=40 * "a", WANDB_BASE_URL="http://127.0.0.1:9")
     assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
-    return folder, ended
-
-
-@pytest.mark.full
-def test_a_server_out_of_reach_changes_no_number(unreachable):
-    folder, ended = unreachable
     assert ended.said["same"]
-    rows = lambda name: [x.rstrip(",") for x in (folder / name / "metrics.csv").read_text().splitlines()[1:]]  # noqa: E731
-    assert rows("run")[:-1] == rows("plain")  # the last is the test's
+    plain, run = ((tmp_path / kind / "metrics.csv").read_bytes() for kind in ("plain", "run"))
+    assert plain == run
     assert ended.said["ended"], "a service that hangs keeps the process"
-
-
-@pytest.mark.full
-def test_a_run_on_disk_has_one_id_and_lines_to_send_it(unreachable):
-    folder, ended = unreachable
-    name, files = ended.said["id"], run_files(folder / "run")
-    assert ended.said["runs"] == [[name, True]] * 2
-    assert [path.name for path in files] == [f"run-{name}.wandb"] * 2
-    (state,) = folder.glob("run/checkpoints/step_*/state.json")
-    assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
-    first, second, third, hung = [line for line in ended.output.splitlines() if "W&B" in line]
+    first, _, hung = [line for line in ended.output.splitlines() if "W&B" in line]
     assert first.startswith("W&B offline (")
-    assert second.startswith("W&B offline \N{MIDDLE DOT} ")
-    assert third.startswith("W&B offline")
     assert hung.startswith("W&B: the upload did not finish (no end after")
-    folders = [(folder / "here" / line.partition("wandb sync ")[2]).resolve() for line in (first, second)]
-    assert folders == [path.parent.resolve() for path in files]

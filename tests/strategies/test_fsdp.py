@@ -73,34 +73,6 @@ def test_the_arrays_of_a_training_lie_as_they_were_laid_out() -> None:
     assert np.abs(head - module.head.kernel[...]).max() > 0
 
 
-class Shapes(jl.TrainModule):
-    """One parameter of each awkward shape, each in the loss."""
-
-    def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
-        key = jax.random.key(0)
-        self.weights = nnx.List([nnx.Param(jax.random.normal(key, shape)) for shape in shapes])
-
-    def training_step(self, batch: jax.Array) -> jax.Array:
-        return sum((jnp.mean(w[...] ** 2) for w in self.weights), jnp.zeros(())) * batch.mean()
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(1.0)
-
-
-AWKWARD = ((1257, 96), (1025, 64), (10,), (7, 13), (30, 68), (31, 60))
-
-
-@pytest.mark.full
-def test_shapes_that_do_not_divide_train() -> None:
-    trainer = fit(jl.lazy(Shapes, AWKWARD), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
-    weights = trainer.state.params["weights"]
-    shards = [weights[i].sharding.shard_shape(shape) for i, shape in enumerate(AWKWARD)]
-    assert shards == [(1257, 12), (1025, 8), (10,), (7, 13), (15, 17), (31, 15)]
-    for i, shape in enumerate(AWKWARD):
-        start = jax.random.normal(jax.random.key(0), shape)
-        np.testing.assert_allclose(weights[i], start - 2 * start / start.size, rtol=1e-5, atol=1e-7)
-
-
 OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),  # rows and columns of moments, all of them small
     "muon": optax.contrib.muon(1e-2),

@@ -73,16 +73,12 @@ def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, ver
         outputs_of(verb, module, make_batches(rows), strategy)
 
 
-PREDICTIONS: dict[str, Step] = {
-    "transposed": lambda module, batch: {"transposed": batch["x"].T},
-    "spread": lambda module, batch: {"rows": batch["x"], "spread": batch["x"].std()},
-}
-
-
 @pytest.mark.parametrize(("strategy", "name"), [("shard_map", "transposed"), ("pmap", "spread")])
 def test_predictions_that_are_no_rows_are_refused_by_their_name(strategy: str, name: str) -> None:
+    values: dict[str, Step] = {"transposed": lambda m, batch: batch["x"].T, "spread": lambda m, batch: batch["x"].std()}
+    step = lambda module, batch: {"rows": batch["x"], name: values[name](module, batch)}  # noqa: E731
     with pytest.raises(ModuleError, match=f"predict_step returned {name}, float32"):
-        outputs_of("predict", returning(PREDICTIONS[name]), make_batches(32), strategy)
+        outputs_of("predict", returning(step), make_batches(32), strategy)
 
 
 def two_loaders() -> list[list[dict[str, np.ndarray]]]:

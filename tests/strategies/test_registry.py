@@ -1,6 +1,5 @@
 """Strategies by name: one that a user registers, the names that there are, and what `auto` chooses."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,23 +17,18 @@ import jaxlit as jl
 from jaxlit.errors import ArgumentError
 
 
-@pytest.fixture
-def columns() -> Iterator[type[jl.Strategy]]:
-    """Register a strategy for one test."""
-
-    @jl.register_strategy("columns")
+def test_a_registered_name_is_a_strategy_and_taken() -> None:
     class Columns(jl.strategies.DDP):
         """Stands for one that splits in its own way."""
 
-    yield Columns
-    del registered_strategies["columns"]
-
-
-def test_a_registered_name_is_a_strategy_and_taken(columns: Any) -> None:
-    assert type(make_trainer(strategy="columns").strategy) is columns
-    for name in ("columns", "ddp"):
-        with pytest.raises(ValueError, match="the name is taken"):
-            jl.register_strategy(name)
+    try:
+        jl.register_strategy("columns")(Columns)
+        assert type(make_trainer(strategy="columns").strategy) is Columns
+        for name in ("columns", "ddp"):
+            with pytest.raises(ValueError, match="the name is taken"):
+                jl.register_strategy(name)
+    finally:
+        del registered_strategies["columns"]
     with pytest.raises(TypeError, match=r"takes a subclass of jaxlit\.Strategy"):
         jl.register_strategy("mine")(Mean)  # type: ignore[type-var]
 

@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.journal import hooks
-from kit.line import START, Line, assert_weights, by_hand, make_batches, outputs_of
+from kit.line import Line, make_batches, outputs_of
 from kit.modules import Linear
 from kit.trainers import REPLICAS, fit, make_trainer, thinned
 
@@ -28,38 +26,55 @@ def test_gradients_are_the_mean_over_replicas(strategy: str) -> None:
     np.testing.assert_allclose(grads["bias"], 2 * error.mean(0), rtol=1e-5)
 
 
-class Noisy(jl.TrainModule):
-    """Returns the dropout mask that each row saw."""
+class Stacked(Line):
+    """Three dropouts that nnx.vmap has built, and so one stack of three keys."""
 
     def __init__(self, *, rngs: nnx.Rngs) -> None:
-        self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.scale = nnx.Param(jnp.ones(()))
+        super().__init__()
 
-    def training_step(self, batch: jax.Array) -> dict[str, jax.Array]:
-        mask = self.dropout(jnp.ones_like(batch))
-        return {"loss": (self.scale[...] * mask * batch).mean(), "mask": mask}
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def build(rngs: nnx.Rngs) -> nnx.Dropout:
+            return nnx.Dropout(0.5, rngs=rngs)
 
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.0)
+        self.drop = build(rngs)
+
+    def masks(self, x: jax.Array) -> jax.Array:
+        """Return the three masks of a batch, rows first."""
+        apply = nnx.vmap(lambda drop, x: drop(x), in_axes=(0, None), out_axes=0)
+        return jnp.swapaxes(apply(self.drop, jnp.ones((x.shape[0], 16))), 0, 1)
+
+    def training_step(self, batch: Any) -> Any:
+        return {"loss": self.loss(batch), "masks": self.masks(batch["x"])}
+
+    def validation_step(self, batch: Any) -> Any:
+        return {"masks": self.masks(batch["x"])}
 
 
-def masks_of(strategy: str, rows: int = 16) -> tuple[list[np.ndarray], Noisy]:
-    masks, module = list[np.ndarray](), Noisy(rngs=nnx.Rngs(0))
-    keep = hooks(on_train_batch_end=lambda t, m, outputs, *_: masks.append(np.asarray(outputs["mask"])))
-    fit(module, [np.ones((rows, 64), np.float32)] * 2, None, keep, strategy=strategy)
-    return masks, module
+def keys_of(module: Any) -> list[np.ndarray]:
+    return [np.asarray(jax.random.key_data(x[...])) for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngKey)]
+
+
+def masks_of(strategy: str, rows: int = 16) -> tuple[np.ndarray, Stacked]:
+    """Return what two batches drew, (batch, row, layer, 16), and the module."""
+    module = Stacked(rngs=nnx.Rngs(0))
+    outputs = outputs_of("fit", module, make_batches(rows, rows), strategy)
+    return np.stack([result["masks"] for result in outputs]), module
 
 
 @pytest.mark.parametrize("strategy", thinned(REPLICAS, "pmap"))
 def test_each_replica_draws_its_own_dropout_mask(strategy: str) -> None:
     masks, module = masks_of(strategy)
-    assert len({replica.tobytes() for replica in masks[0].reshape(8, 2, 64)}) == 8
-    assert (masks[0] != masks[1]).any()
+    assert set(np.unique(masks)) == {0.0, 2.0}
+    # 96 draws of 16 bits each: equal ones would be a key that was used twice.
+    assert len(np.unique(masks.reshape(-1, 16), axis=0)) > 90
     np.testing.assert_array_equal(masks, masks_of("shard_map")[0])
     # The keys leave the step unfolded, and counts advance.
-    fresh = Noisy(rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(keys_of(module), keys_of(fresh))
-    assert int(module.dropout.rngs.count[...]) == int(fresh.dropout.rngs.count[...]) + 2
+    keys = keys_of(Stacked(rngs=nnx.Rngs(0)))
+    assert [x.shape[0] for x in keys] == [3]
+    np.testing.assert_array_equal(keys_of(module), keys)
+    (count,) = [x[...] for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngCount)]
+    np.testing.assert_array_equal(np.asarray(count), [2, 2, 2])
 
 
 def test_equal_masks_are_refused_if_keys_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,51 +158,6 @@ def test_a_batch_spec_of_a_replica_strategy_is_refused() -> None:
         type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})().setup()
 
 
-class Stacked(Line):
-    """Three dropouts that nnx.vmap has built, and so one stack of three keys."""
-
-    def __init__(self, *, rngs: nnx.Rngs) -> None:
-        super().__init__()
-
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=(0,), out_axes=0)
-        def build(rngs: nnx.Rngs) -> nnx.Dropout:
-            return nnx.Dropout(0.5, rngs=rngs)
-
-        self.drop = build(rngs)
-
-    def masks(self, x: jax.Array) -> jax.Array:
-        """Return the three masks of a batch, rows first."""
-        apply = nnx.vmap(lambda drop, x: drop(x), in_axes=(0, None), out_axes=0)
-        return jnp.swapaxes(apply(self.drop, jnp.ones((x.shape[0], 16))), 0, 1)
-
-    def training_step(self, batch: Any) -> Any:
-        return {"loss": self.loss(batch), "masks": self.masks(batch["x"])}
-
-    def validation_step(self, batch: Any) -> Any:
-        return {"masks": self.masks(batch["x"])}
-
-
-def keys_of(module: Any) -> list[np.ndarray]:
-    return [np.asarray(jax.random.key_data(x[...])) for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngKey)]
-
-
-@pytest.mark.parametrize("strategy", thinned(["shard_map", "pmap"], "shard_map"))
-def test_stacked_dropouts_draw_a_mask_for_each_replica(strategy: str) -> None:
-    module, batches = Stacked(rngs=nnx.Rngs(0)), make_batches(16, 16)
-    keys = keys_of(module)
-    assert [x.shape[0] for x in keys] == [3]
-    # (batch, row, layer, 16)
-    masks = np.stack([result["masks"] for result in outputs_of("fit", module, batches, strategy)])
-    assert set(np.unique(masks)) == {0.0, 2.0}
-    # 96 draws of 16 bits each: equal ones would be a key that was used twice.
-    assert len(np.unique(masks.reshape(-1, 16), axis=0)) > 90
-    assert_weights(module, by_hand(START, [[b] for b in batches]))
-    np.testing.assert_array_equal(keys_of(module), keys)
-    (count,) = [x[...] for _, x in nnx.iter_graph(module) if isinstance(x, nnx.RngCount)]
-    np.testing.assert_array_equal(np.asarray(count), [2, 2, 2])
-
-
 @pytest.mark.parametrize("strategy", thinned(["single", "pmap", "simulate:8"], "pmap"))
 def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
     for result in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
@@ -222,7 +192,8 @@ def test_dropout_under_remat_or_jit_drops_the_same(strategy: str) -> None:
         np.testing.assert_array_equal(keys_of(module), keys)
     np.testing.assert_allclose(weights[nnx.remat], weights[plainly], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(weights[nnx.jit], weights[plainly], rtol=1e-6, atol=1e-6)
-    assert np.abs(weights[plainly] - by_hand(START, [[b] for b in batches])).max() > 1e-3  # it has dropped
+    make_trainer(strategy=strategy).fit(whole := Line(), batches)
+    assert np.abs(weights[plainly] - whole.w[...]).max() > 1e-3  # it has dropped
 
 
 @pytest.mark.parametrize(
