@@ -58,6 +58,7 @@ class PredictionWriter(Callback):
         self._partial = partial  # the folder that is written to, in the first process
         self._loader = 0  # the index of the rows' loader
         self._rows: list[dict[str, np.ndarray]] = []  # of the next file
+        self._kinds: dict[int, dict[str, Any]] = {}  # by loader, the dtype (texts: kind) and row shape of leaves
         self._pending: list[tuple[int, Any]] = []  # a loader's index, and outputs that are not read yet
 
     @staticmethod
@@ -116,10 +117,11 @@ class PredictionWriter(Callback):
             # numpy's kind of bfloat16 is "V".
             rows = {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in rows.items()}
             counts = {x.shape[:1] for x in rows.values()}
-            if len(counts) != 1 or () in counts:
+            kinds = {name: (x.dtype.kind if x.dtype.kind in "US" else x.dtype, x.shape[1:]) for name, x in rows.items()}
+            if len(counts) != 1 or () in counts or kinds != self._kinds.setdefault(loader, kinds):
                 raise DataError(
-                    "PredictionWriter: predict_step must return arrays with one row for each row of the batch, got "
-                    f"{shown(rows)}. Leave out what has no rows."
+                    "PredictionWriter: predict_step must return arrays with one row for each row of the batch, of the "
+                    f"same shapes and dtypes in all batches, got {shown(rows)}. Pad them, or leave out what has none."
                 )
             num_bytes = sum(x.nbytes for x in rows.values())
             if loader != self._loader or num_bytes * (len(self._rows) + 1) > _FILE_BYTES:

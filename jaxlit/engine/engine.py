@@ -24,6 +24,7 @@ from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
 from jaxlit.distributed.job import same_job
+from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
 from jaxlit.engine.creation import epoch_starter, init_state
 from jaxlit.engine.state import StateSpec, WindowBackup, state_spec
@@ -95,6 +96,9 @@ class Engine:
         self._restored: Table | None = None  # the training metrics of a checkpoint
         # Of an evaluation: by index, an array of the module and the one in the state that was placed from it.
         self._placed: dict[int, tuple[Any, jax.Array]] = {}
+        if options is None and not take_ownership:  # else the module's arrays are overwritten, and show nothing
+            leaves = self.state.module_leaves(module)
+            self._placed = {i: (leaf.get_raw_value(), self.state.leaves[i]) for _, leaf, i in leaves}
         self._applied: dict[Callable, tuple[Callable, Reads]] = {}
         self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}  # of recent runs, the last used at the end
         self._evaluations: dict[_Key, _EvalProgram] = {}  # of this run
@@ -127,12 +131,14 @@ class Engine:
         state, engine._placed = engine.state, dict(self._placed)
         for _, leaf, i in [] if module is None else state.module_leaves(module):
             array = leaf.get_raw_value()
+            data = jax.random.key_data(array) if is_key(array) else array
             known, placed = self._placed.get(i, (None, None))
             # A numpy array may have been written to in place: its identity shows nothing.
-            if array is known and placed is state.leaves[i] and isinstance(array, jax.Array):
+            is_placed = array is known and placed is state.leaves[i] and isinstance(array, jax.Array)
+            if is_placed or data is state.leaves[i]:  # after a fit the module has the arrays of the state
                 continue
-            # Nothing is copied of an array that is already in its shards, as no evaluation donates it.
-            data = jax.random.key_data(array) if is_key(array) else array
+            if not getattr(data, "is_fully_addressable", True):  # jax moves no array to devices of other processes
+                data = fetch(data)
             # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.
             state.put(i, data.astype(state.spec.arrays[i].dtype))
             engine._placed[i] = (array, state.leaves[i])

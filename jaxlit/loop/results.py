@@ -26,7 +26,6 @@ _NO_STEPS = StepTable(Table([]), (), guarded=False)
 TRACED = "trace_step"  # where a callback's traced values come from
 _REDUCE: dict[str, Callable[[float, float], float]] = {"min": min, "max": max}  # all others add up
 _UNREAD = 64  # values of a metric that stay on the device: an older one is ready, and reading it waits for nothing
-_LATER = 8192  # values of a metric that may still be undone, at least as many as steps are not known to be finite
 # The batch that a value belongs to, counted from the one that comes next: that of an end hook is done, and what hooks
 # log after the last batch of an epoch is logged again by a resume from there.
 _BATCH_OF = {"on_train_batch_end": -1, TRACED: -1, "on_train_epoch_end": 1, "on_train_end": 1}
@@ -143,6 +142,11 @@ class Results:
         if metric.on_step:
             self._slots[metric.name + suffix] = Slot(metric, value, logged=False, number=self._count)
 
+    def drop(self, value: Any) -> None:
+        """Forget a metric's value that hooks had logged."""
+        for name in [name for name, slot in self._slots.items() if slot.value is value]:
+            del self._slots[name]
+
     def clear(self) -> None:
         """Forget everything."""
         self.latest = self.newest_loss = None
@@ -236,8 +240,6 @@ class Total:
         self.waiting.append(Logged(batch, value, weight))
         if len(self.waiting) > _UNREAD:
             self.waiting[-_UNREAD] = self.waiting[-_UNREAD].read()
-        if len(self.waiting) > _LATER:
-            self.settle(self.waiting[_LATER // 2].batch)
 
     def __float__(self) -> float:
         total, weight = self._sum(math.inf)
@@ -254,11 +256,6 @@ class Total:
     def forget(self, batch: int) -> None:
         """Drop the values of a batch and of those after it."""
         self.waiting = [logged for logged in self.waiting if logged.batch < batch]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no value is left."""
-        return self.total is None and not self.waiting
 
     def state_dict(self, batch: int) -> dict[str, Any] | None:
         """Return the sum over the batches before one, None if they have no value; waits for the device."""
@@ -408,8 +405,9 @@ class HostLog:
         for totals in (self.window, self.epoch):
             for name, total in list(totals.items()):
                 total.forget(batch)
-                if total.is_empty:
+                if total.total is None and not total.waiting:
                     del totals[name]
+                    self._results.drop(total)
 
     def take_window(self) -> dict[str, Total]:
         """Return the values of the optimizer step that ended, by their names in rows, and begin the next."""

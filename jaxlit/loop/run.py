@@ -157,7 +157,9 @@ class Run:
         log = self.hooks.log
         starts[:] = [start for start in starts if start[0] >= step]
         if log.epoch or log.window:
-            undone = position.batch_idx - starts[0][1] if starts else 0
+            # Steps after `step` may not be done yet: reading what their hooks have logged would wait for them.
+            later = (position.global_step - step) * self.accumulation.batches + position.filled
+            undone = position.batch_idx - starts[0][1] if starts else min(later, position.batch_idx)
             log.settle(position.total_batch_idx - undone)
 
     @property

@@ -37,13 +37,15 @@ def fit(run: Run) -> None:
             run.hooks("on_train_end")
     except BaseException as error:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
-        if isinstance(error, Exception):
-            with contextlib.suppress(Exception):  # the last row, if the device still has it
-                log_pending(run)
-        with contextlib.suppress(Exception):  # the device may be what failed
-            end_before_bad_step(run, error)
-        end_at_safe_point(run)
-        write_requested_at(run, error)
+        try:  # a second Ctrl-C may come while these wait for the device
+            if isinstance(error, Exception):
+                with contextlib.suppress(Exception):  # the last row, if the device still has it
+                    log_pending(run)
+            with contextlib.suppress(Exception):  # the device may be what failed
+                end_before_bad_step(run, error)
+        finally:
+            end_at_safe_point(run)
+            write_requested_at(run, error)
         raise
 
 
@@ -184,6 +186,8 @@ def log_step(run: Run, rows: list[Row] | None) -> None:
     # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
     if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
         check_finite(run)
+    elif run.engine.nan_policy != "raise":  # no step is undone: what hooks logged before the newest is added up
+        run.settle(position.global_step - 1)
 
 
 def validate(run: Run) -> None:

@@ -183,7 +183,7 @@ def test_outputs_that_are_no_rows_are_refused(case: str) -> None:
 
 def test_rows_of_other_shapes_are_an_error() -> None:
     other = [{"x": np.zeros((8, width), np.float32)} for width in (3, 2)]
-    with pytest.raises(ValueError, match="must match exactly"):
+    with pytest.raises(DataError, match="of the same shapes and dtypes in all batches"):
         predict(module(base=Linear, predict=lambda self, batch: batch["x"]), other, PredictionWriter("made"))
     assert os.listdir(".") == []
 

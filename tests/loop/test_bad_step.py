@@ -250,6 +250,24 @@ def test_rows_and_hook_means_match_a_training_that_skips() -> None:
     assert table("parts") == table("whole")
 
 
+@pytest.mark.parametrize(("hook", "bad"), [("on_train_batch_end", 4), ("on_train_epoch_start", 0)])
+def test_values_that_hooks_log_at_steps_do_not_cost_the_checkpoint(hook: str, bad: int) -> None:
+    trainer = make_trainer(hooks(**{hook: lambda t, m, *_: m.log("x", 1.0, on_epoch=True)}), default_root_dir="run")
+    with pytest.raises(NonFiniteError):
+        trainer.fit(Mean(), spoilt(6, bad))
+    assert trainer.callback_metrics.get("x", 1.0) == 1.0
+    assert names() == [f"step_0000000{bad}"] * (bad > 0)
+
+
+def test_a_ctrl_c_while_an_error_is_handled_leaves_a_trainer_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxlit.loop.train.end_before_bad_step", raising(KeyboardInterrupt))
+    trainer = make_trainer(at_batch(2, raising(RuntimeError, "mine")), **BARE)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(Mean(), numbered(4))
+    trainer.save_checkpoint("after")
+    assert saved_state("after")["global_step"] == 3
+
+
 def test_a_checkpoint_of_the_same_step_gets_the_note() -> None:
     saver = ModelCheckpoint(every_n_train_steps=3)
     with pytest.raises(NonFiniteError):

@@ -106,7 +106,7 @@ def test_missing_callbacks_are_named_and_new_ones_are_empty(caplog: pytest.LogCa
     # Files are not part of training, and a bar without a state loses nothing.
     train(other, epochs=2, resume="auto", logger=False, enable_progress_bar=False)
     (message,) = [r.getMessage() for r in caplog.records if "not among the callbacks" in r.getMessage()]
-    assert "keeps the state of Counter, which" in message
+    assert "has the state of Counter, which" in message
     assert other.calls == ["on_load_checkpoint 3", "on_fit_start 0"] and other.count == 3
 
 
