@@ -90,13 +90,13 @@ class CSVLogger(Logger):
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Drop the rows that training will repeat."""
-        if self._target is not None and (old := self._target.with_name("metrics.jsonl")).exists():
-            _logger.warning("%s, of an earlier jaxlit, is not continued: new rows are in %s only.", old, self.filename)
         # A checkpoint before a step that was not finite counts rows of later steps, which were undone.
         self._drop(checkpoint["global_step"], undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Drop the rows of a training that left no checkpoint and starts again."""
+        if self._target is not None and (old := self._target.with_name("metrics.jsonl")).exists():
+            _logger.warning("%s, of an earlier jaxlit, is not continued: new rows are in %s only.", old, self.filename)
         if trainer.resume == "auto" and not trainer.global_step and self.path is None:
             self._drop(0)
 
@@ -149,7 +149,7 @@ class CSVLogger(Logger):
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """Return the complete rows of the file, and set its columns; refuse a file of another program."""
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         complete, _, torn = text.rpartition("\n")
         reader = csv.DictReader(io.StringIO(complete or torn or "step,epoch"))
         self._columns = list(reader.fieldnames or ())

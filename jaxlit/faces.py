@@ -143,7 +143,8 @@ _patching = threading.Lock()
 def lazy_imports(face: dict[str, Any]) -> Iterator[None]:
     """Put off each `from module import name` of the block until the face is asked for the name.
 
-    Type checkers and readers see imports like any other. `etils.epy.lazy_api_imports` does the same.
+    Type checkers and readers see imports like any other; plain ones would cost each `import jaxlit` half a second.
+    `etils.epy.lazy_api_imports` does the same.
 
     Args:
         face: The globals of the package; also gets a `__dir__` and a `__getattr__`.

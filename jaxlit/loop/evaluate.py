@@ -17,7 +17,7 @@ from jaxlit.loop.run_data import Loader, batches_or_inf
 
 
 @dataclass
-class Found:
+class Evaluation:
     """What an evaluation has found so far."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)  # of the loaders
@@ -54,58 +54,61 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     hooks = run.hooks
     log = run.hooks.log
     part = run.begin("evaluation")
-    now = Found()
+    evaluation = Evaluation()
     log.begin_evaluation()
     hooks(f"on_{stage}_start")
     hooks(f"on_{stage}_epoch_start")
     for idx, loader in enumerate(loaders):
         log.loader = idx if len(loaders) > 1 else None
-        run_loader(run, stage, idx, loader, now, keep=False)
+        run_loader(run, stage, idx, loader, evaluation, keep=False)
         if run.control.interrupted:  # a resume begins it again
             run.begin(part)
             return []
-        end_loader(run, idx, now)
+        end_loader(run, idx, evaluation)
     log.loader = None  # the hooks below log for all loaders
     hooks(f"on_{stage}_epoch_end")
     for total in log.take_evaluation(None):  # of hooks outside of the loaders: in the metrics of each
-        _put(now, total.metric, total.metric.epoch_name, float(total), now.metrics)
+        _put(evaluation, total.metric, total.metric.epoch_name, float(total), evaluation.metrics)
     if not run.control.sanity_checking:
         if run.data.is_fit:
             run.position.validated = True  # before the row, so that an error in a logger brings no second one
-        log_row(run, now.row, max(run.position.global_step - 1, 0))
+        log_row(run, evaluation.row, max(run.position.global_step - 1, 0))
     hooks(f"on_{stage}_end")
     run.begin(part)
-    return now.metrics
+    return evaluation.metrics
 
 
-def end_loader(run: Run, idx: int, now: Found) -> None:
+def end_loader(run: Run, idx: int, evaluation: Evaluation) -> None:
     """Show a loader's metrics, of its steps and of its batch hooks.
 
     Raises:
         LogError: A name has two values.
     """
-    now.metrics.append({})
+    evaluation.metrics.append({})
     values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(idx)]
-    if now.sums is not None:  # an empty loader has no metrics
-        values = [*zip(now.table.metrics, now.table.read(fetch(now.sums[0])), strict=True), *values]
+    if evaluation.sums is not None:  # an empty loader has no metrics
+        values = [
+            *zip(evaluation.table.metrics, evaluation.table.read(fetch(evaluation.sums[0])), strict=True),
+            *values,
+        ]
     for metric, value in values:
         if metric.on_epoch:
             end = run.hooks.log.suffix(metric)
-            _put(now, metric, metric.epoch_name + end, value, now.metrics[-1:])
+            _put(evaluation, metric, metric.epoch_name + end, value, evaluation.metrics[-1:])
             run.results.put_epoch(metric, value, end)
-    now.sums = now.table = None
+    evaluation.sums = evaluation.table = None
 
 
-def _put(now: Found, metric: Metric, name: str, value: float, loaders: list[dict[str, float]]) -> None:
+def _put(evaluation: Evaluation, metric: Metric, name: str, value: float, loaders: list[dict[str, float]]) -> None:
     """Add a value to the metrics of some loaders and to the row."""
-    if any(name in metrics for metrics in now.metrics):  # of all loaders
+    if any(name in metrics for metrics in evaluation.metrics):  # of all loaders
         raise LogError(
             f"self.log({metric.name!r}, ...) gives {name!r} to two values, of two loaders or of a step and a hook. "
             "Rename one of them, or leave add_dataloader_idx=False out."
         )
     for metrics in loaders:
         metrics[name] = value
-    now.row |= {name: value} if metric.logger else {}
+    evaluation.row |= {name: value} if metric.logger else {}
 
 
 def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list[list[Any]]:
@@ -118,13 +121,13 @@ def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list
     run.control.num_predict_batches = [batches_or_inf(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
     run.hooks("on_predict_epoch_start")
-    outputs = [run_loader(run, stage, idx, loader, Found(), keep=keep) for idx, loader in enumerate(loaders)]
+    outputs = [run_loader(run, stage, idx, loader, Evaluation(), keep=keep) for idx, loader in enumerate(loaders)]
     run.hooks("on_predict_epoch_end")
     run.hooks("on_predict_end")
     return outputs
 
 
-def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, keep: bool) -> list[Any]:
+def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evaluation, *, keep: bool) -> list[Any]:
     """Run an evaluation step over one loader.
 
     Returns:
@@ -142,14 +145,16 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, ke
     waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
-            sums = first_sums(run, now, stage, number)  # compiling needs a batch, so an empty loader compiles nothing
+            sums = first_sums(
+                run, evaluation, stage, number
+            )  # compiling needs a batch, so an empty loader compiles nothing
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)
         sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
-        now.sums = sums
+        evaluation.sums = sums
         if values is not None:
-            run.results.show_evaluation(now.table, values, hooks.log.suffix)
+            run.results.show_evaluation(evaluation.table, values, hooks.log.suffix)
         if ends is not None:
             ends(outputs, batch.host, batch.index, idx)
         if keep:
@@ -163,12 +168,12 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, now: Found, *, ke
         if run.control.interrupted:
             break
     # A loader that had batches before and none now is used up; one that never had any was warned of at the start.
-    if now.sums is None and source.gave and not run.control.interrupted:
+    if evaluation.sums is None and source.gave and not run.control.interrupted:
         raise source.empty()
     return outputs_on_host + ([_to_host(*waiting)] if waiting is not None else [])
 
 
-def first_sums(run: Run, now: Found, stage: str, loader: int | None) -> list[Any]:
+def first_sums(run: Run, evaluation: Evaluation, stage: str, loader: int | None) -> list[Any]:
     """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
     engine = run.engine
     part = run.begin("compile")
@@ -176,9 +181,9 @@ def first_sums(run: Run, now: Found, stage: str, loader: int | None) -> list[Any
     run.begin(part)
     traced = engine.eval_trace(stage, loader)
     run.control.predict_outputs = traced.outputs if stage == "predict" else None
-    now.table = traced.table
-    now.sums = engine.eval_sums(stage, loader)
-    return now.sums
+    evaluation.table = traced.table
+    evaluation.sums = engine.eval_sums(stage, loader)
+    return evaluation.sums
 
 
 def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:

@@ -370,10 +370,15 @@ def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get
 
 
+def _setter(name: str) -> Callable[[Any, Any], None]:
+    """Return what sets an argument from now on."""
+    return lambda trainer, value: trainer._session.set(name, value)
+
+
 for _name in Arguments.__annotations__.keys() - vars(TrainerProperties).keys():
     _get = operator.attrgetter("_session.strategy.mesh" if _name == "mesh" else f"_session.settings.{_name}")
-    _set = lambda trainer, value, name=_name: trainer._session.set(name, value)  # noqa: E731
-    setattr(TrainerProperties, _name, property(_get, _set, doc=f"The argument `{_name}`, as the runs use it."))
+    _argument = property(_get, _setter(_name), doc=f"The argument `{_name}`, as the runs use it.")
+    setattr(TrainerProperties, _name, _argument)
 for _name, _value in [*vars(TrainerProperties).items()]:
     if isinstance(_value, property) and _value.fget is not None:
         setattr(TrainerProperties, _name, property(_noting(_name, _value.fget), _value.fset, doc=_value.__doc__))

@@ -387,7 +387,7 @@ class Session:
         # After setup, where a callback makes what its state goes into, before the hooks of loaders.
         if stage.method == "fit" and resume is not None:
             # Without these a training is the same: their state is about files.
-            silent = ("ModelCheckpoint", "CSVLogger", "JSONLLogger")
+            silent = ("ModelCheckpoint", "CSVLogger")
             not_taken = snapshot.load_callbacks(hooks, resume.checkpoint.state)
             ignored = [key for key in not_taken if not key.startswith(silent)]
             if ignored:

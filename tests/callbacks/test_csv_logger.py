@@ -299,11 +299,11 @@ def test_a_resume_without_state_drops_rows_by_their_step(begin):
     assert [row["step"] for row in read()] == [0, 1, 2]
 
 
-def test_a_resume_says_that_rows_of_a_jsonl_file_are_not_continued(begin, caplog):
-    log(begin(), 0)
+def test_a_fit_says_that_rows_of_a_jsonl_file_are_not_continued(caplog):
+    Path("run").mkdir()
     Path("run/metrics.jsonl").write_text('{"step": 0}\n')
     with caplog.at_level(logging.WARNING, "jaxlit"):
-        resume(begin, None, global_step=1)
+        train("run", max_epochs=1)
     assert "run/metrics.jsonl, of an earlier jaxlit, is not continued: new rows are in metrics.csv only." in caplog.text
 
 

@@ -1,6 +1,6 @@
 """Two real processes with four devices each: what they do together is what one process does with eight.
 
-What they tell each other is tested with threads: test_exchange.py, tests/data/test_batch_validator.py.
+What they tell each other is tested with threads: test_team.py, tests/data/test_batch_validator.py.
 """
 
 import contextlib
