@@ -143,7 +143,7 @@ class BatchValidator:
     def _new_kind(self, key: Any, batch: Any) -> _Kind:
         """Check a batch of a new kind."""
         check_batch(batch, self.argument)
-        named = named_leaves(batch)
+        named = batch_leaves(batch)
         example = abstract_batch(jax.tree.map(np.asarray, batch))
         dtypes = [x.dtype for x in jax.tree.leaves(example)]  # as the step takes it: int64 and int32 compile it once
         shown = {name: f"{dtype}{list(np.shape(x))}" for (name, x), dtype in zip(named, dtypes, strict=True)}
@@ -284,7 +284,7 @@ def check_batch(batch: Any, argument: str) -> None:
         raise DataError(f"{argument}: the batch has 0 rows ({sizes}). Leave empty batches out.")
 
 
-def named_leaves(batch: Any) -> list[tuple[str, Any]]:
+def batch_leaves(batch: Any) -> list[tuple[str, Any]]:
     """Return the leaves of a batch, each with its name as a user writes it: `batch['x'][0]`."""
     return [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
 
@@ -348,7 +348,7 @@ class Agreement:
         """Compare the first batches of all processes, and return the rows of each."""
         argument, loader = self._argument, self._loader
         is_shared = type(loader) is ArrayLoader
-        kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in named_leaves(batch)}
+        kinds = {name: f"{x.dtype}{list(x.shape[1:])}" for name, x in batch_leaves(batch)}
         kinds |= loader.fingerprint if is_shared else {}
         digest = hashlib.sha256()
         for x in jax.tree.leaves(batch):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxlit.checkpoints.files import Checkpoint, Resume, read
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.data.batch_validator import named_leaves
+from jaxlit.data.batch_validator import batch_leaves
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.run import Run, Start
 from jaxlit.loop.snapshot import load_engine
@@ -198,7 +198,7 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
 def _not_finite(batch: Any) -> list[str]:
     """Return the leaves of a batch that are not finite, with their rows."""
     texts = []
-    for name, leaf in named_leaves(batch):
+    for name, leaf in batch_leaves(batch):
         if not jnp.issubdtype((x := np.asarray(leaf)).dtype, jnp.inexact) or np.isfinite(x).all():
             continue
         rows = np.nonzero(~np.isfinite(x.reshape(len(x), -1)).all(1))[0].tolist() if x.ndim else []
