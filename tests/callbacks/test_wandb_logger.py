@@ -1,32 +1,26 @@
 """WandbLogger with the real SDK without network, read back by W&B's own reader."""
 
 import contextlib
-import importlib.metadata
-import json
-import os
-import signal
+import shutil
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import wandb
-from kit import wandb_runs
 from kit.batches import numbered
 from kit.by_hand import mean
 from kit.checkpoints import names
-from kit.journal import hooks, without_rates
+from kit.journal import hooks
 from kit.modules import Mean, module
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import thinned
-from kit.wandb_runs import PIXELS, STEP, Wide, data, history, records, run_files, summary, trainer_of
+from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
-from PIL import Image
 
 import jaxlit as jl
-from jaxlit.callbacks import GradientNorm, ModelCheckpoint, WandbLogger
+from jaxlit.callbacks import ModelCheckpoint, WandbLogger
 from jaxlit.errors import ArgumentError, LoggerError
 
 CALLS = {
@@ -68,7 +62,7 @@ def test_an_evaluation_has_a_run_with_the_config_of_its_module(stage):
     )
     (row,) = history()
     assert row[{"validate": "val", "test": "test"}[stage]] == 1.5  # the mean of batches 1 and 2
-    assert summary()["config"]["num_params"] == model.kernel.size == 120
+    assert summary()["config"]["num_params"] == model.kernel.size == START.size
     metrics = [record["metric"] for record in records() if record["type"] == "metric"]
     assert {m.get("glob_name") or m.get("name"): m.get("step_metric") for m in metrics} == {STEP: None, "*": STEP}
 
@@ -208,6 +202,31 @@ def test_many_fits_leave_no_threads():
     assert sorted(thread.name for thread in set(threading.enumerate()) - before) == []
 
 
+def test_offline_media_and_a_copy_of_each_checkpoint_are_kept():
+    def log(trainer, model):
+        for name, given in CALLS.items():
+            getattr(trainer.logger, name)(*given)
+        trainer.logger.log_hyperparams({"later": 1})
+
+    result = {}
+    # Before the logger, which sends each checkpoint as soon as it is there.
+    saved = lambda t, m, callback, path: result.update({path.name: files_of(path)})  # noqa: E731
+    logger = WandbLogger(offline=True, log_model="all", watch="all", watch_every_n_steps=1)
+    saves = ModelCheckpoint(monitor="loss", every_n_train_steps=1, save_top_k=-1)
+    run_stage(trainer_of(hooks(on_checkpoint_saved=saved, on_train_end=log), logger, saves))
+    left = summary()
+    names = {given[0] for given in CALLS.values()} | {"gradients/w", "parameters/w", "best/loss"}
+    assert names <= left["summary"].keys() and left["config"]["later"] == 1
+    assert [*result] == ["step_00000001", "step_00000002"]
+    shutil.rmtree("run/checkpoints")
+    sent = [record["artifact"] for record in records() if record["type"] == "artifact"]
+    for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
+        (step,) = {*artifact["aliases"]} - {"latest", "best"}
+        copies = {entry["path"]: entry["local_path"] for entry in artifact["manifest"]["contents"]}
+        assert {name: Path(copy).read_bytes() for name, copy in copies.items()} == result.pop(step)
+    assert not result
+
+
 def test_another_process_than_the_first_has_no_run(monkeypatch, capsys):
     monkeypatch.setattr(jl.Trainer, "is_global_zero", False)
     logger = WandbLogger(offline=True)
@@ -229,186 +248,3 @@ def test_without_pillow_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     for name in ("log_image", "log_figure"):
         refuses(LoggerError, lambda name=name: getattr(WandbLogger(), name)(*CALLS[name]), "pip install pillow")
-
-
-def log_media(trainer, module):
-    logger, picture = trainer.loggers[0], PIXELS.copy()
-    logger.log_image("image", picture)
-    picture[:] = 0
-    logger.log_image("two", [Image.fromarray(PIXELS), PIXELS + 1], caption=["first", "second"])
-    logger.log_table("table", ["name", "value"], [("one", 1), [2, "two"], [None, 2.5]])
-    logger.log_histogram("histogram", np.array([[0.0, 1.0, 1.0], [4.0, np.nan, np.inf]]), bins=4)
-    logger.log_text("note", "a text")
-    logger.log_text("note", "another", step=7)
-    figure = Figure(figsize=(2, 1), dpi=100, facecolor="#ff0000")
-    logger.log_figure("figure", figure)
-    figure.set_facecolor("#00ff00")
-    logger.log_hyperparams({"later": 1, "hf_token": "planted"})
-
-
-def joined(rows):
-    """Return rows as the file has them: one for each step and epoch, with six digits."""
-    result = []
-    for exact in rows:
-        row = {name: x if x % 1 == 0 else float(f"{x:.6g}") for name, x in exact.items()}
-        same = result and all(result[-1].get(name) == row.get(name) for name in ("step", "epoch"))
-        result[-1:] = [result[-1] | row] if same else [*result[-1:], row]
-    return result
-
-
-def numbers(rows):
-    return [{"step": row.pop(STEP), **row} for row in rows if "epoch" in row]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Train and test with everything, and with a choice of checkpoints."""
-    folder = tmp_path_factory.mktemp("everything")
-    given = {"name": "shown", "group": "group", "job_type": "train", "tags": ["a", "b"], "notes": "why"}
-    config = {"extra": {"size": 3, "password": "planted"}, "strategy": "theirs"}
-    watch = {"watch": "all", "watch_every_n_steps": 2}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        logger = WandbLogger("project", offline=True, **given, config=config, log_model="all", **watch)
-        # At the same steps, so with the same names; what they know of themselves is different.
-        first = ModelCheckpoint("A", monitor="val/loss", save_top_k=-1)
-        second = ModelCheckpoint("B", monitor="val/other", mode="max", save_top_k=-1)  # by which the last is the best
-        callbacks = [logger, hooks(on_train_end=log_media), GradientNorm(), first, second]
-        trainer = trainer_of(*callbacks, max_epochs=3, default_root_dir="whole")
-        trainer.fit(Wide(), data(), data())
-        trainer.test(dataloaders=data())
-        for name, log_model in (("kept", True), ("best", "best")):
-            chooses = WandbLogger("project", offline=True, log_model=log_model)
-            saves = ModelCheckpoint(monitor="val/loss")
-            trainer = trainer_of(chooses, saves, max_epochs=3, default_root_dir=folder / name)
-            trainer.fit(Wide(), data(), data())
-    run, rows = folder / "whole", history(folder / "whole", 0)
-    losses = [row["val/loss"] for row in rows if "val/loss" in row]
-    assert losses == sorted(losses) and losses[0] < losses[-1]
-    return SimpleNamespace(folder=folder, run=run, id=logger.id, rows=rows, losses=losses)
-
-
-@pytest.mark.full
-def test_every_row_is_in_the_run_and_a_test_after_the_fit_adds_its_own(whole):
-    (expected, grads, _), rows = wandb_runs.by_hand(3), numbers(history(whole.run, 0) + history(whole.run, 1))
-    assert joined(rows) == wandb_runs.lines_of(whole.run)
-    norms = [row.pop("grad_norm") for row in rows if "grad_norm" in row]
-    assert norms == pytest.approx([float(np.linalg.norm(grad)) for grad in grads], rel=1e-4)
-    expected.append({"step": 5, "epoch": 3, "test/loss": whole.losses[-1]})
-    for row, wanted in zip(rows, expected, strict=True):
-        assert without_rates(row) == pytest.approx(wanted, rel=1e-4)
-    assert [path.stem for path in run_files(whole.run)] == [f"run-{whole.id}"] * 2
-
-
-@pytest.mark.full
-def test_the_run_has_its_description_config_and_best_values(whole):
-    result = summary(whole.run, 0)
-    (run,) = [record["run"] for record in records(whole.run, 0) if record["type"] == "run"]
-    given = {"project": "project", "display_name": "shown", "run_group": "group", "job_type": "train", "notes": "why"}
-    assert run.items() >= given.items() and run["tags"] == ["a", "b"] and run["resume"] is True
-    sent = [file["path"] for record in records(whole.run, 0) for file in record.get("files", {}).get("files", ())]
-    assert not [name for name in sent if "meta" in name], "the command line is sent"
-    config = result["config"]
-    trainer, versions = config.pop("trainer"), config.pop("versions")
-    assert (trainer["max_epochs"], trainer["strategy"], trainer["resume"]) == (3, "single", None)
-    assert trainer["callbacks"][:2] == ["WandbLogger", "Made"]
-    assert versions == {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "jaxlit")}
-    # The user's own names stay theirs.
-    assert config.pop("strategy") == "theirs" and config.pop("jaxlit/strategy").startswith("SingleDevice")
-    mesh = {"mesh": {"data": 1}, "devices": {"kind": "cpu", "count": 1, "processes": 1}, "num_params": 120}
-    secrets = {"api_key": "<redacted>", "extra": {"size": 3, "password": "<redacted>"}, "hf_token": "<redacted>"}
-    assert config == mesh | secrets | {"width": 3, "later": 1}
-    worst, best = whole.losses[-1], whole.losses[0]
-    expected = {"val/loss": {"min": best, "last": worst}, "val/other": {"max": worst, "last": worst}}
-    expected |= {"val/score": -worst, "best/val/loss": best, "best/val/other": worst}
-    expected["best/checkpoint"] = "step_00000002"
-    assert {name: result["summary"][name] for name in expected} == expected
-    assert summary(whole.run, 1)["summary"]["test/loss"] == worst
-
-
-@pytest.mark.full
-def test_media_are_kept_as_they_were_when_logged(whole):
-    folder = run_files(whole.run)[0].parent / "files"
-
-    def pixels(path):
-        with Image.open(folder / path) as image:
-            return np.asarray(image)
-
-    result = {key: value for row in whole.rows for key, value in row.items()}
-    for name, expected in (("image", [PIXELS]), ("two", [PIXELS, PIXELS + 1])):
-        for path, picture in zip(result[f"{name}.filenames"], expected, strict=True):
-            np.testing.assert_array_equal(pixels(path), picture, err_msg=name)
-    assert result["two.captions"] == ["first", "second"]
-    figure = pixels(result["figure.filenames"][0])
-    assert figure.shape[:2] == (100, 200) and (figure[..., :3] == [255, 0, 0]).all()
-    table = json.loads((folder / result["table.path"]).read_text())
-    assert (table["columns"], table["data"]) == (["name", "value"], [["one", 1], [2, "two"], [None, 2.5]])
-    assert (result["histogram.values"], result["histogram.bins"]) == ([1, 2, 0, 1], [0.0, 1.0, 2.0, 3.0, 4.0])
-    assert [(row["note"], row[STEP]) for row in whole.rows if "note" in row] == [("a text", 5), ("another", 7)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("kind", ["gradients", "parameters"])
-def test_watched_histograms_are_those_of_numpy(whole, kind):
-    rows = [row for row in whole.rows if f"{kind}/kernel.bins" in row]
-    assert [row[STEP] for row in rows] == [1, 3, 5]
-    _, grads, params = wandb_runs.by_hand(3)
-    for row in rows:
-        values = (grads if kind == "gradients" else params)[row[STEP]]
-        counts, edges = np.histogram(values, 64)
-        # No entry is so near to an edge that rounding could count it elsewhere.
-        assert np.sort(np.abs(values.reshape(-1, 1) - edges[1:-1]).ravel())[0] > 1e-5 * (edges[-1] - edges[0])
-        np.testing.assert_allclose(row[f"{kind}/kernel.bins"], edges, rtol=1e-4, atol=1e-5 * np.abs(edges).max())
-        assert row[f"{kind}/kernel.values"] == counts.tolist()
-
-
-@pytest.mark.full
-def test_every_checkpoint_is_kept_byte_for_byte(whole):
-    artifacts = wandb_runs.models(whole.run, 0)
-    for writer, (name, monitor, best) in {"A": ("", "val/loss", 1), "B": ("-1", "val/other", 3)}.items():
-        of_writer = [artifact for artifact in artifacts if artifact.name == f"model-{whole.id}{name}"]
-        for epoch, (artifact, score) in enumerate(zip(of_writer, whole.losses, strict=True), start=1):
-            name = f"step_{2 * epoch:08}"
-            assert artifact.files == wandb_runs.files_of(whole.folder / writer / name)
-            # By which the last is the best, each is the best when it is written.
-            assert artifact.aliases == {name, "latest", *(["best"] if best == 3 or epoch == 1 else [])}
-            assert artifact.metadata == {"step": 2 * epoch, "epoch": epoch, "monitor": monitor, "score": score}
-    assert len(artifacts) == 6
-
-
-@pytest.mark.full
-def test_log_model_chooses_the_checkpoints(whole):
-    both = {"step_00000002": {"best"}, "step_00000006": set()}
-    for name, expected in (("kept", both), ("best", {"step_00000002": {"best"}})):
-        artifacts = wandb_runs.models(whole.folder / name)
-        for artifact, (step, marks) in zip(artifacts, expected.items(), strict=True):
-            assert artifact.files == wandb_runs.files_of(whole.folder / name / "checkpoints" / step)
-            assert artifact.aliases - {"latest"} == {step, *marks}
-
-
-def fit_or_go_on():
-    def die(trainer, *rest):
-        if not begun[0] and trainer.global_step == 5:
-            trainer.checkpoint_callback.finish(trainer)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    begun = []
-    kills = hooks(on_train_start=lambda trainer, module: begun.append(trainer.global_step), on_train_batch_end=die)
-    saves = ModelCheckpoint(every_n_train_steps=2)
-    trainer = trainer_of(WandbLogger("project", offline=True), saves, kills, max_epochs=4, resume="auto")
-    trainer.fit(Wide(), data(), data())
-
-
-@pytest.mark.full
-def test_a_killed_training_goes_on_in_its_run(tmp_path):
-    killed = wandb_runs.start(fit_or_go_on, tmp_path)
-    assert killed.code == -signal.SIGKILL, killed.output + killed.errors
-    again = wandb_runs.start(fit_or_go_on, tmp_path)
-    assert (again.code, again.errors) == (0, ""), again.output + again.errors
-    (state, *_) = tmp_path.glob("run/checkpoints/step_*/state.json")
-    name = json.loads(state.read_text())["callbacks"]["WandbLogger"]["id"]
-    assert ids_in(tmp_path / "run") == [name] * 2
-    lines = wandb_runs.lines_of(tmp_path / "run")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6, 7]
-    # It continues at step 4.
-    assert joined(numbers(history(tmp_path / "run"))) == [line for line in lines if line["step"] >= 4]

@@ -23,6 +23,7 @@ from wandb.util import get_core_path
 import jaxlit as jl
 from kit.processes import Ended, launch
 from kit.trainers import make_trainer
+from kit.wandb_backend import Backend, ReceivedRun
 
 STEP = "trainer/global_step"
 PIXELS = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
@@ -83,18 +84,25 @@ def by_hand(epochs: int) -> tuple[list[dict[str, float]], list[np.ndarray], list
     return rows, grads, params
 
 
-def start(work: Callable[[], None], folder: Path, **env: str) -> Ended:
-    """Run a process that finds no settings of W&B but those of `env`."""
+def start(work: Callable[[], None], folder: Path, *, log_to: Backend | None, **env: str) -> list[Ended]:
+    """Run a process that finds no settings of W&B but a server, if there is one, and those of `env`."""
     own = {f"WANDB_{kind}_DIR": str(folder / kind.lower()) for kind in ("CACHE", "DATA", "CONFIG")}
     own |= {"HOME": str(folder), "NETRC": str(folder / "none")}
+    if log_to is not None:
+        own |= {"WANDB_BASE_URL": log_to.url, "WANDB_API_KEY": 40 * "a"}
     folder.mkdir(parents=True, exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")]:
             patch.delenv(name)
         for name, value in (own | env).items():
             patch.setenv(name, value)
-        (ended,) = launch(work, folder, count=1, devices=1, join=False)
-    return ended
+        return launch(work, folder, count=1, devices=1, join=False)
+
+
+def rows_of(run: ReceivedRun) -> list[dict[str, Any]]:
+    """Return the rows of numbers, without what W&B adds."""
+    rows = [{k: v for k, v in row.items() if not k.startswith("_")} for row in run.history]
+    return [{"step": row.pop(STEP), **row} for row in rows if "epoch" in row]
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -112,41 +120,30 @@ def run_files(folder: str | Path = "run") -> list[Path]:
     return sorted(Path(folder).glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def records(folder: str | Path = "run", index: int = -1) -> list[dict[str, Any]]:
-    """Return every record of a run that has ended, in order; of the newest if no index is given."""
+def records(folder: str | Path = "run") -> list[dict[str, Any]]:
+    """Return every record of the newest run that has ended, in order."""
     deadline = time.monotonic() + 60
     while True:  # the SDK writes the last of them a little after `finish`
-        result = [json.loads(line) for line in _inspect(folder, index).splitlines()]
+        result = [json.loads(line) for line in _inspect(folder).splitlines()]
         if "exit" in {record["type"] for record in result}:
             return result
-        assert time.monotonic() < deadline, f"the run {index} in {folder} has not ended"
+        assert time.monotonic() < deadline, f"the newest run in {folder} has not ended"
 
 
-def summary(folder: str | Path = "run", index: int = -1) -> dict[str, Any]:
-    """Return what a run that has ended comes to: its description, config, summary and exit code."""
-    records(folder, index)
-    return json.loads(_inspect(folder, index, "--summary"))
+def summary(folder: str | Path = "run") -> dict[str, Any]:
+    """Return what the newest run that has ended comes to: its description, config, summary and exit code."""
+    records(folder)
+    return json.loads(_inspect(folder, "--summary"))
 
 
-def history(folder: str | Path = "run", index: int = -1) -> list[dict[str, Any]]:
-    """Return the rows of a run that has ended, without what W&B adds; what is no number has a name for each part."""
-    items = [record["history"]["item"] for record in records(folder, index) if record["type"] == "history"]
+def history(folder: str | Path = "run") -> list[dict[str, Any]]:
+    """Return the rows of the newest run that has ended, without what W&B adds."""
+    items = [record["history"]["item"] for record in records(folder) if record["type"] == "history"]
     return [{k: v for k, v in item.items() if not k.startswith("_")} for item in items]
 
 
-def models(folder: str | Path = "run", index: int = -1) -> list[SimpleNamespace]:
-    """Return the checkpoints that a run holds, with the contents of the SDK's copies of their files."""
-    sent = [record["artifact"] for record in records(folder, index) if record["type"] == "artifact"]
-    result = []
-    for artifact in (artifact for artifact in sent if artifact["type"] == "model"):
-        files = {x["path"]: Path(x["local_path"]).read_bytes() for x in artifact["manifest"]["contents"]}
-        known = {"name": artifact["name"], "metadata": json.loads(artifact["metadata"])}
-        result.append(SimpleNamespace(**known, aliases={*artifact["aliases"]}, files=files))
-    return result
-
-
-def _inspect(folder: str | Path, index: int, *options: str) -> str:
-    file = run_files(folder)[index].resolve()
+def _inspect(folder: str | Path, *options: str) -> str:
+    file = run_files(folder)[-1].resolve()
     command = [get_core_path(), "leet", "inspect", "--no-observability", "--json", *options]
     command += ["--run-file", str(file), str(file.parents[1])]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

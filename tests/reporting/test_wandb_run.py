@@ -293,7 +293,9 @@ def fit_and_hang():
 
 @pytest.mark.full
 def test_a_server_out_of_reach_changes_no_number(tmp_path):
-    ended = start(fit_and_hang, tmp_path / "here", WANDB_API_KEY=40 * "a", WANDB_BASE_URL="http://127.0.0.1:9")
+    (ended,) = start(
+        fit_and_hang, tmp_path / "here", log_to=None, WANDB_API_KEY=40 * "a", WANDB_BASE_URL="http://127.0.0.1:9"
+    )
     assert (ended.code, ended.errors) == (0, ""), ended.output + ended.errors
     assert ended.said["same"]
     plain, run = ((tmp_path / kind / "metrics.csv").read_bytes() for kind in ("plain", "run"))
