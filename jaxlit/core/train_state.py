@@ -29,7 +29,7 @@ class Window:
     dim of size `num_replicas`, and reduce it once, in the update step.
     """
 
-    grads: nnx.State  # sum of row-weighted gradients, the shape of the parameters, float32
+    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, float32
     rows: jax.Array  # () float32, rows so far
     metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
 
@@ -53,9 +53,9 @@ class TrainState:
 
     # One array: each array more in the state costs a step one or two microseconds.
     counters: jax.Array  # (4,) int32: step, epoch, batch_idx, bad_step
-    params: nnx.State  # variables that the optimizer trains
-    frozen: nnx.State  # nnx.Param variables that it does not
-    model_state: nnx.State  # batch statistics, rng keys and counts, caches, custom variables
+    params: nnx.State[Any, Any]  # variables that the optimizer trains
+    frozen: nnx.State[Any, Any]  # nnx.Param variables that it does not
+    model_state: nnx.State[Any, Any]  # batch statistics, rng keys and counts, caches, custom variables
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
     loss_scale: jax.Array | None  # (2,) float32, see Precision; None without loss scaling
@@ -89,11 +89,11 @@ class TrainState:
         return replace(self, counters=jnp.stack([self.step + steps, self.epoch, self.batch_idx + 1, bad_step]))
 
     @property
-    def variables(self) -> tuple[nnx.State, nnx.State, nnx.State]:
+    def variables(self) -> tuple[nnx.State[Any, Any], nnx.State[Any, Any], nnx.State[Any, Any]]:
         """The module's arrays: (params, frozen, model_state)."""
         return self.params, self.frozen, self.model_state
 
-    def with_variables(self, variables: Sequence[nnx.State]) -> "TrainState":
+    def with_variables(self, variables: Sequence[nnx.State[Any, Any]]) -> "TrainState":
         """Return the state with other (params, frozen, model_state)."""
         params, frozen, model_state = variables
         return replace(self, params=params, frozen=frozen, model_state=model_state)
