@@ -306,7 +306,7 @@ class Table:
         total = jnp.where(self._min, jnp.minimum(a[0], b[0]), jnp.maximum(a[0], b[0]))
         return jnp.stack([jnp.where(self._extreme, total, a[0] + b[0]), a[1] + b[1]])
 
-    def reduce(self, table: jax.Array, psum: Callable, axis: str) -> jax.Array:
+    def reduce(self, table: jax.Array, psum: Callable[..., Any], axis: str) -> jax.Array:
         """Return the table of all replicas, given the sum of their tables."""
         if not self._extreme.any():
             return psum(table)
