@@ -146,6 +146,7 @@ class Typed(Net):
         self.seen.append((width, dtype, act, scale))
 
 
+@pytest.mark.full
 def test_functions_dtypes_and_arguments_without_a_type_are_read_back() -> None:
     def typed(*args: str) -> tuple[Any, ...]:
         jl.cli.main(Typed, Rows, args=[*args])

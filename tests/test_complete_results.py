@@ -132,6 +132,7 @@ def surroundings() -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="lists open files by /proc")
 def test_a_fit_leaves_no_thread_file_handler_or_listener() -> None:
     def run(epochs: int) -> None:

@@ -387,6 +387,7 @@ def test_the_plan_of_a_large_decoder_has_its_bytes(called: Any) -> None:
 LOADERS = ["numpy", "datasets", *needing("torch")]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_feed_a_fit(loader: str, run: Any) -> None:
     assert accuracy(run("other_loaders.py", "--loader", loader)) >= 0.95

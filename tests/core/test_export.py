@@ -48,6 +48,7 @@ def by_hand(net: Any, x: np.ndarray) -> np.ndarray:
     return layer(x, "outer")
 
 
+@pytest.mark.full
 def test_it_runs_with_jax_alone_on_any_number_of_rows() -> None:
     trainer = fit(jl.lazy(Nested, rate=0.5), random(3), strategy=splitting("fsdp"))
     x, shift = random(1, rows=5)[0]["x"], np.arange(5, dtype=np.float32)[:, None]

@@ -47,6 +47,7 @@ def assert_member_is(population: Any, index: int, module: Any, trainer: jl.Train
         np.testing.assert_allclose([value for _, value in rows], values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_members_that_differ_in_a_seed_or_a_number_are_fits_of_their_own() -> None:
     """Dropout, batch statistics and counts included; the last batch is shorter."""
     train, val = sized(16, 16, 10), random(2)
@@ -88,6 +89,7 @@ class ByRows(Mean):
         self.log("val", jnp.mean(self.error(batch) ** 2) * self.of(batch))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", [pytest.param((1.0, 1.0, 1.0), marks=pytest.mark.sweep), (1.0, 0.5, 0.5)])
 def test_a_number_read_for_later_shapes_is_each_members(other: tuple[float, ...]) -> None:
     """Members that are alike for the first batch, all or two of them, are not for the second."""
@@ -182,6 +184,7 @@ def test_an_array_that_is_filled_again_is_each_members() -> None:
     assert weights == [1.25 - 0.75 * 1.0, 1.25 - 0.75 * 3.0]
 
 
+@pytest.mark.full
 def test_devices_split_the_members_and_change_no_number() -> None:
     variations, batches = [{"seed": i, "lr": 0.01 * (i + 1)} for i in range(4)], random(3)
     given = {"max_epochs": 1, "log_every_n_steps": 1}
@@ -251,6 +254,7 @@ def test_arguments_are_given_by_name_and_seeds_as_rngs() -> None:
         assert_close(population.module(i), module)
 
 
+@pytest.mark.full
 def test_a_seed_is_an_int_of_any_library_or_a_key() -> None:
     seeds = (np.int64(3), jnp.int32(4), jax.random.key(5))
     population = jl.fit_many(Swept, [{"seed": seed} for seed in seeds], random(1), max_epochs=1)

@@ -289,6 +289,7 @@ def test_a_validation_that_writes_is_refused_before_training() -> None:
     refuses(ModuleError, lambda: many(without, [{}], val=random(1)), "no validation_step")
 
 
+@pytest.mark.full
 def test_a_metric_that_was_not_logged_is_refused() -> None:
     stop = jl.callbacks.EarlyStopping("vall")
     refuses(LoggerError, lambda: many(val=random(1), early_stopping=stop), "Did you mean 'val'")

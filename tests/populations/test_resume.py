@@ -83,6 +83,7 @@ def test_resume_in_an_epoch_gives_the_same_bits(rows: int, whole: Any, tmp_path:
     assert_same_bits(population(default_root_dir=tmp_path, every_n_train_steps=2, resume="auto"), whole)
 
 
+@pytest.mark.full
 def test_a_finished_population_is_read_and_not_trained(whole: Any, run_dir: Path) -> None:
     assert_same_bits(population(default_root_dir=run_dir, resume="auto"), whole)
     with compiles() as programs:
@@ -90,6 +91,7 @@ def test_a_finished_population_is_read_and_not_trained(whole: Any, run_dir: Path
     assert "jit(train_step)" not in programs
 
 
+@pytest.mark.full
 def test_resume_on_other_devices_continues(whole: Any, run_dir: Path) -> None:
     again = population(default_root_dir=run_dir, resume="auto", devices=1)
     assert len(whole._leaves[0].sharding.device_set) == 2
@@ -97,6 +99,7 @@ def test_resume_on_other_devices_continues(whole: Any, run_dir: Path) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.full
 def test_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
     population(default_root_dir="other/../run", every_n_train_steps=2, max_epochs=1)
     assert [path.name for path in (tmp_path / "run" / "population").glob("step_*")] == ["step_00000006"]

@@ -43,6 +43,7 @@ def test_a_missing_package_is_named(report, monkeypatch: pytest.MonkeyPatch) -> 
     assert "wandb missing" in report()["packages"]
 
 
+@pytest.mark.full
 def test_the_command_needs_neither_wandb_nor_grain(tmp_path: Path) -> None:
     block = "import sys\nfor name in ('wandb', 'grain'):\n    sys.modules[name] = None\n"
     run = "from jaxlit.__main__ import main\nmain(['doctor'])\n"

@@ -73,6 +73,7 @@ def test_fits_with_files_leave_no_objects_of_jax_or_jaxlit() -> None:
     assert programs == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model", "expected"), [(Square, [2, 1, 2, 1]), (lambda: jl.lazy(Square), [1, 1])])
 def test_fit_begins_with_two_copies_unless_lazy(model, expected) -> None:
     """A second fit frees the arrays of the first."""

@@ -148,6 +148,7 @@ def test_other_meshes_are_planned_as_they_run(kind: str) -> None:
     assert (cost.memory, cost.flops, cost.collectives) == (ran.memory, ran.flops, ran.collectives)
 
 
+@pytest.mark.full
 def test_absent_devices_are_planned_in_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planner().plan(jl.lazy(Two), batches(64), devices=64, strategies=["ddp", "fsdp"], hardware="NVIDIA H100")
     err, (ddp, fsdp) = capsys.readouterr().err, plan.plans

@@ -128,6 +128,7 @@ def test_auto_plans_batches_as_a_hook_prepares_them() -> None:
     jax.tree.map(np.testing.assert_array_equal, auto.state.params, named.state.params)
 
 
+@pytest.mark.full
 def test_auto_on_one_device_is_single_or_recomputes() -> None:
     row = planner("single").plan(jl.lazy(Tower), DATA, devices=1).plans[0]
     assert repr(fitted(row.total, devices=1).strategy) == "SingleDevice()"

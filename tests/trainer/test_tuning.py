@@ -263,6 +263,7 @@ def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None
     assert needs(trainer, found.batch_size + 8) > 100_000 or effective is not None
 
 
+@pytest.mark.full
 def test_simulated_replicas_are_scaled() -> None:
     found = jl.scale_batch_size(planner("simulate:4"), jl.lazy(Counts), DATA, memory_bytes=200_000)
     assert found.memory <= 200_000
