@@ -106,7 +106,7 @@ class CSVLogger(Logger):
             return
         row: dict[str, Any] = {"step": step}
         for name, x in values.items():
-            if type(x) not in (float, int):  # most often they are Python numbers
+            if type(x) not in (float, int) and x is not None:  # most often they are Python numbers
                 x = x.item() if getattr(x, "ndim", None) == 0 else str(x)
             row[name] = x
         try:

@@ -1,5 +1,6 @@
 """`PredictionWriter`, which writes predictions to files while they are computed."""
 
+import functools
 import shutil
 import zipfile
 from pathlib import Path
@@ -26,9 +27,9 @@ class PredictionWriter(Callback):
 
     The files have 64 MiB of rows each: `predictions_0_00000.npz`, with the index of the loader and the number of the
     file. A file has an array, or with "parquet" a column, for each leaf of the outputs, named by its path: `mean`,
-    `sides.up`, or `predictions` if the outputs are one array. bfloat16 is written as float32. If the outputs are a
-    dict, `Trainer(host_keys=...)` are written as well, in a single process. In several processes the first one writes
-    the rows of all. The folder appears when everything is written, in place of earlier predictions.
+    `sides.up`, or `predictions` if the outputs are one array; floats of 8 and 16 bits are written as float32. If the
+    outputs are a dict, `Trainer(host_keys=...)` are written as well, in a single process. In several processes the
+    first writes the rows of all. The folder appears when everything is written, in place of earlier predictions.
 
     Args:
         output_dir: The folder.
@@ -73,11 +74,10 @@ class PredictionWriter(Callback):
         if not trainer.is_global_zero:
             return
         name = "predictions_[0-9]*_[0-9][0-9][0-9][0-9][0-9].*"
-        if self._folder.exists() and not all(path.match(name) for path in self._folder.iterdir()):
-            raise ArgumentError(
-                f"PredictionWriter(output_dir={str(self.output_dir)!r}) would replace what is there, and it holds no "
-                "predictions. Name another folder, or delete it."
-            )
+        here = Path.cwd().is_relative_to(self._folder)  # the folder of the program would be deleted
+        if here or (self._folder.exists() and not all(path.match(name) for path in self._folder.iterdir())):
+            rule = "would replace what is there, and it holds no predictions. Name another folder, or delete it."
+            raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {rule}")
         partial = self._folder.with_name(f".{self._folder.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
         partial.mkdir(parents=True)
@@ -86,15 +86,15 @@ class PredictionWriter(Callback):
     def on_predict_batch_end(
         self, trainer: "Trainer", module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Store the outputs, and read those of the batch before, which are ready by now."""
+        """Read the outputs of the batch before, which are ready by now, and store these."""
         if trainer.host_keys and isinstance(outputs, dict):
             outputs = {**{str(key): np.asarray(batch[key]) for key in trainer.host_keys}, **outputs}
-        ready, self._pending = self._pending, [(dataloader_idx, outputs)]
-        self._read(ready)
+        self._read()
+        self._pending = [(dataloader_idx, outputs)]
 
     def on_predict_epoch_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Write the rest, and rename the folder."""
-        self._read(self._pending)
+        self._read()
         if (partial := self._partial) is not None and not trainer.interrupted:
             self._write(partial)
             self._partial = None  # complete: it stays if it cannot be renamed
@@ -107,15 +107,14 @@ class PredictionWriter(Callback):
             shutil.rmtree(self._partial, ignore_errors=True)
         self._begin(None)
 
-    def _read(self, pending: list[tuple[int, Any]]) -> None:
-        """Fetch outputs to the host, in all processes, and write full files in the first."""
-        for loader, outputs in pending:
-            arrays = jax.tree.map(fetch, outputs)
+    def _read(self) -> None:
+        """Fetch pending outputs to the host, in all processes, and write full files in the first."""
+        for loader, outputs in self._pending:
+            rows = {name or "predictions": np.asarray(x) for name, x in named_leaves(jax.tree.map(fetch, outputs))}
             if (partial := self._partial) is None:
                 continue
-            rows = {name or "predictions": np.asarray(x) for name, x in named_leaves(arrays)}
-            # numpy's kind of bfloat16 is "V".
-            rows = {name: x.astype(np.float32) if x.dtype.kind == "V" else x for name, x in rows.items()}
+            narrow = {name for name, x in rows.items() if x.dtype.kind == "V" or x.dtype == np.float16}
+            rows |= {name: rows[name].astype(np.float32) for name in narrow}
             counts = {x.shape[:1] for x in rows.values()}
             kinds = {name: (x.dtype.kind if x.dtype.kind in "US" else x.dtype, x.shape[1:]) for name, x in rows.items()}
             if len(counts) != 1 or () in counts or kinds != self._kinds.setdefault(loader, kinds):
@@ -123,8 +122,7 @@ class PredictionWriter(Callback):
                     "PredictionWriter: predict_step must return arrays with one row for each row of the batch, of the "
                     f"same shapes and dtypes in all batches, got {shown(rows)}. Pad them, or leave out what has none."
                 )
-            num_bytes = sum(x.nbytes for x in rows.values())
-            if loader != self._loader or num_bytes * (len(self._rows) + 1) > _FILE_BYTES:
+            if loader != self._loader or sum(x.nbytes for x in rows.values()) * (len(self._rows) + 1) > _FILE_BYTES:
                 self._write(partial)
             self._loader = loader
             self._rows.append(rows)
@@ -141,9 +139,11 @@ class PredictionWriter(Callback):
                     with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                         np.lib.format.write_array(file, x, allow_pickle=False)
         else:
-            from pyarrow import parquet, table
+            from pyarrow import FixedSizeListArray, array, parquet, table
 
-            parquet.write_table(table({name: x if x.ndim == 1 else list(x) for name, x in rows.items()}), path)
+            nest = FixedSizeListArray.from_arrays  # from the last dim on
+            columns = {name: functools.reduce(nest, x.shape[:0:-1], array(x.ravel())) for name, x in rows.items()}
+            parquet.write_table(table(columns), path)
 
 
 def _concatenated(batches: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -127,8 +127,10 @@ def _curves(trainer: "Trainer") -> dict[str, Curve]:
     """Return the rows of a CSV file, which has the rows before a resume as well, or those of the history."""
     for logger in trainer.loggers:
         if isinstance(logger, CSVLogger) and logger.path is not None:
-            with contextlib.suppress(OSError, ValueError, LookupError), logger.path.open(newline="") as file:
-                rows, curves = list(csv.DictReader(file)), dict[str, Curve]()
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                with logger.path.open(newline="", encoding="utf-8") as file:
+                    rows = list(csv.DictReader(file))
+                curves = dict[str, Curve]()
                 for name in list(rows[0])[2:]:  # after the step and the epoch
                     if points := [(float(row["step"]), float(row[name])) for row in rows if row[name]]:
                         steps, values = zip(*points, strict=True)

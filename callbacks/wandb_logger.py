@@ -228,7 +228,7 @@ class WandbLogger(Logger):
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
     ) -> None:
-        """Send images, which needs Pillow."""
+        """Send images, which needs Pillow; raise an ArgumentError for an array that is no image."""
         pairs = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
         self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in pairs], step)
 

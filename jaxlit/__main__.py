@@ -121,12 +121,15 @@ def _devices() -> str:
 
 def _compile_cache() -> str:
     config: Any = jax.config
-    folder = config.jax_compilation_cache_dir or default_folder()
     if not config.jax_enable_compilation_cache:
         return "off"
-    if is_url(folder):
-        return "in a bucket"
-    sizes = [path.stat().st_size for path in Path(folder).glob("*-cache")]
+    try:
+        folder = config.jax_compilation_cache_dir or default_folder()
+        if is_url(folder):
+            return "in a bucket"
+        sizes = [path.stat().st_size for path in Path(folder).glob("*-cache")]
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        return f"none: {type(error).__name__}"
     return f"{len(sizes)} programs, {size(sum(sizes))}"
 
 

@@ -44,9 +44,9 @@ class Auto(FSDP):
         rule = "has to be given where devices report no memory, as CPUs do not"
         check.require(self.limit() is not None, "memory_bytes", None, rule, owner="Auto")
 
-    def limit(self, step_bytes: int = 0) -> int | None:
+    def limit(self, own: int = 0) -> int | None:
         """Return the bytes of a device that a step may use; see `memory_limit`."""
-        return memory_limit(step_bytes) if self.memory_bytes is None else self.memory_bytes
+        return memory_limit(own) if self.memory_bytes is None else self.memory_bytes
 
     def candidates(self) -> Mapping[str, Strategy]:
         """Return the strategies among which it chooses, the first choice first, by their names."""

@@ -384,7 +384,7 @@ class Strategy(Configured, ABC):
         return call
 
     def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn(replica, *states, batch)` on abstract values, as the compiled step will run it."""
+        """Run `fn(replica, *states, batch)` on abstract values of a host batch, as the compiled step will run it."""
         jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
 
     def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:

@@ -84,7 +84,7 @@ class FSDP(Strategy):
         super().use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return one axis `data`, or `data` for the copies and `fsdp` for the shards of each."""
+        """Return one axis `data`; or `data` for the copies, which divide the devices, and `fsdp` for their shards."""
         if self.replicas == 1:
             return super().mesh_shape(device_count)
         replicas = self.replicas

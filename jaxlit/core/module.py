@@ -26,7 +26,7 @@ from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, LogError, ModuleError
 from jaxlit.faces import advice, no_such_name, refuse_arguments, takes_only_its_arguments
-from jaxlit.reporting.secrets import PLACEHOLDER, hide, tell
+from jaxlit.reporting.secrets import PLACEHOLDER, hide, print_left_out
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.texts import shown
 
@@ -141,7 +141,7 @@ class Hparams(dict[str, Any]):
             try:
                 encoded, secrets = encode(value), []
                 hide({name: readable(value)}, secrets)
-                tell(secrets)
+                print_left_out(secrets)
                 if secrets:
                     raise NotKeptError(PLACEHOLDER)
                 (arguments if name in self._arguments else added)[name] = encoded

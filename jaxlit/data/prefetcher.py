@@ -243,15 +243,15 @@ class Prefetcher:
                     may_stack = steps.fits() and type(batch.arrays) is not ReplicatedBatch
                 may_stack = may_stack and validator.kind is kind
                 group.append(batch)
-                if may_stack and len(group) == steps.size:
-                    arrays, hosts, indices, _, positions, _ = zip(*group, strict=True)
-                    placed = self._placed(stacked(arrays))
-                    yield Batch(placed, hosts, indices[0], batch.is_last, positions, len(group))
-                elif may_stack and not batch.is_last:
+                if may_stack and len(group) < steps.size and not batch.is_last:
                     continue
+                batches, group = group, []  # before they are placed: an error there must not yield them again
+                if may_stack and len(batches) == steps.size:
+                    arrays, hosts, indices, _, positions, _ = zip(*batches, strict=True)
+                    placed = self._placed(stacked(arrays))
+                    yield Batch(placed, hosts, indices[0], batch.is_last, positions, len(batches))
                 else:
-                    yield from self._one_by_one(group)
-                group = []
+                    yield from self._one_by_one(batches)
         except Exception:  # of the loader: the batches before it are yielded first
             yield from self._one_by_one(group)
             raise

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -138,6 +139,7 @@ def use_compile_cache(location: bool | str | Path) -> None:
             if folder != current:
                 Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)  # only its owner may write code there
                 _trim(Path(folder))
+                _delete_cut(Path(folder))
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             folder = None
             _warn(str(error))
@@ -164,6 +166,26 @@ def _trim(folder: Path) -> None:
         total += stats[file].st_size
         if total > MAX_BYTES:
             file.unlink(missing_ok=True)
+
+
+def _delete_cut(folder: Path) -> None:
+    """Delete entries that a kill or a full disk has cut: jax writes in place, and never over an entry."""
+    mark = folder / "checked"
+    with contextlib.suppress(OSError):  # read-only, or another process has deleted an entry
+        since = mark.stat().st_mtime if mark.exists() else 0.0  # earlier entries were looked at by an earlier start
+        mark.touch()
+        for file in folder.glob("*-cache"):
+            if file.stat().st_mtime >= since and not _is_complete(file.read_bytes()):
+                file.unlink(missing_ok=True)
+
+
+def _is_complete(entry: bytes) -> bool:
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(entry)
+    except zlib.error:  # of another format, which jax takes where it finds a package for it
+        return True
+    return stream.eof
 
 
 @functools.cache

@@ -226,7 +226,7 @@ class Logged(NamedTuple):
 class Total:
     """The running sum of a metric that hooks log.
 
-    Values of batches that a resume may run again, or whose step may turn out not to be finite, wait beside the sum.
+    Values of batches that a resume may run again, or whose step may turn out not to be finite, wait next to the sum.
     """
 
     metric: Metric

@@ -374,9 +374,11 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
+    if len(by_process) == 1:
+        return None
     rest = len(devices) // -math.prod(shape.values())
     sizes = {axis: rest if size == -1 else size for axis, size in shape.items()}
-    if len(by_process) == 1 or "stage" not in sizes or math.prod(sizes.values()) != len(devices):
+    if "stage" not in sizes or math.prod(sizes.values()) != len(devices):
         return None
     count, stages = min(map(len, by_process.values())), sizes["stage"]
     if count % stages:

@@ -15,13 +15,14 @@ _OWNERS = (  # a key, pass or token of these is a secret: a label_key is no key,
     "license|login|mail|master|mysql|npm|oauth|openai|postgres|private|prod|proxy|redis|refresh|root|secret|service|"
     "session|signing|slack|smtp|ssh|storage|stripe|sudo|vpn|wandb|wifi"
 )
+_USERS = "bearer|cookie|dev|ftp|id|imap|jwt|ldap|mongo|my|personal|pg|sql|user"  # only their pass or token is one
 _SECRET = re.compile(  # the end of a name in snake_case; password_file and token_type are about something else
-    r"(passw(or)?d|passphrase|passcode|pgpass|secrets?|credentials?|^pass|^token|"
+    r"(passw(or)?ds?|passphrases?|passcodes?|pgpass|secrets?|credentials?|^pass|^token|"
     r"(^|_)(auth|authorization|bearer|cookies?|creds|dsn|jwt|pat|pw|pwd|sas|t?otp)|"
-    rf"(^|_)({_OWNERS})_?(keys?|pass|token))"
+    rf"(^|_)({_OWNERS})(_?|_\w+_)(keys?|pass|token)|(^|_)({_USERS})_?(pass|token))"
     r"(_(backup|hash|header|id|json|live|new|old|prod|str|string|test|v|value))*_?\d*$"
 )
-_WORD_END = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[-.]")
+_WORD_END = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+")
 _HARMLESS = re.compile(r"|<.*>|\[.*\]", re.DOTALL)  # no text, or a token of text: <pad>, [MASK]
 _USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/]*@")  # with a password
 _printed: set[str] = set()  # paths of secrets, in this run
@@ -36,7 +37,7 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON values with secrets hidden, at any depth, and print their paths once in a run."""
     paths: list[str] = []
     hidden = hide(values, paths)
-    tell(paths)
+    print_left_out(paths)
     return hidden
 
 
@@ -55,7 +56,7 @@ def hide(value: Any, paths: list[str], path: str = "", name: str = "") -> Any:
     return value
 
 
-def tell(paths: Iterable[str]) -> None:
+def print_left_out(paths: Iterable[str]) -> None:
     """Print once in a run where secrets were left out; never their values."""
     new = [path for path in dict.fromkeys(paths) if path not in _printed]
     _printed.update(new)
@@ -63,7 +64,7 @@ def tell(paths: Iterable[str]) -> None:
         say(f"Left out of what is written, as secrets: {', '.join(new)}")
 
 
-def tell_again() -> None:
+def print_again() -> None:
     """Begin a run, in which paths are printed again."""
     _printed.clear()
 

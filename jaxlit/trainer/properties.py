@@ -277,7 +277,7 @@ class TrainerProperties(Arguments):
         """The first of `loggers`; without one, a `jl.callbacks.NoLogger`, which keeps pictures and the like only."""
         return next(iter(self.loggers), None) or no_logger(self._session.media)
 
-    # Any stands for None: a program knows whether it has one, and a check for None is allowed but not asked for.
+    # Any in place of None: a program knows whether it has one, and a check for None is allowed but not asked for.
     @property
     def checkpoint_callback(self) -> "ModelCheckpoint | Any":
         """The first ModelCheckpoint with a monitor, or else the first."""

@@ -31,7 +31,7 @@ from jaxlit.loop.run_data import CompileLog, RunData, TimeLimits, make_loaders
 from jaxlit.loop.settings import Settings
 from jaxlit.loop.snapshot import load_engine
 from jaxlit.reporting.media import MediaFolder
-from jaxlit.reporting.secrets import tell_again
+from jaxlit.reporting.secrets import print_again
 from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
@@ -311,7 +311,7 @@ class Session:
         # Cleared now and not at the end of a run, whose metrics a program reads after it.
         self.results.clear()
         self.media.begin()
-        tell_again()
+        print_again()
         fits = stage.method == "fit"
         if fits:
             self.results.history.clear()

@@ -67,7 +67,10 @@ class WeightRule:
     def parts(
         self, match: re.Match[str], x: np.ndarray, shapes: Mapping[str, tuple[int, ...]]
     ) -> list[tuple[str, int | None, np.ndarray]]:
-        """Return the (leaf, index in its first dim or None, part of the array x) for each leaf; `shapes` is by leaf."""
+        """Return the (leaf, index in its first dim or None, part of the array x) for each leaf.
+
+        `match` is that of the expression with the name of the array, `shapes` those of the leaves of the module.
+        """
         try:
             names = [match.expand(name) for name in ([self.to] if isinstance(self.to, str) else self.to)]
             names = [re.sub(r"\[(\w+)\]", r".\1", name) for name in names]  # layers[0] is layers.0 in files

@@ -107,6 +107,7 @@ def test_columns_come_in_order_of_first_appearance(begin):
         (12_345_678.0, "12345678"),
         (math.inf, "inf"),
         (math.nan, "nan"),
+        (None, ""),
     ],
 )
 def test_numbers_have_six_digits_and_whole_ones_all(begin, value, text):

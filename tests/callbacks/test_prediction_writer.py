@@ -82,13 +82,17 @@ def test_a_file_is_written_when_its_rows_are_complete(rows: int, files: int, mon
 
 def test_parquet_holds_the_same_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction_writer, "_FILE_BYTES", 100)
-    make = lambda y: {"y": y, "up": y[:, 0] > 0, "half": y[:, 0].astype(jnp.bfloat16)}  # noqa: E731
+    cube = jnp.arange(6.0).reshape(1, 3, 2)
+    flat = lambda y: {"y": y, "up": y[:, 0] > 0, "half": y[:, 0].astype(jnp.float16)}  # noqa: E731
+    make = lambda y: {**flat(y), "cube": y[..., None] * cube}  # noqa: E731
     writer = PredictionWriter("made", format="parquet")
     predict(predicts(make), jl.ArrayLoader(DATA | KEYS, 8), writer, host_keys=(*KEYS,))
     table = pyarrow.parquet.read_table("made")  # of all files in the folder
-    assert len(os.listdir("made")) > 1 and set(table.column_names) == {"id", "day", "y", "up", "half"}
+    assert len(os.listdir("made")) > 1 and set(table.column_names) == {"id", "day", "y", "up", "half", "cube"}
     y = expected("an array")["predictions"]
     np.testing.assert_allclose(np.stack(table["y"].to_numpy()), y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table["cube"].to_pylist(), y[..., None] * cube, rtol=1e-5, atol=1e-6)
+    assert table["half"].type == pyarrow.float32()
     assert table["up"].to_pylist() == (y[:, 0] > 0).tolist()
     for name, x in KEYS.items():
         assert table[name].to_pylist() == x.tolist()
@@ -203,6 +207,7 @@ def test_a_link_stays_and_its_target_is_replaced() -> None:
         (["a", "b/../a"], ArgumentError, "two PredictionWriters of one folder"),
         (["file/made"], OSError, "file"),
         (["work"], ArgumentError, "holds no predictions"),
+        ([".."], ArgumentError, "would replace"),
     ],
 )
 def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], error: type, words: str) -> None:

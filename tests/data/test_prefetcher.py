@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import grain
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -231,6 +232,23 @@ def test_a_batch_is_placed_after_the_step_before_it(prefetch):
     EVENTS.clear()
     draw(counted(*[1] * 6), strategy="noted_placing", prefetch=prefetch)
     assert [*itertools.chain(*([("place", k), ("step", k)] for k in range(6)))] == EVENTS
+
+
+@jl.register_strategy("fails_once")
+class FailsOnce(SingleDevice):
+    def shard_batch(self, batch):
+        if any(3 in x for x in jax.tree.leaves(batch)) and not EVENTS:
+            EVENTS.append("failed")
+            raise OSError("no room")
+        return super().shard_batch(batch)
+
+
+def test_an_error_while_a_dispatch_is_placed_trains_none_of_it():
+    EVENTS.clear()
+    model = Mean()
+    fits = lambda: fit(model, numbered(4), None, strategy="fails_once", steps_per_execution=2, **BARE)  # noqa: E731
+    refuses(OSError, fits, "no room")
+    assert float(model.w[0]) == mean([[1], [2]])
 
 
 def test_data_wait_counts_only_idle_devices(monkeypatch):

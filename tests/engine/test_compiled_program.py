@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,10 +112,10 @@ def test_every_program_is_stored_however_quickly_it_compiled(unconfigured, tmp_p
     jax.jit(lambda x: x + 1)(1)  # before the first Trainer, nothing is
     jl.Trainer(compile_cache="programs", **BARE)
     jax.jit(lambda x: x + 2)(1)
-    assert len([*tmp_path.glob("programs/*")]) == 1
+    assert len([*tmp_path.glob("programs/*-cache")]) == 1
 
 
-def test_a_damaged_entry_is_compiled_again(unconfigured, tmp_path) -> None:
+def test_an_entry_that_is_cut_is_compiled_again_and_a_later_start_replaces_it(unconfigured, tmp_path) -> None:
     trained = train(compile_cache="programs")
     (entry,) = tmp_path.glob("programs/jit_train_step-*-cache")
     entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
@@ -122,6 +123,25 @@ def test_a_damaged_entry_is_compiled_again(unconfigured, tmp_path) -> None:
         jax.clear_caches()
         with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry for 'jit_train_step'"):
             assert train(compile_cache="programs") == trained
+    for stays in (False, True):  # a later start deletes the entry, and its own program is stored
+        jax.clear_caches()
+        jl.Trainer(compile_cache=False, **BARE)
+        jl.Trainer(compile_cache="programs", **BARE)
+        assert entry.exists() == stays
+        with warnings.catch_warnings(action="error"):
+            assert train(compile_cache="programs") == trained
+
+
+def test_entries_are_read_once_to_see_whether_they_are_cut(unconfigured, tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "programs"
+    train(compile_cache=folder)
+    reads = list[Path]()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (reads.append(path), read(path))[1])
+    for _ in range(2):
+        jl.Trainer(compile_cache=False, **BARE)
+        jl.Trainer(compile_cache=folder, **BARE)
+    assert sorted(reads) == sorted(folder.glob("*-cache"))
 
 
 def test_the_oldest_entries_make_room(unconfigured, tmp_path, monkeypatch) -> None:
@@ -131,7 +151,7 @@ def test_the_oldest_entries_make_room(unconfigured, tmp_path, monkeypatch) -> No
         os.utime(tmp_path / f"{key}-cache", (i, i))
     monkeypatch.setattr(compile_cache, "MAX_BYTES", 25)
     compile_cache.use_compile_cache(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"notes", "b-cache", "c-cache"}
+    assert {file.name for file in tmp_path.iterdir()} == {"notes", "b-cache", "c-cache", "checked"}
 
 
 class Token:

@@ -20,7 +20,8 @@ SECRETS = (
     "aws_credentials bearer Authorization auth private_key secret_access_key aws_access_key_id",
     "ssh_key jwt model.api_key secret_value pass db_pass smtpPass otp totp access_key_v2 api_key_prod api_keys",
     "db_token session_key GITHUB_PAT dsn SENTRY_DSN sas stripe_key dbpassword mysecret",
-    "password_hash GOOGLE_CREDENTIALS_JSON",
+    "password_hash GOOGLE_CREDENTIALS_JSON bearer_token user_pass id_token passwords passphrases",
+    "AZURE_STORAGE_ACCOUNT_KEY aws_session_token openai_org_key wandb/api_key",
 )
 ORDINARY = (
     "tokenizer author authors key key_dim keypoints keyword monkey num_tokens token_dropout token_type",

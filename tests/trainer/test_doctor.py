@@ -55,6 +55,11 @@ def test_an_error_of_the_devices_is_named(report, monkeypatch: pytest.MonkeyPatc
     assert report()["devices"] == "none: RuntimeError of jax.devices()"
 
 
+def test_a_folder_that_cannot_be_listed_is_named(report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", raising(PermissionError, KEY))
+    assert report()["compile cache"] == "none: PermissionError"
+
+
 def test_no_environment_variable_and_no_path_is_printed(report, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL", "XLA_FLAGS", "NCCL_DEBUG", "MY_SECRET"):
         monkeypatch.setenv(name, KEY)
