@@ -105,17 +105,17 @@ def test_callbacks_and_strategies_are_given_by_name() -> None:
     assert type(run("fit", *QUIET, "--trainer.strategy=ddp", "--trainer.max_epochs=1").strategy) is jl.strategies.DDP
 
 
-@pytest.mark.parametrize(
-    ("given", "more", "stage", "min_size"),
-    [
-        ("fsdp", [], 3, 1024),
-        ("FSDP", [], 3, 1024),
-        ("zero1", ["--trainer.strategy.min_size=0"], 1, 0),
-        ("FSDP", ["--trainer.strategy.min_size=0"], 3, 0),
-        ({"class_path": "zero2", "init_args": {"min_size": 0}}, [], 2, 0),
-        ({"class_path": "FSDP", "init_args": {"min_size": 0}}, ["--trainer.strategy.stage=2"], 2, 0),
-    ],
-)
+STRATEGIES: list[Any] = [
+    ("fsdp", [], 3, 1024),
+    ("FSDP", [], 3, 1024),
+    ("zero1", ["--trainer.strategy.min_size=0"], 1, 0),
+    ("FSDP", ["--trainer.strategy.min_size=0"], 3, 0),
+    ({"class_path": "zero2", "init_args": {"min_size": 0}}, [], 2, 0),
+    ({"class_path": "FSDP", "init_args": {"min_size": 0}}, ["--trainer.strategy.stage=2"], 2, 0),
+]
+
+
+@pytest.mark.parametrize(("given", "more", "stage", "min_size"), thinned(STRATEGIES, *STRATEGIES[2::3]))
 @pytest.mark.parametrize("place", thinned(["a file", "the command line"], "the command line", full=()))
 def test_strategies_are_words_or_classes_with_or_without_arguments(
     place: str, given: Any, more: list[str], stage: int, min_size: int
@@ -129,6 +129,7 @@ def test_strategies_are_words_or_classes_with_or_without_arguments(
     assert strategy.min_size == min_size
 
 
+@pytest.mark.full
 def test_rules_of_a_strategy_are_read_back_from_the_config() -> None:
     rules = ["--trainer.strategy=TensorParallel", '--trainer.strategy.rules={"up.kernel$": [null, tp]}']
     run("fit", *rules, "--model.width=16", "--trainer.max_epochs=1", "--trainer.default_root_dir=a")
@@ -172,6 +173,7 @@ def test_the_config_of_a_run_leads_to_its_checkpoints(capsys: pytest.CaptureFixt
     assert f"validate: {folder}/checkpoints/step_00000002" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_config_of_a_fit_runs_the_other_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     stop = [f"--trainer.callbacks{x}" for x in ("+=EarlyStopping", ".monitor=val/loss", ".patience=7")]
     options = ("--model.width=8", "--trainer.max_epochs=2", "--trainer.default_root_dir=a", "--trainer.strategy=ddp")
@@ -194,6 +196,7 @@ def test_the_config_of_a_fit_runs_the_other_verbs(capsys: pytest.CaptureFixture[
     assert ["fsdp", "2", "16"] in lines
 
 
+@pytest.mark.full
 def test_a_resume_with_another_command_keeps_both_configs() -> None:
     folder = "--trainer.default_root_dir=a"
     run("fit", folder, "--trainer.max_epochs=1")

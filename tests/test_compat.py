@@ -42,6 +42,7 @@ print(jax_runs())
 """
 
 
+@pytest.mark.full
 def test_processes_agree_by_jaxs_store_before_devices_exist(tmp_path: Path) -> None:
     """Without it, processes share neither agreements nor failures."""
     done = ended(tmp_path, STORE)

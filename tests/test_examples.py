@@ -393,6 +393,7 @@ def test_loaders_of_others_feed_a_fit(loader: str, run: Any) -> None:
     assert accuracy(run("other_loaders.py", "--loader", loader)) >= 0.95
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("loader", LOADERS)
 def test_loaders_of_others_draw_each_row_once_in_an_order_of_the_epoch(loader: str) -> None:
     rows = {"x": np.arange(100, dtype=np.float32), "y": np.arange(100, dtype=np.int32)}

@@ -113,7 +113,7 @@ def test_the_one_before_is_taken_if(damage: str, machine: Path, caplog: pytest.L
     assert fetched()[-1] == "step_00000009"  # it was written again
 
 
-@pytest.mark.parametrize("name", ["metrics.csv", "state.json"])
+@pytest.mark.parametrize("name", thinned(["metrics.csv", "state.json"], full=["metrics.csv", "state.json"]))
 def test_a_machine_that_stops_while_it_fetches_fetches_the_rest_later(name: str, machine: Path) -> None:
     go(2)
     replace(machine)
@@ -156,6 +156,7 @@ def test_what_a_crash_left_or_did_not_delete_in_the_bucket_is_deleted(machine: P
     assert {name.split("/")[1] for name in in_bucket() if name.startswith("checkpoints/")} == {"step_00000009"}
 
 
+@pytest.mark.full
 def test_the_best_ones_are_known_on_another_machine(machine: Path) -> None:
     best = lambda: saves(monitor="loss", mode="max", save_top_k=2)  # noqa: E731
     whole, first, second = best(), best(), best()

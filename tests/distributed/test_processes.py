@@ -272,6 +272,7 @@ def interleaved(size):
     return [np.concatenate([x[i : i + size] for x in own]) for i in range(0, len(own[0]), size)]
 
 
+@pytest.mark.full
 def test_two_processes_train_on_their_own_rows(tmp_path):
     for index, process in enumerate(launch(meet, tmp_path / "run")):
         said, errors = process.said, process.errors

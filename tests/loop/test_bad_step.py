@@ -212,6 +212,7 @@ def test_hooks_of_batches_run_again_see_the_earlier_module() -> None:
     assert seen[-3:] == [3, 2, 2]
 
 
+@pytest.mark.full
 def test_next_start_and_second_error_name_the_bad_step(capsys) -> None:
     given: Any = {"default_root_dir": "run", "resume": "auto"}
     for again in (False, True):

@@ -163,6 +163,7 @@ def test_a_bad_step_in_the_middle_is_as_with_single_steps(strategy: str, policy:
     jax.tree.map(np.testing.assert_array_equal, leaves_of(many), leaves_of(one))
 
 
+@pytest.mark.full
 def test_a_bad_window_restores_its_statistics() -> None:
     batches = random(12)
     batches[7]["x"][1] = np.nan
@@ -232,7 +233,7 @@ def test_what_hooks_log_is_in_the_row_of_its_step() -> None:
         assert_same(runs)
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.parametrize("size", thinned([1, 3, 4], 3))
 @pytest.mark.parametrize("at", [1, 5])
 def test_a_checkpoint_of_a_hook_is_of_the_end_of_its_dispatch(at: int, size: int) -> None:
     whole, rest = Rows(), Rows()

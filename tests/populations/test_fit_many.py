@@ -59,6 +59,7 @@ def test_members_that_differ_in_a_seed_or_a_number_are_fits_of_their_own() -> No
         assert_member_is(population, i, module, alone(module, train, val, max_epochs=2))
 
 
+@pytest.mark.full
 def test_a_sweep_of_rates_and_seeds_compiles_one_step() -> None:
     variations = [{"seed": seed, "lr": lr} for lr in (0.01, 0.05) for seed in range(2)]
     with compiles() as programs:

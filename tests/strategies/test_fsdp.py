@@ -56,6 +56,7 @@ def test_hsdp_takes_all_devices_or_a_mesh_and_copies_divide() -> None:
         jl.strategies.FSDP(replicas=2, mesh=mesh)
 
 
+@pytest.mark.full
 def test_the_arrays_of_a_training_lie_as_they_were_laid_out() -> None:
     class Finetuned(Transformer):
         def configure_optimizers(self) -> jl.Optimizer:

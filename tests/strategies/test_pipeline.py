@@ -54,8 +54,7 @@ def layers_of(schedule: str, stages: int) -> int:
     ("schedule", "stages", "devices", "remat"),
     thinned(
         EVERY,
-        ("1f1b", 4, 4, False),
-        full=[("zbv", 2, 8, False), ("interleaved_1f1b", 2, 8, True), ("zb_h1", 4, 4, True)],
+        full=[("1f1b", 4, 4, False), ("zbv", 2, 8, False), ("interleaved_1f1b", 2, 8, True), ("zb_h1", 4, 4, True)],
     ),
 )
 def test_training_is_that_of_microbatches_on_one_device(schedule: str, stages: int, devices: int, remat: bool) -> None:

@@ -73,6 +73,7 @@ def test_auto_is_what_the_plan_says_fits(scans: bool) -> None:
     assert f"({trainer.strategy.reason})" in trainer.strategy.describe()
 
 
+@pytest.mark.full
 def test_auto_trains_as_the_strategy_that_it_is() -> None:
     ddp = planner().plan(jl.lazy(Tower), DATA, strategies=["ddp"]).plans[0]
     auto, named = fitted(ddp.total - 1), planner("zero1")
