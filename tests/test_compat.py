@@ -73,7 +73,7 @@ threading.Event().wait(60)
 """
 
 
-@pytest.mark.parametrize(("code", "expected"), [(75, 75), (None, -signal.SIGABRT)])
+@pytest.mark.parametrize(("code", "expected"), [(75, 75), pytest.param(None, -signal.SIGABRT, marks=pytest.mark.full)])
 def test_an_abort_from_another_thread_ends_with_a_code(code: int | None, expected: int, tmp_path: Path) -> None:
     """Without it, a process whose coordinator is gone ends by SIGABRT, and names neither the reason nor its place."""
     done = ended(tmp_path, ABORT.format(code=code))

@@ -94,6 +94,7 @@ PARTS |= {"zero2": (WHOLE, SPLIT, SPLIT)}
 
 
 @pytest.mark.parametrize("strategy", PARTS)
+@pytest.mark.full
 def test_every_array_of_a_step_has_the_sharding_of_its_stage(strategy: str) -> None:
     trainer = fit(Wide(rngs=nnx.Rngs(0)), BATCHES[:1], strategy=splitting(strategy))
     state = trainer.state

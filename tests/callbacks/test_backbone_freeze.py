@@ -100,7 +100,6 @@ CASES: dict[str, Any] = {
     "of two batches": ({"inner": (1, optax.MultiSteps(SLOW, 2))}, {}),
 }
 EVERY = [(case, strategy) for case in CASES for strategy in STRATEGIES]
-OFTEN = [("window", "single")]
 
 
 def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> tuple[Any, Any]:
@@ -110,7 +109,9 @@ def trained(parts: dict[str, Any], strategy: str, *more: Any, **given: Any) -> t
     return model, fit(model, given.pop("batches", BATCHES), None, *freezes, *more, **given)
 
 
-@pytest.mark.parametrize(("case", "strategy"), thinned(EVERY, *OFTEN, full=[*EVERY[3::8], ("two", "single")]))
+@pytest.mark.parametrize(
+    ("case", "strategy"), thinned(EVERY, full=[("window", "fsdp"), *EVERY[3::8], ("two", "single")])
+)
 def test_it_trains_as_a_loop_by_hand(case: str, strategy: str) -> None:
     parts, options = CASES[case]
     kept = {part: keeping(part) for part in parts}

@@ -14,7 +14,7 @@ from kit.batches import numbered
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import warnings_of
-from kit.trainers import BARE, fit, make_trainer
+from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import Profiler
@@ -46,7 +46,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, *[*CASES][::3]))
 def test_the_trace_marks_the_steps_of_the_window(case: str) -> None:
     window, arguments, happens, steps = CASES[case]
     profiler, callbacks = Profiler(*window), [happens] if happens else []
@@ -58,6 +58,7 @@ def test_the_trace_marks_the_steps_of_the_window(case: str) -> None:
     assert steps_in(profiler.location) == steps
 
 
+@pytest.mark.full
 def test_a_resumed_training_traces_what_is_left_of_the_window(caplog: pytest.LogCaptureFixture) -> None:
     def run(epochs: int, profiler: Profiler) -> Profiler:
         arguments = {"logger": False, "default_root_dir": "run", "resume": "auto", "max_epochs": epochs}

@@ -206,7 +206,12 @@ USES = {
 
 
 @pytest.mark.parametrize(
-    ("url", "use"), thinned(itertools.product(URLS, USES), *zip(URLS, [*USES] * 2, strict=False), full=())
+    ("url", "use"),
+    thinned(
+        itertools.product(URLS, USES),
+        *[*zip(URLS, [*USES] * 2, strict=False)][::2],
+        full=[*zip(URLS, [*USES] * 2, strict=False)][1::2],
+    ),
 )
 def test_a_checkpoint_at_a_url_is_taken_by(use: str, url: str, machine: Path) -> None:
     kernel = np.asarray(go(2).module.kernel[...])

@@ -88,7 +88,7 @@ def test_a_step_that_is_not_finite_is_treated_as_the_policy_says(policy: str, ac
 
 
 @pytest.mark.parametrize(
-    ("bad", "strategy"), thinned(itertools.product(range(3), FOUR), (1, "fsdp"), (2, "shard_map"), full=[(0, "pmap")])
+    ("bad", "strategy"), thinned(itertools.product(range(3), FOUR), (1, "fsdp"), full=[(2, "shard_map"), (0, "pmap")])
 )
 def test_a_skipped_window_puts_back_what_it_wrote(strategy: str, bad: int) -> None:
     class Normed(Tracked):
@@ -280,7 +280,7 @@ def programs(width: int, tx: Any) -> list[tuple[str, int]]:
     return [program(trainer, batch) for trainer in trainers]
 
 
-@pytest.mark.parametrize("width", thinned([128, 1024], 128, full=()))
+@pytest.mark.parametrize("width", thinned([128, 1024], full=[128]))
 def test_the_guard_needs_no_memory_for_all_gradients(width) -> None:
     (without, least), (text, most) = programs(width, optax.adamw(1e-3))
     gradients = 10 * (width * width + width) * 4

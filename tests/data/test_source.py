@@ -115,7 +115,7 @@ def test_only_cheap_loaders_are_drawn_again() -> None:
     assert stateful.redraw(0, None, 1) == [] and rows_of(stateful.redraw(0, after, 1)) == rows_of([second])
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", thinned(LOADERS, *[*LOADERS][::2]))
 def test_an_equal_loader_continues_after_the_last_used_batch(kind):
     whole = make_source(kind)
     expected = [take(whole, epoch)[0] for epoch in range(3)]

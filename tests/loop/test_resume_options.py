@@ -109,7 +109,7 @@ CUTS: dict[str, tuple[int, Callable[[], list[jl.Callback]], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("cut", thinned(CUTS, "before its first checkpoint"))
+@pytest.mark.parametrize("cut", thinned(CUTS, full=CUTS))
 def test_training_that_was_cut_goes_on_and_has_each_row_once(cut: str, whole: jl.Trainer, tmp_path: Path) -> None:
     done, callbacks, arguments = CUTS[cut]
     with contextlib.suppress(Stopped):
@@ -145,6 +145,7 @@ def test_finished_training_resumed_changes_no_file(finished: Any) -> None:
     assert final(again) == final(trainer)
 
 
+@pytest.mark.full
 def test_training_that_ended_inside_an_epoch_keeps_its_last_rows(tmp_path: Path) -> None:
     """Its checkpoint is from before the end of the epoch, whose rows are written again."""
     given: dict[str, Any] = {"max_epochs": 2, "max_steps": 11, "enable_checkpointing": True}

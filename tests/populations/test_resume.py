@@ -105,6 +105,7 @@ def test_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "population").glob("step_*")] == ["step_00000006"]
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_is_passed_over(whole: Any, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     damaged = run_dir / "population" / "step_00000012"
     later = Path(shutil.copytree(damaged, damaged.with_name("step_00000099")))  # which no later one replaces

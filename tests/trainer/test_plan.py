@@ -89,8 +89,8 @@ def shares(trainer: jl.Trainer) -> dict[str, int]:
 SHARDED = ("hsdp", "zero2")
 CASES = thinned(
     [(s, n) for s in ("single", *SEVERAL, *SHARDED) for n in (1, 3)],
-    *[("single", 1), ("fsdp", 3)],
-    full=[("shard_map", 1), ("ddp", 3), ("zero1", 1), ("zero2", 3), ("hsdp", 1), ("pmap", 3)],
+    ("single", 1),
+    full=[("fsdp", 3), ("shard_map", 1), ("ddp", 3), ("zero1", 1), ("zero2", 3), ("hsdp", 1), ("pmap", 3)],
 )
 
 

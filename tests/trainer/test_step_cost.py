@@ -94,7 +94,7 @@ def stored(tmp_path: Path) -> Iterator[Path]:
     compilation_cache.reset_cache()
 
 
-@pytest.mark.parametrize("part", thinned([1.0, 0.7, 0.1], 0.7, full=()))
+@pytest.mark.parametrize("part", thinned([1.0, 0.7, 0.1], full=[0.7]))
 def test_auto_compiles_one_step_more_at_most(part: float, stored: Path) -> None:
     ddp = planner().plan(jl.lazy(Tower), DATA, strategies=["ddp"]).plans[0]
     jax.clear_caches()
