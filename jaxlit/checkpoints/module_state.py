@@ -23,8 +23,9 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.core.variables import arrays_of
 from jaxlit.errors import CheckpointError
-from jaxlit.texts import is_key, leaf_name, shown, table
+from jaxlit.texts import is_key, shown, table
 
 _logger = logging.getLogger("jaxlit")
 
@@ -100,14 +101,14 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         CheckpointError: The checkpoint does not fit, or no array in it does.
     """
     targets, wanted, generators = [], [], set()
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        name, value = f"module.{leaf_name(path)}", leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        if isinstance(leaf, nnx.RngState) and not draws:
+    for leaf in arrays_of(module):
+        name, value = f"module.{leaf.name}", leaf.value
+        if isinstance(leaf.variable, nnx.RngState) and not draws:
             generators.add(name)
             continue
         impl = jax.random.key_impl(value) if is_key(value) else None
         data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
-        targets.append((path, data, impl))
+        targets.append((leaf.place, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
 
     def skip(name: str) -> bool:
@@ -127,12 +128,10 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         _, data, _ = targets[k]
         # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
         specs[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
-    loaded = {}
     for i, array in checkpoint.arrays(specs).items():
-        path, data, impl = targets[pairs[i]]
+        place, data, impl = targets[pairs[i]]
         array = jnp.asarray(array, data.dtype)
-        loaded[path] = array if impl is None else jax.random.wrap_key_data(array, impl=impl)
-    nnx.update(module, nnx.from_flat_state(loaded))
+        place.set_raw_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
 
 
 def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:

@@ -6,14 +6,16 @@ At the end: notes on what a user's step raises while it is traced.
 import functools
 import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
+from jaxlit.core.variables import fits, is_array
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
 from jaxlit.texts import leaf_name
@@ -68,26 +70,6 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
     return attributes
 
 
-class ArrayAttribute:
-    """An array that a module holds without a Variable, read and set like one.
-
-    Args:
-        owner: The module, or a part or dict of it.
-        name: The attribute's name, its index in an `nnx.List`, or its key.
-    """
-
-    def __init__(self, owner: nnx.Pytree | dict, name: Any) -> None:
-        self._attributes, self._name = (owner, name) if isinstance(owner, dict) else (vars(owner), str(name))
-
-    def get_raw_value(self) -> Any:
-        """Return the array."""
-        return self._attributes[self._name]
-
-    def set_raw_value(self, array: Any) -> None:
-        """Put another array in its place."""
-        self._attributes[self._name] = array  # not by setattr, which asks the Trainer whether it may
-
-
 def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Return a value with copies of the containers in it, and everything else as it is."""
     # Each once, as containers may refer to each other.
@@ -106,24 +88,35 @@ def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def same(a: Any, b: Any, seen: set[tuple[int, int]] | None = None) -> bool:
-    """Return whether two values are the same: numbers and text if equal, containers if the same is in them."""
+    """Return whether two values are the same: what their class calls equal, containers if the same is in them.
+
+    An array is the same as itself alone.
+    """
     seen = set() if seen is None else seen
     if a is b or (id(a), id(b)) in seen:
         return True
-    if type(a) is not type(b):
+    if type(a) is not type(b) or isinstance(a, (jax.Array, np.ndarray, nnx.Variable, nnx.Pytree)):
         return False
-    if isinstance(a, (bool, int, float, str, bytes)):
-        return a == b
-    if type(a) not in _COPIED or len(a) != len(b):
+    if type(a) in _COPIED and len(a) != len(b):
         return False
     seen.add((id(a), id(b)))
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key], seen) for key in a)
-    return a == b if isinstance(a, set) else all(same(x, y, seen) for x, y in zip(a, b, strict=True))
+    try:
+        if type(a) in _COPIED and not isinstance(a, set):
+            keys = a.keys() if isinstance(a, dict) else range(len(a))
+            return (not isinstance(a, dict) or keys == b.keys()) and all(same(a[key], b[key], seen) for key in keys)
+        (leaves, structure), (others, other) = jax.tree.flatten(a), jax.tree.flatten(b)
+        if jax.tree_util.treedef_is_leaf(structure):
+            return bool(a == b)
+        return structure == other and all(same(x, y, seen) for x, y in zip(leaves, others, strict=True))
+    except Exception:  # of the values' own class
+        return False
+
+
+_NOTHING = object()
 
 
 class AttributesOfStep:
-    """Refuses what a step writes to the plain attributes of its module.
+    """Looks at what a step writes to the plain attributes of its module, which no compiled step changes.
 
     Args:
         module: The copy of the module that the step runs on. Containers are copied as well, so that a traced value
@@ -136,18 +129,44 @@ class AttributesOfStep:
             self._before[path] = attributes[name]
             attributes[name] = copied(attributes[name], seen)
 
-    def check(self, module: nnx.Module, step: str) -> None:
-        """Refuse a step that has changed an attribute of the module that it ran on.
+    def dropped(self, module: nnx.Module, step: str, *, training: bool) -> list[str]:
+        """Return the attributes in which the step has left what does not outlast it.
+
+        Those are arrays, where there were none of their structure before, and in an evaluation all values.
 
         Raises:
-            StateError: Naming the attribute.
+            StateError: A training step has set an attribute to another number, text or the like: it may be what the
+                next step would read.
         """
+        names = []
         for path, attributes, name in each_attribute(module, of=nnx.Pytree):
-            if path not in self._before or not same(self._before[path], attributes[name]):
+            before, after = self._before.get(path, _NOTHING), attributes[name]
+            if same(before, after) or _is_next(before, after):
+                continue
+            if training and before is not _NOTHING and not any(isinstance(x, jax.Array) for x in _leaves(after)):
                 raise StateError(
                     f"{step} changed the attribute {path}. A step is traced once, so the change would happen once and "
                     "be lost: make it an nnx.Variable, return it as an output, or log it with self.log."
                 )
+            names.append(path)
+        return names
+
+
+def _is_next(before: Any, after: Any) -> bool:
+    """Return whether an attribute holds arrays like those before, which are part of the state."""
+    (old, structure), (new, other) = jax.tree.flatten(before), jax.tree.flatten(after)
+    if structure != other or not all(is_array(x) for x in (*old, *new)):
+        return False
+    return bool(old) and all(fits(x, y) for x, y in zip(old, new, strict=True))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in a value, also in a deque or a set."""
+    for x in jax.tree.leaves(value):
+        if isinstance(x, (deque, set)):
+            yield from (inner for item in x for inner in _leaves(item))
+        else:
+            yield x
 
 
 # Whose objects hold no module of a user's.
@@ -160,30 +179,37 @@ _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), ModuleType, n
 _MOST = 10_000  # objects in an attribute
 
 
-def check_closures(module: nnx.Module) -> None:
-    """Refuse attributes that hide modules or Variables: in closures, partials, bound methods and plain objects.
+def check_hidden(module: nnx.Module, step: str, is_used: Callable[[Any], bool]) -> None:
+    """Refuse a step that calls a function or plain object which holds Variables where nnx does not see them.
 
-    A copy of the module calls the function with the original, whose arrays are then compiled
-    into the step and never trained.
+    A copy of the module calls the function with the original, whose arrays are then compiled into the step and never
+    trained.
+
+    Args:
+        module: The module.
+        step: The step, for the message.
+        is_used: Returns whether the step has used the value of a Variable.
 
     Raises:
         ModuleError: Naming the attribute.
     """
     for name, attributes, key in each_attribute(module, of=nnx.Pytree):
         value = attributes[key]
-        if (hidden := _hidden(value)) is not None:
+        for hidden, variables in _hidden(value):
+            if not any(is_used(x.get_raw_value()) for x in variables):
+                continue
             kind = "function" if callable(value) else type(value).__name__
             article = "an nnx." if isinstance(hidden, nnx.Variable) else "the module "
             raise ModuleError(
-                f"{type(module).__name__}.{name} is a {kind} that holds {article}{type(hidden).__name__}, which nnx "
-                "does not see there: its weights would be constants of the compiled step, and not trained. Make the "
-                "layer an attribute of the module, and write a method that calls it (def f(self, x): return "
+                f"{step} uses {type(module).__name__}.{name}, a {kind} that holds {article}{type(hidden).__name__}, "
+                "which nnx does not see there: its weights would be constants of the compiled step, and not trained. "
+                "Make the layer an attribute of the module, and write a method that calls it (def f(self, x): return "
                 "self.layer(x)) or an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
             )
 
 
-def _hidden(value: Any) -> Any:
-    """Return a module or Variable that a function or plain object in a value holds; None if there is none."""
+def _hidden(value: Any) -> Iterator[tuple[Any, list[nnx.Variable]]]:
+    """Yield the modules and Variables that a function or plain object in a value holds, with the Variables in each."""
     todo, seen = [(value, False)], dict[tuple[int, bool], Any]()  # with whether nnx cannot see it
     while todo and len(seen) < _MOST:
         value, inside = todo.pop()
@@ -194,8 +220,8 @@ def _hidden(value: Any) -> Any:
         if isinstance(value, (Mapping, *CONTAINERS)):
             parts = value.values() if isinstance(value, Mapping) else value
         elif isinstance(value, (nnx.Variable, nnx.Pytree)):
-            if inside and any(isinstance(x, nnx.Variable) for _, x in nnx.iter_graph(value)):
-                return value
+            if inside:
+                yield value, [x for _, x in nnx.iter_graph(value) if isinstance(x, nnx.Variable)]
         elif isinstance(value, functools.partial):
             inside, parts = True, (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
@@ -206,7 +232,6 @@ def _hidden(value: Any) -> Any:
         elif callable(value) or type(value).__module__.partition(".")[0] not in _LIBRARIES:
             inside, parts = True, (getattr(value, "__dict__", {}),)
         todo += [(part, inside) for part in parts]
-    return None
 
 
 LINEN_AS_NNX = "self.net = nnx.bridge.ToNNX(Net(), rngs=rngs).lazy_init(x), with x as a batch has it"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.attributes import RETURN_THE_LOSS
+from jaxlit.core.attributes import RETURN_THE_LOSS, check_hidden
 from jaxlit.core.log import Metric
 from jaxlit.core.module import STAGES
 from jaxlit.core.pure_module import Leaf, PureModule
@@ -46,6 +46,7 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     closed = pure.body("training", replica).trace(*args).jaxpr
     traced, trained = pure.trace_of("training"), len(jax.tree.leaves(args[0]))
     traced.program = closed
+    _check_hidden(pure, "training", closed)
     traced.changed = written_to(pure, closed, *args[:3])
     precision = pure.precision
     if any(traced.changed[:trained]) and precision.compute is not None and precision.held is None:
@@ -89,6 +90,12 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
         )
 
 
+def _check_hidden(pure: PureModule, stage: str, closed: Any) -> None:
+    """Refuse a step whose constants are arrays of Variables that nnx does not see in the module."""
+    if constants := {id(x) for x in jaxpr.numbers_of(closed) if isinstance(x, jax.Array)}:
+        check_hidden(pure.origin, f"{pure.name}.{STAGES[stage].step}", lambda x: id(x) in constants)
+
+
 def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_state: Any) -> tuple[bool, ...]:
     """Return for each leaf of the state whether a training step, given its program, writes to it."""
     parameters, count = (len(jax.tree.leaves(x)) for x in ((params, frozen), (params, frozen, model_state)))
@@ -117,6 +124,7 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     trace = pure.body(stage, replica, loader).trace(*args)
     closed, (_, (written, *_)) = trace.jaxpr, trace.out_info
     pure.trace_of(stage, loader).program = closed
+    _check_hidden(pure, stage, closed)
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
     indices = sorted(written)  # the order of a dict's leaves
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):

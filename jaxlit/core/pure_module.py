@@ -7,6 +7,7 @@ the module that a step runs is prepared, with its modes, its statistics over rep
 
 import contextlib
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -18,13 +19,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxlit.core.attributes import AttributesOfStep, copied, note_step_error, same
+from jaxlit.core.attributes import AttributesOfStep, check_hidden, copied, note_step_error, same
 from jaxlit.core.log import Collector, Metric, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
 from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
+from jaxlit.core.variables import Constant, ModuleLeaf, arrays_of, fits, is_array, leaves_of, merge, split
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
+
+_logger = logging.getLogger("jaxlit")
 
 # Read by every attribute of a Trainer, in hooks of every step: hence the variable itself, and no function around it.
 READS: ContextVar["Reads | None"] = ContextVar("jaxlit_reads", default=None)
@@ -115,6 +119,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
+    told: set[tuple[str, str]] = field(default_factory=set)  # what was said to be dropped, by step
     _bodies: dict[Any, Callable] = field(default_factory=dict)
 
     @property
@@ -124,20 +129,19 @@ class PureModule:
 
     def split(self, module: nnx.Module) -> tuple[nnx.State, nnx.State, nnx.State]:
         """Return the trained, frozen and other variables of a module as raw arrays."""
-        _, *states = nnx.split(module, self.wrt, nnx.Param, ...)
-        return tuple(map(nnx.as_pure, states))  # type: ignore[return-value]
+        return split(module, self.wrt, nnx.Param, ...)[1:]
 
     def merge(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> nnx.Module:
         """Return a copy of the module with these arrays, parameters in the precision of a step."""
         compute = self.precision.compute
-        return nnx.merge(self.graphdef, cast(params, compute), cast(frozen, compute), model_state, copy=True)
+        return merge(self.graphdef, cast(params, compute), cast(frozen, compute), model_state)
 
     def leaves(self, params: nnx.State, frozen: nnx.State, model_state: nnx.State) -> list[Leaf]:
         """Return what each leaf of the state is, given arrays or their shapes."""
         leaves = []
 
         def rebuild(*state: nnx.State) -> None:  # traced, as nnx takes a mere shape for no array
-            leaves.extend(leaves_of(nnx.merge(self.graphdef, *state, copy=True), self.wrt))
+            leaves.extend(described_leaves(merge(self.graphdef, *state), self.wrt))
 
         jax.eval_shape(rebuild, params, frozen, model_state)
         return leaves
@@ -172,7 +176,7 @@ class PureModule:
         step_state = (cast(params, compute), cast(frozen, compute), model_state)
         # The order matters: what the strategy prepares is no side effect of the step, and random keys are put back
         # before the state is split off.
-        module: Any = nnx.merge(self.graphdef, *step_state, copy=True)
+        module: Any = merge(self.graphdef, *step_state)
         share_hparams(module, self.origin)
         trainers.share(module, self.origin)
         set_modes(module, training)
@@ -190,20 +194,18 @@ class PureModule:
             except JaxlitError:
                 raise
             except Exception as error:
+                if isinstance(error, jax.errors.UnexpectedTracerError):  # of the trace that has built a lazy module
+                    check_hidden(module, name, lambda x: isinstance(x, jax.core.Tracer))
                 note_step_error(error, name, batch)
                 raise
         loss, outputs = read_output(output, stage, self.name)
         # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
         stepped = next((leaf_name(path) for path, x, before in counts if x.get_value() is not before), None)
-        if stepped is None:
-            attributes.check(module, name)
+        left = [] if stepped is not None else attributes.dropped(module, name, training=training)
         put_back()
-        new = self.split(module)
-        if training:
-            new = new if compute is None else _keep_dtypes(state, step_state, new)
-            self._check_structure(state, new)
-        else:
-            new = _written(step_state, new)
+        new, sown = self._kept(step_state, module, name)
+        self._tell_dropped(name, left + sown)
+        new = _keep_dtypes(state, step_state, new) if training else _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._note(stage, loader, list(collector.metrics.values()), traced)
         loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
@@ -211,18 +213,52 @@ class PureModule:
             values, weights = [loss, *values], [jnp.float32(rows), *weights]
         return loss, (new, values, weights, outputs)
 
-    def _check_structure(self, old: Any, new: Any) -> None:
-        before, after = (
-            {name: f"{x.dtype}{list(x.shape)}" for part in tree for name, x in named_leaves(part)}
-            for tree in (old, new)
-        )
-        for name in before | after:
-            if before.get(name) != after.get(name):
-                raise StateError(
-                    f"{self.name}.training_step changed {name} from {before.get(name, 'nothing')} to "
-                    f"{after.get(name, 'nothing')}. State must keep its structure, shapes and dtypes: create "
-                    "variables in __init__, and remove what layers sow: nnx.pop(self, nnx.Intermediate)."
-                )
+    def _kept(self, state: Any, module: nnx.Module, step: str) -> tuple[Any, list[str]]:
+        """Return the state that a step has left in a module, in the structure of the one before it.
+
+        What a step leaves in an attribute or an `nnx.Intermediate` where there was none of its structure is left out.
+
+        Returns:
+            The state, and the names of the Intermediates.
+
+        Raises:
+            StateError: A Variable was made, has gone, or has another structure, shape or dtype.
+        """
+        new = self.split(module)
+        (old_leaves, structure), (leaves, other) = jax.tree.flatten(state), jax.tree.flatten(new)
+        if structure == other and all(map(fits, old_leaves, leaves)):
+            return new, []
+        before = {x.name: x for x in leaves_of(self.merge(*state), self.wrt, nnx.Param, ...)}
+        after = {x.name: x for x in leaves_of(module, self.wrt, nnx.Param, ...)}
+        sown = []
+        for path in before | after:
+            old, now = before.get(path), after.get(path)
+            if old is not None and now is not None and _fits(old.value, now.value):
+                continue
+            if all(x is None or x.variable is None for x in (old, now)):
+                continue  # of an attribute
+            if old is None and isinstance(now.variable, nnx.Intermediate):
+                sown.append(path)
+                continue
+            raise StateError(
+                f"{step} changed {path} from {_described(old)} to {_described(now)}. State must keep its structure, "
+                "shapes and dtypes: create variables in __init__."
+            )
+        kept = [
+            x if (now := after.get(name)) is None or not _fits(x, now.value) else now.value
+            for name, x in (pair for part in state for pair in named_leaves(part))
+        ]
+        return structure.unflatten(kept), sown
+
+    def _tell_dropped(self, step: str, names: list[str]) -> None:
+        new = [name for name in names if (step, name) not in self.told]
+        self.told.update((step, name) for name in new)
+        if new:
+            _logger.warning(
+                f"{step} left arrays or the like in {', '.join(new)}, where there were none of their kind before. "
+                "They are dropped when the step ends. To keep one, hold it in an nnx.Variable that is made in __init__, "
+                "of its shape; to see one, return it as an output or log it."
+            )
 
     def _note(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:
         """Note what a trace has shown, or refuse what differs from the first trace of the step."""
@@ -238,6 +274,16 @@ class PureModule:
             traced.rows_of, traced.reduction = known.rows_of, known.reduction
             traced.reads += known.reads
         self.traced[stage, loader] = traced
+
+
+def _fits(old: Any, new: Any) -> bool:
+    return fits(old, new) if is_array(old) and is_array(new) else Constant(old) == Constant(new)
+
+
+def _described(leaf: ModuleLeaf | None) -> str:
+    if leaf is None:
+        return "nothing"
+    return f"{leaf.value.dtype}{list(leaf.value.shape)}" if is_array(leaf.value) else shown(leaf.value)
 
 
 def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
@@ -264,8 +310,6 @@ def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) ->
 
 def _keep_dtypes(state: Any, step_state: Any, new: Any) -> Any:
     """Return the state after a step in the dtypes of the one before it; what the step left alone is as it was."""
-    if jax.tree.structure(state) != jax.tree.structure(new):
-        return new  # which is refused
 
     def keep(old: jax.Array, passed: jax.Array, x: jax.Array) -> jax.Array:
         floating = all(jnp.issubdtype(y.dtype, jnp.floating) for y in (old, x))
@@ -309,7 +353,7 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
 _NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 
-def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
+def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
     owners = {}
     for _, node in nnx.iter_graph(module):
@@ -317,12 +361,10 @@ def leaves_of(module: nnx.Module, wrt: Any) -> list[Leaf]:
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
         elif isinstance(node, _NORMALIZING):
             owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
-    leaves = []
-    for state in nnx.split(module, wrt, nnx.Param, ...)[1:]:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            kind = type(leaf) if isinstance(leaf, nnx.Variable) else None
-            leaves.append(Leaf(leaf_name(path), kind, owners.get(id(leaf), "")))
-    return leaves
+    return [
+        Leaf(x.name, None if x.variable is None else type(x.variable), owners.get(id(x.variable), ""))
+        for x in arrays_of(module, wrt, nnx.Param, ...)
+    ]
 
 
 # What train() and eval() set, by name: the value in training.

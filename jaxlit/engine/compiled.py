@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.core.log import Table
@@ -14,10 +13,11 @@ from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.train_state import PRECISIONS, Precision, StepOptions, TrainState
+from jaxlit.core.variables import merge
 from jaxlit.data.batch_validator import BatchValidator, joined
 from jaxlit.distributed.job import environment, same_job
 from jaxlit.engine.compiled_program import Bound, is_exhausted, out_of_memory
-from jaxlit.engine.creation import build_lazy, check_variables, lazy
+from jaxlit.engine.creation import build_lazy, lazy
 from jaxlit.engine.engine import Engine
 from jaxlit.errors import ArgumentTypeError, StateError
 from jaxlit.sharding import out_of_meshes
@@ -116,7 +116,7 @@ class CompiledStep:
         """Return a copy of the module with the state's arrays."""
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, state.unflatten().variables))
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
-        module = nnx.merge(self._engine.pure.graphdef, *parts, copy=True)
+        module = merge(self._engine.pure.graphdef, *parts)
         share_hparams(module, self._engine.module)
         return module
 
@@ -173,7 +173,6 @@ def compile_step(
     chosen = resolve_strategy(strategy, count)
     chosen.setup(count)
     built = build_lazy(module, chosen, seed) if isinstance(module, lazy) else module
-    check_variables(built)
     if jax.process_count() > 1:
         example = with_rows(example, jax.process_count() * num_rows(example))
     options = StepOptions(optimizer_of(built), nan_policy="ignore", example=example)

@@ -18,15 +18,16 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxlit.core.attributes import LINEN_AS_NNX, check_closures, each_attribute
+from jaxlit.core.attributes import LINEN_AS_NNX, each_attribute
 from jaxlit.core.inspection import written_to
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast
+from jaxlit.core.variables import merge, split
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies.base import Strategy
-from jaxlit.texts import is_key, leaf_name, named_leaves, shown
+from jaxlit.texts import is_key, named_leaves, shown
 
 
 def init_state(
@@ -111,30 +112,6 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
         ) from error
 
 
-def check_variables(module: TrainModule) -> None:
-    """Refuse a module whose Variables do not hold one array each, or whose arrays the engine cannot find or replace.
-
-    Raises:
-        ModuleError: A Variable holds something else, or is held by a function; or an array is in a plain container.
-    """
-    check_closures(module)
-    nodes = dict(nnx.iter_graph(module))
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
-        name, owner = f"{type(module).__name__}: {leaf_name(path)}", nodes[path[:-1]]
-        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            raise ModuleError(
-                f"{name} holds {type(value).__name__}, not an array. Make one nnx.Variable for each array."
-            )
-        # Layers of flax may have arrays in a dict: its WeightNorm before 0.12.12.
-        of_flax = type(owner) is dict and type(nodes[path[:-2]]).__module__.startswith("flax.nnx.nn.")
-        if not (isinstance(leaf, nnx.Variable) or isinstance(owner, nnx.Pytree) or of_flax):
-            raise ModuleError(
-                f"{name} is an array in a plain {type(owner).__name__}. Hold it in an nnx.List, an nnx.Dict or an "
-                "nnx.Variable."
-            )
-
-
 def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:
     """Return the paths of what a training step writes to the module, but for counts and random keys.
 
@@ -208,11 +185,10 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
                 for name, value in list(vars(node).items()):
                     if isinstance(value, Tracer):  # for nnx a static attribute, which would leave the trace
                         setattr(node, name, nnx.data(value))
-            check_variables(module)
-            graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+            graphdef, params, rest = split(module, nnx.Param, ...)
         graphs.append(graphdef)
         traced.append(module)
-        return nnx.as_pure(params), nnx.as_pure(rest)
+        return params, rest
 
     try:
         params, rest = jax.eval_shape(strategy.in_mesh(init))
@@ -225,7 +201,7 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
             "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "
             "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
         ) from error
-    module = nnx.merge(graphs[0], params, rest)
+    module = merge(graphs[0], params, rest)
     share_hparams(module, traced[0])
     return module, init
 
@@ -233,13 +209,12 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
 def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     """Build a lazy module straight into the shards of the strategy."""
     shapes, init = shape_lazy(model, strategy, seed)
-    graphdef, *variables = nnx.split(shapes, nnx.Param, ...)
-    params, rest = map(nnx.as_pure, variables)
+    graphdef, params, rest = split(shapes, nnx.Param, ...)
     pure = PureModule(graphdef, nnx.Param, shapes)
     # Of a state without optimizer, known before an array exists: none is ever unsharded on a device.
     blank = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, nnx.State({}), rest)
     shardings = strategy.state_sharding(replace(blank, opt_state=()), pure, None)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    built = nnx.merge(graphdef, *arrays)
+    built = merge(graphdef, *arrays)
     share_hparams(built, shapes)
     return built

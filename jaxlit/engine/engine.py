@@ -23,6 +23,7 @@ from jaxlit.core.parts import Rates
 from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
+from jaxlit.core.variables import split
 from jaxlit.distributed.job import same_job
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
@@ -397,8 +398,9 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
 
     Attributes are copied, because the graph does not notice what is written into a list or a dict.
     """
-    arrays = []
-    for x in jax.tree.leaves(nnx.as_pure(nnx.state(module))):
+    graphdef, state = split(module)
+    arrays: list = [jax.tree.structure(state)]  # with what is no array
+    for x in jax.tree.leaves(state):
         dtype = x.dtype if is_key(x) else jax.dtypes.canonicalize_dtype(x.dtype)
         is_held = precision.held is not None and jnp.issubdtype(dtype, jnp.floating)
         arrays.append((x.shape, precision.held if is_held else dtype))
@@ -411,4 +413,4 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
                     # The function in a property, a classmethod or a jax.jit has the code.
                     wrapped = getattr(method, "fget", getattr(method, "__wrapped__", method))
                     attributes[cls, name] = (method, getattr(wrapped, "__code__", None))
-    return (nnx.graphdef(module), arrays, jax.config.jax_disable_jit), attributes  # type: ignore[attr-defined]
+    return (graphdef, arrays, jax.config.jax_disable_jit), attributes  # type: ignore[attr-defined]

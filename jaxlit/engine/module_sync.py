@@ -11,8 +11,9 @@ from flax.errors import TraceContextError
 
 from jaxlit.core.attributes import MODES, list_changes
 from jaxlit.core.module import TrainModule, watchers
+from jaxlit.core.variables import arrays_of, merge
 from jaxlit.errors import StateError
-from jaxlit.texts import leaf_name, shown
+from jaxlit.texts import shown
 
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
@@ -103,7 +104,7 @@ class ModuleSync:
         writer = f"{owner}.{hook}"
         # Only there: walking the graph after every batch hook that reads would cost milliseconds.
         if adopt and self._structure_has_changed():
-            before = nnx.merge(self._graphdef, *self.engine.state.spec.tree.variables)
+            before = merge(self._graphdef, *self.engine.state.spec.tree.variables)
             changes = list_changes(before, self.module)
             raise StateError(
                 f"{writer} changed the structure of {type(self.module).__name__}: {changes or 'an attribute'}. The "
@@ -124,8 +125,7 @@ class ModuleSync:
             StateError: It has another shape or dtype.
         """
         if id(self.module) not in watchers:  # in a hook of a later run, the arrays are those that it evaluates
-            leaves = nnx.to_flat_state(nnx.state(self.module, nnx.Variable))
-            now = {leaf_name(path): leaf for path, leaf in leaves}  # a part may have been replaced
+            now = {x.name: x.place for x in arrays_of(self.module, ...)}  # a part may have been replaced
             self._variables = [(name, now.get(name, leaf)) for name, leaf in self._variables]
             self._take("The program, after fit,", True, skip=nnx.RngState)
 

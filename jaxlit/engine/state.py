@@ -7,7 +7,7 @@ what steps write to a module, as it was where an accumulation window began.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -17,16 +17,16 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxlit import sharding
-from jaxlit.core.attributes import ArrayAttribute
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule
 from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
+from jaxlit.core.variables import arrays_of
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
-from jaxlit.texts import is_key, keys_of, leaf_name
+from jaxlit.texts import is_key, leaf_name
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,18 +275,13 @@ class State:
             self.put(i, array)
 
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
-        """Return the (name, Variable or `ArrayAttribute`, index) of each array of the module."""
-        _, *states = nnx.split(module, self.spec.wrt, nnx.Param, ...)
-        indices, leaves = jax.tree.leaves(self.spec.index.variables), []
-        nodes = cache(lambda: dict(nnx.iter_graph(module)))  # walked only if there is an array attribute
-        for path, leaf in jax.tree_util.tree_leaves_with_path(states, is_leaf=lambda x: isinstance(x, nnx.Variable)):
-            *owner, key = keys_of(path[1:])
-            leaf = leaf if isinstance(leaf, nnx.Variable) else ArrayAttribute(nodes()[tuple(owner)], key)
-            leaves.append((leaf_name(path[1:]), leaf, indices[len(leaves)]))
-        return leaves
+        """Return the (name, place, index) of each array of the module, see `ArrayOf`."""
+        indices = jax.tree.leaves(self.spec.index.variables)
+        pairs = zip(arrays_of(module, self.spec.wrt, nnx.Param, ...), indices, strict=True)
+        return [(x.name, x.place, i) for x, i in pairs]
 
     def variables(self, module: TrainModule) -> list[tuple[str, Any]]:
-        """Return the module's Variables and array attributes and their names, in the order of `module_arrays`."""
+        """Return the places of the module's arrays and their names, in the order of `module_arrays`."""
         leaves = self.module_leaves(module)
         self._variable_index = [i for _, _, i in leaves]
         return [(name, leaf) for name, leaf, _ in leaves]

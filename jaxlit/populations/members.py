@@ -28,7 +28,7 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
-from jaxlit.engine.creation import check_variables
+from jaxlit.core.variables import merge, split
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
@@ -238,9 +238,9 @@ def build(
         module = make_module(**arguments)
         check_module(module, _name(make_module))
         optimizer = optimizer_of(module)
-        graphdef, state = nnx.split(module)
+        graphdef, state = split(module)
         # Without arrays: otherwise those of all modules would stay in memory next to the training state.
-        origin = nnx.merge(graphdef, jax.tree.map(abstract, state))
+        origin = merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
         variables = pure.split(module)
@@ -264,7 +264,6 @@ def check_module(module: Any, made_by: str) -> None:
     """
     if not isinstance(module, TrainModule):
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
-    check_variables(module)
     if not is_overridden(module, "training_step"):
         raise ModuleError(f"{type(module).__name__} has no training_step. Define training_step(self, batch).")
     hooks = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.core.module import TrainModule, share_hparams
+from jaxlit.core.variables import merge
 from jaxlit.errors import ArgumentError
 from jaxlit.populations.members import Member, argument_text
 from jaxlit.texts import table
@@ -120,7 +120,7 @@ class Population:
         check.require(index < len(self), "index", index, f"takes an int below {len(self)}", owner="Population.module")
         pure, layout = self._members[index].pure, self._members[index].training.spec.layout
         leaves = [jnp.asarray(np.asarray(x[index])) for x in self._leaves]
-        module: TrainModule = nnx.merge(pure.graphdef, *layout.unflatten(leaves).variables, copy=True)
+        module: TrainModule = merge(pure.graphdef, *layout.unflatten(leaves).variables)
         share_hparams(module, pure.origin)
         return module
 

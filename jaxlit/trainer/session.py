@@ -19,7 +19,7 @@ from jaxlit.data.watchdog import Watchdog
 from jaxlit.distributed.fate import Watch
 from jaxlit.distributed.team import READS_ARE_COMPARED, once_per_node, team
 from jaxlit.engine.compiled_program import use_compile_cache
-from jaxlit.engine.creation import build_lazy, check_variables, lazy
+from jaxlit.engine.creation import build_lazy, lazy
 from jaxlit.engine.engine import Engine
 from jaxlit.engine.module_sync import ModuleSync
 from jaxlit.errors import ArgumentError, note_step
@@ -178,7 +178,6 @@ class Session:
             watchdog = ends.enter_context(self._watching(hooks, position))
             ends.enter_context(self._tearing_down(stage, hooks, position, times))
             self._set_up(stage, hooks, resume)
-            check_variables(module)  # again, as setup may add parts
             ends.callback(data.close)
             self._open_loaders(stage, hooks, data, position, accumulation, resume)
             check_first_batches(self.settings, data, watchdog)  # before the engine, which may take minutes to compile
@@ -253,7 +252,6 @@ class Session:
         use_compile_cache(settings.compile_cache)  # another Trainer may have been made since
         if isinstance(model, TrainModule):
             call_step(model, stage.name)
-            check_variables(model)
             loaders.module = model
             return model, False
         built = self._built

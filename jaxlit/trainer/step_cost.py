@@ -16,9 +16,10 @@ from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, train
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import num_rows
 from jaxlit.core.train_state import Precision, StepOptions, TrainState
+from jaxlit.core.variables import merge, split
 from jaxlit.distributed.team import team
 from jaxlit.engine.compiled_program import CompiledProgram, is_exhausted, out_of_memory
-from jaxlit.engine.creation import check_variables, lazy, shape_lazy
+from jaxlit.engine.creation import lazy, shape_lazy
 from jaxlit.engine.training import training_of
 from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, OutOfMemoryError
 from jaxlit.loop.hooks import Hooks
@@ -191,14 +192,9 @@ def explained() -> Iterator[None]:
 
 
 def shapes_of(module: TrainModule) -> TrainModule:
-    """Return a copy of a module of shapes and dtypes.
-
-    Raises:
-        ModuleError: See `check_variables`.
-    """
-    check_variables(module)
-    graphdef, state = nnx.split(module)
-    copy = nnx.merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+    """Return a copy of a module of shapes and dtypes."""
+    graphdef, state = split(module)
+    copy = merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
     share_hparams(copy, module)
     return copy
 

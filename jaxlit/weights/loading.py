@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
+from jaxlit.core.variables import is_array, leaves_of
 from jaxlit.distributed.team import fetch, team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import say
@@ -26,7 +27,6 @@ _logger = logging.getLogger("jaxlit")
 
 _HEAD = ("in the source", "in the module")
 _SHAPE = jax.ShapeDtypeStruct
-_NEEDED = (nnx.Variable, _SHAPE)
 _NO_WEIGHTS = nnx.Any(nnx.RngState, nnx.metrics.MetricState, nnx.Intermediate, nnx.Cache)
 
 
@@ -87,21 +87,18 @@ def load_weights(
         weights = {weight.name: weight for weight in weights_of(module)}
         assigned = assign(read_arrays(source), rename or {}, {name: w.array.shape for name, w in weights.items()})
         # An array attribute is often a constant that only `__init__` knows.
-        needed = {*assigned.arrays} | {name for name, weight in weights.items() if isinstance(weight.leaf, _NEEDED)}
+        needed = {name for name, x in weights.items() if x.variable is not None or isinstance(x.array, _SHAPE)}
+        needed |= {*assigned.arrays}
         arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
         _check(report, assigned, arrays, type(module).__name__, source, strict)
     except JaxlitError as error:
         problem = error
     team().same_error("loading weights", problem)
-    attributes = []
     loaded = [weights[name] for name, _, _ in report.taken]
-    for name, path, leaf, x in loaded:
-        if isinstance(leaf, nnx.Variable):
-            leaf.set_value(place(assigned.arrays[name], x))
-        else:
-            attributes.append((path, place(assigned.arrays[name], x)))
-    nnx.update(module, nnx.from_flat_state(attributes))
+    for name, at, _, x in loaded:
+        array = place(assigned.arrays[name], x)
+        at.set_raw_value(array if is_array(old := at.get_raw_value()) else type(old)(array.item()))
     if jax.process_index() == 0:
         size = count(sum(weight.array.size for weight in loaded))
         module_arrays = f"the {len(arrays)} arrays of {type(module).__name__}"
@@ -233,11 +230,11 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
 
 
 class Weight(NamedTuple):
-    """A weight of a module, by its name in files; the leaf is a Variable or an array."""
+    """A weight of a module, by its name in files."""
 
     name: str
-    path: tuple
-    leaf: Any
+    place: Any  # see `ModuleLeaf`
+    variable: nnx.Variable | None
     array: Any
 
 
@@ -250,13 +247,12 @@ def weights_of(module: nnx.Module) -> Iterator[Weight]:
         CheckpointError: Two leaves have the same name.
     """
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set()
-    for path, leaf in nnx.to_flat_state(nnx.state(module)):
-        x, is_variable = leaf, isinstance(leaf, nnx.Variable)
-        if is_variable:
-            x = leaf.get_value()
-        elif is_key(x) or not (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number)):
-            continue  # an attribute of another kind, such as an array of texts
-        if no_weights(path, leaf):
+    for path, place, variable, x in leaves_of(module):
+        is_number = variable is not None and isinstance(x, (bool, int, float, complex))
+        is_numeric = is_array(x) and (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number))
+        if is_key(x) or not (is_number or is_numeric):
+            continue  # a random key of the user's own, a text, an array of texts
+        if variable is not None and no_weights(path, variable):
             continue
         if (name := dotted(path)) in names:
             raise CheckpointError(
@@ -264,5 +260,5 @@ def weights_of(module: nnx.Module) -> Iterator[Weight]:
             )
         names.add(name)
         # A numpy attribute becomes a jax array when it is loaded or trained, and has its dtype in a file too.
-        is_plain = isinstance(x, (bool, int, float, complex)) or (not is_variable and isinstance(x, np.ndarray))
-        yield Weight(name, path, leaf, jnp.asarray(x) if is_plain else x)
+        is_plain = is_number or (variable is None and isinstance(x, np.ndarray))
+        yield Weight(name, place, variable, jnp.asarray(x) if is_plain else x)

@@ -1,0 +1,173 @@
+"""The arrays of a module as nnx splits them: in Variables, in attributes, and in pytrees that either holds.
+
+What is no array there, a number, a text or None in a Variable, is a `Constant` of the state: it belongs to the
+programs that are compiled of the module, and no step changes it.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxlit.texts import keys_of, leaf_name
+
+
+@jax.tree_util.register_static
+class Constant:
+    """A leaf of a module's state that is no array.
+
+    Args:
+        value: The value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Constant) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except Exception:  # of the value's own class
+            return False
+
+    def __hash__(self) -> int:
+        try:
+            return hash((type(self.value), self.value))
+        except TypeError:
+            return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def is_array(x: Any) -> bool:
+    """Return whether a value is an array, or the shape and dtype of one."""
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def fits(old: Any, new: Any) -> bool:
+    """Return whether an array may take the place of another: of the same shape, and dtype but for its precision."""
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (old, new))
+    return old.shape == new.shape and (floats or old.dtype == new.dtype)
+
+
+def is_variable(x: Any) -> bool:
+    """Return whether a value is an `nnx.Variable`."""
+    return isinstance(x, nnx.Variable)
+
+
+def split(module: nnx.Module, *filters: Any) -> tuple[Any, ...]:
+    """Return the graph of a module, and a state of raw arrays and constants for each filter, see `nnx.split`."""
+    graphdef, *states = nnx.split(module, *filters)
+    return graphdef, *[jax.tree.map(lambda x: x if is_array(x) else Constant(x), nnx.as_pure(x)) for x in states]
+
+
+def merge(graphdef: Any, *states: Any) -> Any:
+    """Return a module of a graph and of what `split` returned for it, with Variables of its own."""
+    return nnx.merge(graphdef, *map(without_constants, states), copy=True)
+
+
+def without_constants(tree: Any) -> Any:
+    """Return a tree with the values of its constants in their place."""
+    return jax.tree.map(lambda x: x.value if isinstance(x, Constant) else x, tree, is_leaf=_is_constant)
+
+
+def constants_of(module: nnx.Module) -> dict[str, Any]:
+    """Return the values of a module's state that are no arrays, by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
+    return {leaf_name(path): x for path, x in leaves if not is_array(x)}
+
+
+def _is_constant(x: Any) -> bool:
+    return isinstance(x, Constant)
+
+
+class ArrayAttribute:
+    """An array that a module holds without a Variable, read and set like one.
+
+    Args:
+        owner: The module, or a part of it.
+        name: The attribute's name, or its index in an `nnx.List`.
+    """
+
+    def __init__(self, owner: nnx.Pytree, name: Any) -> None:
+        self._attributes, self._name = vars(owner), str(name)
+
+    def get_raw_value(self) -> Any:
+        """Return the array."""
+        return self._attributes[self._name]
+
+    def set_raw_value(self, array: Any) -> None:
+        """Put another array in its place."""
+        self._attributes[self._name] = array  # not by setattr, which asks the Trainer whether it may
+
+
+class Element:
+    """An array in a pytree that a Variable or an attribute holds, read and set like a Variable.
+
+    Args:
+        holder: The Variable, or the `ArrayAttribute`.
+        index: Which leaf of the pytree it is.
+    """
+
+    def __init__(self, holder: Any, index: int) -> None:
+        self._holder, self._index = holder, index
+
+    def get_raw_value(self) -> Any:
+        """Return the array."""
+        return jax.tree.leaves(self._holder.get_raw_value(), is_leaf=is_variable)[self._index]
+
+    def set_raw_value(self, array: Any) -> None:
+        """Put another array in its place, in a new pytree: many of them cannot be written to."""
+        leaves, treedef = jax.tree.flatten(self._holder.get_raw_value(), is_leaf=is_variable)
+        leaves[self._index] = array
+        self._holder.set_raw_value(treedef.unflatten(leaves))
+
+
+class ModuleLeaf(NamedTuple):
+    """A leaf of a module's state."""
+
+    path: tuple[Any, ...]  # the keys of its place in the module
+    place: Any  # the Variable, `ArrayAttribute` or `Element` that holds it
+    variable: nnx.Variable | None  # that it is in
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """Its path as a user writes it."""
+        return leaf_name(self.path)
+
+
+def arrays_of(module: nnx.Module, *filters: Any) -> list[ModuleLeaf]:
+    """Return the arrays of a module in the order of the states that `split` returns for the filters."""
+    return [leaf for leaf in leaves_of(module, *filters) if is_array(leaf.value)]
+
+
+def leaves_of(module: nnx.Module, *filters: Any) -> Iterator[ModuleLeaf]:
+    """Yield the arrays and constants of a module in the order of the states that `split` returns for the filters."""
+    _, *states = nnx.split(module, *filters)
+    nodes = functools.cache(lambda: dict(nnx.iter_graph(module)))  # walked only if a leaf is in no Variable
+    for state in states:
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
+            path = tuple(keys_of(keys))
+            if not isinstance(leaf, nnx.Variable):
+                yield ModuleLeaf(path, _place(nodes(), path), None, leaf)
+            elif is_array(value := leaf.get_raw_value()):
+                yield ModuleLeaf(path, leaf, leaf, value)
+            else:
+                for i, (inner, x) in enumerate(jax.tree_util.tree_leaves_with_path(value)):
+                    yield ModuleLeaf((*path, *keys_of(inner)), Element(leaf, i) if inner else leaf, leaf, x)
+
+
+def _place(nodes: dict[Any, Any], path: Sequence[Any]) -> ArrayAttribute | Element:
+    """Return the place of a leaf that is in no Variable."""
+    depth = next(i for i in range(len(path) - 1, -1, -1) if isinstance(nodes.get(tuple(path[:i])), nnx.Pytree))
+    attribute, rest = ArrayAttribute(nodes[tuple(path[:depth])], path[depth]), path[depth + 1 :]
+    if not rest:
+        return attribute
+    leaves = jax.tree_util.tree_leaves_with_path(attribute.get_raw_value(), is_leaf=is_variable)
+    return Element(attribute, [leaf_name(keys) for keys, _ in leaves].index(leaf_name(rest)))
