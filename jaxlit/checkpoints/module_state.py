@@ -23,9 +23,9 @@ import numpy as np
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint
-from jaxlit.core.variables import arrays_of
 from jaxlit.errors import CheckpointError
 from jaxlit.texts import is_key, shown, table
+from jaxlit.variables import arrays_of, is_array, leaves_of
 
 _logger = logging.getLogger("jaxlit")
 
@@ -132,6 +132,15 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         place, data, impl = targets[pairs[i]]
         array = jnp.asarray(array, data.dtype)
         place.set_raw_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
+    load_numbers(module, checkpoint)
+
+
+def load_numbers(module: Any, checkpoint: Checkpoint) -> None:
+    """Load the numbers that Variables of a module hold in place of arrays."""
+    if saved := checkpoint.state.get("numbers"):
+        for leaf in leaves_of(module):
+            if leaf.name in saved and not is_array(leaf.value):
+                leaf.place.set_raw_value(decode(saved[leaf.name], type(module)))
 
 
 def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:

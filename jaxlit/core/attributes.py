@@ -15,10 +15,10 @@ import numpy as np
 from flax import nnx
 from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
-from jaxlit.core.variables import fits, is_array
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
 from jaxlit.texts import leaf_name
+from jaxlit.variables import fits, is_array
 
 # What train() and eval() set: a step may switch a part of its module.
 MODES = {"deterministic", "use_running_average", "decode"}
@@ -64,8 +64,10 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
             if name not in (_OF_NNX_LIST if isinstance(node, nnx.List) else _OF_NNX):
                 key = int(name) if isinstance(node, nnx.List) else name
-                is_array = hasattr(value, "shape") and not isinstance(value, (nnx.Variable, nnx.Pytree))
-                kind = jax.Array if is_array else type(value) if nnx.has_data(value) else value
+                has_shape = hasattr(value, "shape") and not isinstance(value, (nnx.Variable, nnx.Pytree))
+                kind = jax.Array if has_shape else type(value) if nnx.has_data(value) else value
+                if isinstance(value, nnx.Variable):  # with what is in it, where that is no array
+                    kind = [type(value), *(x for x in jax.tree.leaves(value.get_raw_value()) if not is_array(x))]
                 attributes[leaf_name((*path, key))] = kind
     return attributes
 
@@ -206,6 +208,14 @@ def check_hidden(module: nnx.Module, step: str, is_used: Callable[[Any], bool]) 
                 "Make the layer an attribute of the module, and write a method that calls it (def f(self, x): return "
                 "self.layer(x)) or an nnx.Sequential. Leave out a layer that stays frozen by jl.Optimizer(wrt=...)."
             )
+
+
+def hide_values(module: nnx.Module) -> None:
+    """Leave shapes in the Variables that `check_hidden` finds: the trace that has made their arrays ends."""
+    for _, attributes, key in each_attribute(module, of=nnx.Pytree):
+        for variable in [x for _, variables in _hidden(attributes[key]) for x in variables]:
+            x = variable.get_raw_value()
+            variable.set_raw_value(jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x)
 
 
 def _hidden(value: Any) -> Iterator[tuple[Any, list[nnx.Variable]]]:

@@ -24,9 +24,9 @@ from jaxlit.core.log import Collector, Metric, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
 from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
-from jaxlit.core.variables import Constant, ModuleLeaf, arrays_of, fits, is_array, leaves_of, merge, split
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
+from jaxlit.variables import Constant, ModuleLeaf, arrays_of, fits, is_array, leaves_of, merge, split
 
 _logger = logging.getLogger("jaxlit")
 
@@ -194,8 +194,7 @@ class PureModule:
             except JaxlitError:
                 raise
             except Exception as error:
-                if isinstance(error, jax.errors.UnexpectedTracerError):  # of the trace that has built a lazy module
-                    check_hidden(module, name, lambda x: isinstance(x, jax.core.Tracer))
+                check_hidden(module, name, lambda x: isinstance(x, jax.ShapeDtypeStruct))  # of a lazy module
                 note_step_error(error, name, batch)
                 raise
         loss, outputs = read_output(output, stage, self.name)
@@ -256,8 +255,8 @@ class PureModule:
         if new:
             _logger.warning(
                 f"{step} left arrays or the like in {', '.join(new)}, where there were none of their kind before. "
-                "They are dropped when the step ends. To keep one, hold it in an nnx.Variable that is made in __init__, "
-                "of its shape; to see one, return it as an output or log it."
+                "They are dropped when the step ends. To keep one, hold it in an nnx.Variable made in __init__, of its "
+                "shape; to see one, return it as an output or log it."
             )
 
     def _note(self, stage: str, loader: int | None, metrics: list[Metric], traced: Traced) -> None:

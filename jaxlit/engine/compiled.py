@@ -13,7 +13,6 @@ from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.train_state import PRECISIONS, Precision, StepOptions, TrainState
-from jaxlit.core.variables import merge
 from jaxlit.data.batch_validator import BatchValidator, joined
 from jaxlit.distributed.job import environment, same_job
 from jaxlit.engine.compiled_program import Bound, is_exhausted, out_of_memory
@@ -24,6 +23,7 @@ from jaxlit.sharding import out_of_meshes
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import StrategyName, resolve_strategy
 from jaxlit.texts import shown
+from jaxlit.variables import merge
 
 
 @jax.tree_util.register_dataclass

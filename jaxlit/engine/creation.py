@@ -18,16 +18,16 @@ from flax.errors import TraceContextError
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jaxlit.core.attributes import LINEN_AS_NNX, each_attribute
+from jaxlit.core.attributes import LINEN_AS_NNX, each_attribute, hide_values
 from jaxlit.core.inspection import written_to
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast
-from jaxlit.core.variables import merge, split
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies.base import Strategy
 from jaxlit.texts import is_key, named_leaves, shown
+from jaxlit.variables import merge, split
 
 
 def init_state(
@@ -186,6 +186,7 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
                     if isinstance(value, Tracer):  # for nnx a static attribute, which would leave the trace
                         setattr(node, name, nnx.data(value))
             graphdef, params, rest = split(module, nnx.Param, ...)
+            hide_values(module)
         graphs.append(graphdef)
         traced.append(module)
         return params, rest

@@ -23,7 +23,6 @@ from jaxlit.core.parts import Rates
 from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
-from jaxlit.core.variables import split
 from jaxlit.distributed.job import same_job
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
@@ -32,6 +31,7 @@ from jaxlit.engine.state import StateSpec, WindowBackup, state_spec
 from jaxlit.engine.training import Diagnosis, Training, outputs_of, trace_step, training_of
 from jaxlit.strategies.base import EACH, ArraySpec, Program, Strategy
 from jaxlit.texts import array_text, is_key, leaf_name, named_leaves, stable_text
+from jaxlit.variables import split
 
 _logger = logging.getLogger("jaxlit")
 

@@ -11,9 +11,9 @@ from flax.errors import TraceContextError
 
 from jaxlit.core.attributes import MODES, list_changes
 from jaxlit.core.module import TrainModule, watchers
-from jaxlit.core.variables import arrays_of, merge
 from jaxlit.errors import StateError
 from jaxlit.texts import shown
+from jaxlit.variables import arrays_of, merge, split
 
 if TYPE_CHECKING:
     from jaxlit.engine.engine import Engine
@@ -42,7 +42,7 @@ class ModuleSync:
         self.module, self.engine, self.hook = module, engine, hook
         self.stale, self.touched = True, False
         self._variables = engine.state.variables(module)  # [(name, Variable)], in the order of its leaves
-        self._graphdef = nnx.graphdef(module)
+        self._graphdef, *self._structure = _structure(module)
         self._arrays: list = []  # those that the module was given last
         self._originals = [variable.get_raw_value() for _, variable in self._variables] if put_back else []
         self._first = engine.state.module_arrays() if put_back else []
@@ -154,7 +154,9 @@ class ModuleSync:
             self.stale = True
 
     def _structure_has_changed(self) -> bool:
-        now = nnx.graphdef(self.module)
+        now, *structure = _structure(self.module)
+        if structure != self._structure:
+            return True
         try:
             return now != self._graphdef
         except Exception:  # an attribute's own comparison, for example of arrays; one that is set was refused already
@@ -193,3 +195,9 @@ class ModuleSync:
             for (_, variable), original, (first, last) in zip(self._variables, self._originals, both, strict=False):
                 if first is last:
                     variable.set_raw_value(original)
+
+
+def _structure(module: TrainModule) -> list[Any]:
+    """Return the graph of a module, and the structure of its state with what is no array in it."""
+    graphdef, *states = split(module)
+    return [graphdef, jax.tree.structure(states)]

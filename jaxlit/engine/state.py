@@ -22,11 +22,11 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
-from jaxlit.core.variables import arrays_of
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
 from jaxlit.texts import is_key, leaf_name
+from jaxlit.variables import arrays_of, numbers_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +57,11 @@ class StateSpec:
     def index(self) -> TrainState:
         """A `TrainState` whose leaves are indices into the list."""
         return jax.tree.unflatten(self.layout.treedef, range(len(self.arrays)))
+
+    @cached_property
+    def numbers(self) -> dict[str, bool | int | float]:
+        """The numbers in the module's Variables, by their paths."""
+        return numbers_in(self.tree.variables)
 
     @cached_property
     def shardings(self) -> TrainState:

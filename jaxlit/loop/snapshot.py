@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume
-from jaxlit.checkpoints.module_state import match, report
+from jaxlit.checkpoints.module_state import encode, match, report
 from jaxlit.checkpoints.position import FORMAT, POSITION
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
@@ -78,6 +78,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
+    optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
     argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
     if not argument == later == run.accumulation.batches:

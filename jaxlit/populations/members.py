@@ -28,7 +28,6 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
-from jaxlit.core.variables import merge, split
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
@@ -37,6 +36,7 @@ from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.texts import array_text, is_key, shown, stable_text
+from jaxlit.variables import merge, split
 
 OWNER = "jl.fit_many"
 

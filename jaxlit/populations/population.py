@@ -12,10 +12,10 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
 from jaxlit.core.module import TrainModule, share_hparams
-from jaxlit.core.variables import merge
 from jaxlit.errors import ArgumentError
 from jaxlit.populations.members import Member, argument_text
 from jaxlit.texts import table
+from jaxlit.variables import merge
 
 
 class Row(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Resume
+from jaxlit.checkpoints.module_state import load_numbers
 from jaxlit.checkpoints.position import Position
 from jaxlit.control import Control
 from jaxlit.core.module import Stage, TrainModule, attach, call_step, is_overridden
@@ -167,6 +168,8 @@ class Session:
             check_fitting(self.settings, module, resume, request)
         if load_weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
             load_weights(module)
+        if fits and resume is not None:
+            load_numbers(module, resume.checkpoint)
         with contextlib.ExitStack() as ends:  # from here on what has begun is ended, the newest first
             if fits:
                 self._hold_folder(ends)

@@ -16,7 +16,6 @@ from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, train
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import num_rows
 from jaxlit.core.train_state import Precision, StepOptions, TrainState
-from jaxlit.core.variables import merge, split
 from jaxlit.distributed.team import team
 from jaxlit.engine.compiled_program import CompiledProgram, is_exhausted, out_of_memory
 from jaxlit.engine.creation import lazy, shape_lazy
@@ -31,6 +30,7 @@ from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.texts import size
 from jaxlit.trainer.defaults import first_example, step_options
+from jaxlit.variables import merge, split
 
 
 @dataclass(frozen=True)

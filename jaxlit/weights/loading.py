@@ -14,11 +14,11 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
-from jaxlit.core.variables import is_array, leaves_of
 from jaxlit.distributed.team import fetch, team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import say
 from jaxlit.texts import count, is_key, shown
+from jaxlit.variables import is_array, leaves_of
 from jaxlit.version import __version__
 from jaxlit.weights.sources import NAMES, dotted, read_arrays, write_safetensors
 from jaxlit.weights.weight_rules import Assigned, WeightRule, assign
@@ -222,10 +222,9 @@ def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
     for name, x in leaves:
         if isinstance(x, jax.ShapeDtypeStruct):
             raise CheckpointError(f"save_weights: {name} is a shape without an array. Load weights into it first.")
-        dtype = x.dtype if hasattr(x, "dtype") else type(x)
-        if is_key(x) or np.dtype(dtype) not in NAMES:
+        if np.dtype(x.dtype) not in NAMES:
             raise CheckpointError(
-                f"save_weights: {name} is {dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
+                f"save_weights: {name} is {x.dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
             )
 
 
@@ -249,8 +248,9 @@ def weights_of(module: nnx.Module) -> Iterator[Weight]:
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set()
     for path, place, variable, x in leaves_of(module):
         is_number = variable is not None and isinstance(x, (bool, int, float, complex))
-        is_numeric = is_array(x) and (np.issubdtype(x.dtype, np.bool_) or jnp.issubdtype(x.dtype, np.number))
-        if is_key(x) or not (is_number or is_numeric):
+        kinds = (np.bool_, np.number)
+        is_numeric = is_array(x) and not is_key(x) and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
+        if not (is_number or is_numeric):
             continue  # a random key of the user's own, a text, an array of texts
         if variable is not None and no_weights(path, variable):
             continue

@@ -1,4 +1,4 @@
-"""Plain attributes of a module: a step's changes to them are refused, and functions that hold weights."""
+"""Plain attributes of a module: what a step leaves in them, and functions that hold weights."""
 
 import functools
 import types
@@ -13,10 +13,10 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
-from kit.by_hand import HandLoop, assert_same
+from kit.by_hand import HandLoop, assert_same, mean
 from kit.modules import Linear, Mean, module
 from kit.refusals import fit_refuses, warnings_of
-from kit.trainers import fit, thinned
+from kit.trainers import STRATEGIES, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError, StateError
@@ -28,38 +28,81 @@ class Noting(Mean):
         self.n, self.seen, self.last, self.kinds, self.latest = 0, [], {}, {"a"}, None
         self.part = nnx.Dropout(0.5)  # a sub-module with plain attributes
         self.queue, self.several = deque([1]), {"a": [[1]]}
+        self.aux = jnp.zeros(())
 
 
-WRITES: dict[str, tuple[Callable[..., Any], str]] = {
+VALUES: dict[str, tuple[Callable[..., Any], str]] = {
     "count": (lambda self, loss: setattr(self, "n", self.n + 1), "n"),
-    "append": (lambda self, loss: self.seen.append(loss), "seen"),
     "append a shape": (lambda self, loss: self.seen.append(loss.shape), "seen"),
-    "set an item": (lambda self, loss: self.last.update(loss=loss), "last"),
     "add to a set": (lambda self, loss: self.kinds.add("b"), "kinds"),
-    "set": (lambda self, loss: setattr(self, "latest", loss), "latest"),
     "count in a part": (lambda self, loss: setattr(self.part, "rate", 0.1), "part.rate"),
+}
+ARRAYS: dict[str, tuple[Callable[..., Any], str]] = {
+    "append": (lambda self, loss: self.seen.append(loss), "seen"),
+    "set an item": (lambda self, loss: self.last.update(loss=loss), "last"),
+    "set": (lambda self, loss: setattr(self, "latest", loss), "latest"),
     "append to a deque": (lambda self, loss: self.queue.append(loss), "queue"),
     "append in a list of a dict": (lambda self, loss: self.several["a"][0].append(loss), "several"),
     "set a new one": (lambda self, loss: setattr(self, "fresh", loss), "fresh"),
+    "a dict in place of an array": (lambda self, loss: setattr(self, "aux", nnx.data({"y": loss})), "aux"),
+    "an array of another shape": (lambda self, loss: setattr(self, "aux", jnp.stack([loss])), "aux"),
+    "a pytree": (lambda self, loss: setattr(self, "latest", nnx.data(Scale(loss))), "latest"),
+    "what nnx sows": (lambda self, loss: setattr(self, "sown", nnx.Intermediate((loss,))), "sown[0]"),
 }
 
 
-@pytest.mark.parametrize("stage", thinned(["training", "validation"], "training"))
-@pytest.mark.parametrize("write", WRITES)
-def test_a_side_effect_is_refused_by_its_attribute(write: str, stage: str) -> None:
-    do, attribute = WRITES[write]
+def writes(do: Callable[..., Any], stage: str) -> Any:
+    """Return a module that does this with the loss in the step of a stage."""
 
     def step(self: Any, batch: Any) -> Any:
         loss = jnp.mean(self.error(batch) ** 2)
         do(self, loss)
-        return loss if stage == "training" else None
+        return loss if stage in ("training", "predict") else None
 
-    model = module(base=Noting, **{stage: step})
-    words = (rf"Made\.{stage}_step changed the attribute {attribute}\.", "nnx.Variable", r"self\.log")
+    return module(base=Noting, **{stage: step})
+
+
+def is_untouched(model: Any) -> bool:
+    """Return whether no traced value, and no other, is left in the module."""
+    values = model.n, model.seen, model.last, model.kinds, model.latest, model.queue, model.several, float(model.aux)
+    first = 0, [], {}, {"a"}, None, deque([1]), {"a": [[1]]}, 0.0
+    return values == first and not hasattr(model, "fresh") and not hasattr(model, "sown")
+
+
+@pytest.mark.parametrize("write", VALUES)
+def test_another_value_that_a_training_step_sets_is_refused(write: str) -> None:
+    do, attribute = VALUES[write]
+    model = writes(do, "training")
+    words = (rf"Made\.training_step changed the attribute {attribute}\.", "nnx.Variable", r"self\.log")
     fit_refuses(StateError, *words, model=model, val=numbered(1))
-    assert (model.n, model.seen, model.last, model.kinds, model.latest) == (0, [], {}, {"a"}, None)
-    assert (model.queue, model.several) == (deque([1]), {"a": [[1]]})
-    assert not hasattr(model, "fresh")  # no traced value is left in the module
+    assert is_untouched(model)
+
+
+@pytest.mark.parametrize("write", ARRAYS)
+def test_arrays_that_a_step_leaves_in_attributes_are_dropped(write: str, caplog: pytest.LogCaptureFixture) -> None:
+    do, attribute = ARRAYS[write]
+    model = writes(do, "training")
+    fit(model, numbered(4), max_epochs=2)
+    assert is_untouched(model) and float(model.w[...][0]) == mean([[1], [2], [3], [4]] * 2)
+    (text,) = warnings_of(caplog)
+    assert text.startswith(f"Made.training_step left arrays or the like in {attribute}, where")
+
+
+@pytest.mark.parametrize("stage", ["validation", "predict"])
+@pytest.mark.parametrize("write", thinned([*VALUES, *ARRAYS], "count", "set", "what nnx sows"))
+def test_an_evaluation_drops_what_it_leaves_in_attributes(write: str, stage: str, caplog: Any) -> None:
+    model = writes((VALUES | ARRAYS)[write][0], stage)
+    trainer = make_trainer()
+    (trainer.validate if stage == "validation" else trainer.predict)(model, numbered(2))
+    assert is_untouched(model)
+    assert len([text for text in warnings_of(caplog) if "They are dropped when the step ends" in text]) == 1
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", "fsdp"))
+def test_an_array_attribute_that_a_step_sets_is_state(strategy: str) -> None:
+    model = writes(lambda self, loss: setattr(self, "aux", self.aux + 1), "training")
+    fit(model, numbered(4), strategy=strategy)
+    assert float(model.aux) == 4.0
 
 
 def test_plain_attributes_that_a_step_only_reads_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,7 +134,8 @@ class Held(Linear):
         self.f = attribute(self)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(self.f(self.layer(x)))
+        f: Any = self.f
+        return super().__call__((f if callable(f) else f[0] if isinstance(f, list) else f.run)(self.layer(x)))
 
     def use_layer(self, x: jax.Array) -> jax.Array:
         return self.layer(x)
@@ -107,7 +151,7 @@ def of_layer(layer: Any) -> Callable[..., Any]:
 
 
 class Scale(NamedTuple):
-    factor: float
+    factor: Any
 
     def of(self, x: jax.Array) -> jax.Array:
         return self.factor * x
@@ -137,14 +181,25 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_function_that_holds_weights_is_refused(case: str) -> None:
     attribute, held = REFUSED[case]
-    with pytest.raises(ModuleError, match=rf"Held\.f is a \w+ that holds .*{held}, .* write a method"):
+    with pytest.raises(ModuleError, match=rf"training_step uses Held\.f, a \w+ that holds .*{held}, .* write a method"):
         fit(Held(attribute), random(1))
 
 
+@pytest.mark.parametrize("case", thinned(REFUSED, "closure", "plain object", "jit"))
+def test_it_trains_if_the_step_does_not_use_them(case: str) -> None:
+    models = []
+    for attribute in (REFUSED[case][0], lambda m: None):
+        model: Any = Held(lambda m: jnp.tanh)
+        model.unused = attribute(model)
+        fit(model, random(2))
+        models.append(model)
+    assert_same(models[0], models[1])
+
+
 def test_so_is_one_of_a_lazy_module_and_in_a_sequential() -> None:
-    with pytest.raises(ModuleError, match=r"Held\.f is a function"):
+    with pytest.raises(ModuleError, match=r"uses Held\.f, a function"):
         fit(jl.lazy(Held, lambda m: of_layer(m.layer)), random(1))
-    with pytest.raises(ModuleError, match=r"Held\.f\.layers"):
+    with pytest.raises(ModuleError, match=r"uses Held\.f\.layers"):
         fit(Held(lambda m: nnx.Sequential(jnp.tanh, of_layer(m.layer))), random(1))
 
 

@@ -21,7 +21,6 @@ import jaxlit as jl
 from jaxlit.errors import ModuleError, StateError
 
 CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "sown": (lambda m, batch: m.sow(nnx.Intermediate, "x", batch["x"]), ("changed x.* from nothing", r"nnx\.pop\(")),
     "variable": (lambda m, _: setattr(m, "c", nnx.Variable(jnp.zeros(2))), ("changed c from nothing", "__init__")),
     "parameter": (lambda m, _: setattr(m, "extra", nnx.Param(jnp.zeros(2))), (r"\bextra\b", "__init__")),
     "shape": (lambda m, _: m.count.set_value(jnp.zeros(2, jnp.int32)), (r"count from int32\[\] to int32\[2",)),
@@ -29,7 +28,6 @@ CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 @pytest.mark.parametrize("strategy", ["single", "shard_map"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_the_states_structure_is_refused(change: str, strategy: str) -> None:

@@ -76,10 +76,11 @@ def without_constants(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.value if isinstance(x, Constant) else x, tree, is_leaf=_is_constant)
 
 
-def constants_of(module: nnx.Module) -> dict[str, Any]:
-    """Return the values of a module's state that are no arrays, by their paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
-    return {leaf_name(path): x for path, x in leaves if not is_array(x)}
+def numbers_in(states: Sequence[Any]) -> dict[str, bool | int | float]:
+    """Return the constants of states that are numbers, by their paths: a checkpoint has them."""
+    leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_constant)
+    constants = {leaf_name(path[1:]): x.value for path, x in leaves if _is_constant(x)}
+    return {name: x for name, x in constants.items() if isinstance(x, (bool, int, float))}
 
 
 def _is_constant(x: Any) -> bool:
