@@ -12,7 +12,7 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.reporting.terminal import bytes_of, bytes_per_device, devices_of, join, line_width, partition, say
-from jaxlit.texts import leaf_name, size, table
+from jaxlit.texts import keys_of, leaf_name, size, table
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -93,7 +93,8 @@ def summarize(
     devices = devices_of(jax.tree.leaves(_parts(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
     trees = (state.params, state.frozen)
-    parameters = [(tuple(keys), x, tree is state.params) for tree in trees for keys, x in nnx.to_flat_state(tree)]
+    pairs = [(tree, keys, x) for tree in trees for keys, x in jax.tree_util.tree_leaves_with_path(tree)]
+    parameters = [(tuple(keys_of(keys)), x, tree is state.params) for tree, keys, x in pairs]
     # Indices and names cannot be compared, and two paths may have one of each at one level.
     parameters.sort(key=lambda leaf: [(isinstance(key, str), key) for key in leaf[0]])
     depth: Any = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
@@ -108,7 +109,7 @@ def summarize(
         rows.append(
             Row(
                 path=leaf_name(path),
-                type=types[path[:-1] if is_single else path],
+                type=next(types[path[:i]] for i in range(len(path) - is_single, -1, -1) if path[:i] in types),
                 shape=arrays[0].shape if is_single else None,
                 params=sum(x.size for x in arrays),
                 trained=sum(x.size for _, x, trained in leaves if trained),

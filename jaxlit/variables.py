@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jaxlit.texts import keys_of, leaf_name
+from jaxlit.texts import is_key, keys_of, leaf_name
 
 
 @jax.tree_util.register_static
@@ -67,13 +68,28 @@ def split(module: nnx.Module, *filters: Any) -> tuple[Any, ...]:
 
 
 def merge(graphdef: Any, *states: Any) -> Any:
-    """Return a module of a graph and of what `split` returned for it, with Variables of its own."""
-    return nnx.merge(graphdef, *map(without_constants, states), copy=True)
+    """Return a module of a graph and of what `split` returned for it, with Variables of its own.
+
+    It has shapes where the states have shapes, but for arrays in pytrees: there nnx takes a shape for no array, and
+    they are zeros of numpy that take no memory.
+    """
+    values = jax.tree.map(_value_of, states, is_leaf=_is_constant)
+    module = nnx.merge(graphdef, *values, copy=True)
+    shapes = {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(states) if _is_shape(x)}
+    for leaf in leaves_of(module) if shapes else ():
+        if leaf.name in shapes and (leaf.variable is not None or isinstance(leaf.place, ArrayAttribute)):
+            leaf.place.set_raw_value(shapes[leaf.name])
+    return module
 
 
-def without_constants(tree: Any) -> Any:
-    """Return a tree with the values of its constants in their place."""
-    return jax.tree.map(lambda x: x.value if isinstance(x, Constant) else x, tree, is_leaf=_is_constant)
+def _value_of(x: Any) -> Any:
+    if _is_shape(x) and not is_key(x):
+        return np.broadcast_to(np.zeros((), x.dtype), x.shape)
+    return x.value if isinstance(x, Constant) else x
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def numbers_in(states: Sequence[Any]) -> dict[str, bool | int | float]:
