@@ -184,3 +184,57 @@ def test_it_is_planned_and_built_lazily(kind: str) -> None:
     assert plan.plans[0].total > 0
     trainer = fit(jl.lazy(Model, kind), DATA, strategy="fsdp")
     assert_alike(trainer.module, by_hand(Model(kind), DATA))
+
+
+class Precision(nnx.Module, pytree=False):
+    """A metric as metrax has them: a dataclass that each update replaces."""
+
+    def __init__(self) -> None:
+        self.counts = Counts(jnp.zeros(()), jnp.zeros(()))
+
+    def update(self, right: jax.Array) -> None:
+        self.counts = Counts(self.counts.right + right.sum(), self.counts.all + right.size)
+
+    def compute(self) -> jax.Array:
+        return self.counts.right / self.counts.all
+
+    def reset(self) -> None:
+        self.__init__()
+
+
+@flax.struct.dataclass
+class Counts:
+    right: Any
+    all: Any
+
+
+class Measured(Model):
+    def __init__(self) -> None:
+        super().__init__("None")
+        self.metric, self.average = Precision(), nnx.metrics.Average("right")
+
+    def validation_step(self, batch: Any) -> None:
+        right = (self(batch["x"]) > 0).mean(1)
+        self.metric.update(right)
+        self.average.update(right=right)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"metric": self.metric.compute(), "average": self.average.compute()})
+
+
+@pytest.mark.parametrize("strategy", thinned(["single", "ddp", "fsdp"], "single", "fsdp"))
+def test_metrics_that_a_module_holds_are_of_each_validation(strategy: str) -> None:
+    model, seen = Measured(), list[Any]()
+
+    def look(trainer: jl.Trainer, module: Any) -> None:
+        kernel, bias = np.asarray(module.layer.kernel[...]), np.asarray(module.layer.bias[...])
+        expected = np.mean([batch["x"] @ kernel + bias > 0 for batch in DATA[:4]])
+        seen.append((expected, trainer.callback_metrics["metric"], trainer.callback_metrics["average"]))
+
+    given: Any = {"strategy": strategy, "max_epochs": 2, "num_sanity_val_steps": 0}
+    trainer = fit(model, DATA, DATA[:4], hooks(on_validation_end=look), **given)
+    assert len(seen) == 2
+    for expected, *found in seen:
+        assert found == [pytest.approx(expected, rel=1e-5)] * 2
+    assert trainer.validate(model, [DATA[:4]])[0]["metric"] == pytest.approx(seen[-1][0], rel=1e-5)
+    assert float(model.metric.counts.all) == 0.0

@@ -219,8 +219,8 @@ def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, 
     """Return the body of a validation, test or predict step, which adds one batch to the metrics.
 
     It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
-    replica, and () int32 batches seen; and the batch. It returns the new metrics, the batch's table if a metric shows
-    its steps, and what the user's step returned.
+    replica, () int32 batches seen, and the arrays of the module's metrics that the step writes; and the batch. It
+    returns the new metrics, the batch's table if a metric shows its steps, and what the user's step returned.
 
     Args:
         pure: The module, split.
@@ -234,14 +234,19 @@ def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, 
         replica: Replica, leaves: list, sums: list[jax.Array], batch: Any
     ) -> tuple[list[jax.Array], jax.Array | None, Any]:
         counters, *variables = layout.unflatten(leaves)
-        totals, batch_idx = sums
+        totals, batch_idx, *before = sums
+        traced = pure.trace_of(stage, loader)
+        states, treedef = jax.tree.flatten(variables)
+        for i, x in zip(traced.carried, before, strict=True):
+            states[i] = x
         body = wrap(pure.body(stage, replica, loader))
         batch = replica.constrain_batch(batch)
-        _, (_, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
-        traced = pure.trace_of(stage, loader)
+        variables = treedef.unflatten(states)
+        _, (written, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
+        carried = [written[i].astype(x.dtype) for i, x in zip(traced.carried, before, strict=True)]
         metrics = traced.table
         table = metrics.entry(*share_of_metrics(replica, metrics, values, weights, traced.reduction), replica.share)
         outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
-        return [metrics.add(totals, table), batch_idx + 1], table if metrics.has_steps else None, outputs
+        return [metrics.add(totals, table), batch_idx + 1, *carried], table if metrics.has_steps else None, outputs
 
     return run

@@ -114,7 +114,7 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
 
 
 def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
-    """Refuse an evaluation step that writes to the module's state: only training changes it.
+    """Refuse an evaluation step that writes to the module's state, but to metrics: only training changes it.
 
     The arguments are those of the step's body, abstract; the first three are the state.
 
@@ -126,16 +126,19 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     pure.trace_of(stage, loader).program = closed
     _check_hidden(pure, stage, closed)
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
-    indices = sorted(written)  # the order of a dict's leaves
+    indices, carried = sorted(written), []  # the order of a dict's leaves
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):
+        if origin != i and leaves[i].owner == "metric" and stage != "predict" and not replica.splits:
+            carried.append(i)
         # A key differs between replicas already.
-        if origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
+        elif origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
             raise StateError(
                 f"{pure.name}.{STAGES[stage].step} wrote to {leaves[i].name}. Only training changes the state, so the "
                 "write would be lost. Return the value, or log it; log an nnx metric itself: "
                 f"self.log('acc', metric). Or write to the variable in on_{stage}_end. Draw random numbers from an "
                 "nnx.Rngs that the module holds, whose streams differ between batches."
             )
+    pure.trace_of(stage, loader).carried = tuple(carried)
 
 
 def _is_scratch(leaf: Leaf) -> bool:

@@ -75,7 +75,8 @@ class Leaf:
     Attributes:
         name: Its path in the module, as a user writes it.
         kind: Its class of Variable; None for an array that is in none.
-        owner: "batchnorm" or "normalizing" if it belongs to such a layer, else "".
+        owner: "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`,
+            `compute` and `reset`, else "".
     """
 
     name: str
@@ -101,6 +102,7 @@ class Traced:
     reduction: Reduction | None = None  # how values of replicas become those of the batch; None without replicas
     reads: Reads = field(default_factory=Reads)  # of the Trainer
     program: Any = None  # of the first trace, with the places of its equations in the user's code
+    carried: tuple[int, ...] = ()  # the leaves of metrics that an evaluation step writes
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
 
 
@@ -354,14 +356,20 @@ _NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
-    owners = {}
-    for _, node in nnx.iter_graph(module):
+    owners, metrics = {}, []
+    for path, node in nnx.iter_graph(module):
+        if path and all(callable(getattr(type(node), name, None)) for name in ("update", "compute", "reset")):
+            metrics += [f"{leaf_name(path)}.", f"{leaf_name(path)}["]
         if isinstance(node, nnx.BatchNorm):
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
         elif isinstance(node, _NORMALIZING):
             owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
     return [
-        Leaf(x.name, None if x.variable is None else type(x.variable), owners.get(id(x.variable), ""))
+        Leaf(
+            x.name,
+            None if x.variable is None else type(x.variable),
+            "metric" if x.name.startswith(tuple(metrics)) else owners.get(id(x.variable), ""),
+        )
         for x in arrays_of(module, wrt, nnx.Param, ...)
     ]
 

@@ -24,6 +24,7 @@ class Evaluation:
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
     table: Any = None  # the columns of the sums
     sums: list[Any] | None = None  # of the loader at hand, see Engine.eval_step
+    before: dict[int, Any] = field(default_factory=dict)  # the module's metrics as they came, by index in the state
 
 
 def sanity_check(run: Run) -> None:
@@ -51,10 +52,17 @@ def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, 
     Returns:
         The metrics of each loader; none if the run was interrupted.
     """
+    evaluation = Evaluation()
+    try:
+        return _evaluate(run, stage, loaders, evaluation)
+    finally:
+        _put_metrics(run, evaluation.before)
+
+
+def _evaluate(run: Run, stage: str, loaders: Sequence[Loader], evaluation: Evaluation) -> list[dict[str, float]]:
     hooks = run.hooks
     log = run.hooks.log
     part = run.begin("evaluation")
-    evaluation = Evaluation()
     log.begin_evaluation()
     hooks(f"on_{stage}_start")
     hooks(f"on_{stage}_epoch_start")
@@ -145,9 +153,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
-            sums = first_sums(
-                run, evaluation, stage, number
-            )  # compiling needs a batch, so an empty loader compiles nothing
+            sums = first_sums(run, evaluation, stage, number)  # compiling needs a batch: none for an empty loader
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)
@@ -167,6 +173,9 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
             run.meet()
         if run.control.interrupted:
             break
+    if sums is not None and (carried := engine.eval_metrics(stage, sums, number)):
+        evaluation.before = {i: engine.state.leaves[i] for i in carried} | evaluation.before
+        _put_metrics(run, carried)  # for hooks, and for the next loader
     # A loader that had batches before and none now is used up; one that never had any was warned of at the start.
     if evaluation.sums is None and source.gave and not run.control.interrupted:
         raise source.empty()
@@ -184,6 +193,14 @@ def first_sums(run: Run, evaluation: Evaluation, stage: str, loader: int | None)
     evaluation.table = traced.table
     evaluation.sums = engine.eval_sums(stage, loader)
     return evaluation.sums
+
+
+def _put_metrics(run: Run, arrays: dict[int, Any]) -> None:
+    """Replace metrics that the module holds, by their index in the state."""
+    if arrays:
+        run.engine.state.restore(arrays)
+        if run.hooks.live is not None:
+            run.hooks.live.stale = True
 
 
 def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
