@@ -238,7 +238,7 @@ class PureModule:
                 continue
             if all(x is None or x.variable is None for x in (old, now)):
                 continue  # of an attribute
-            if old is None and isinstance(now.variable, nnx.Intermediate):
+            if old is None and now is not None and isinstance(now.variable, nnx.Intermediate):
                 sown.append(path)
                 continue
             raise StateError(

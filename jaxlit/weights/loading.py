@@ -248,9 +248,8 @@ def weights_of(module: nnx.Module) -> Iterator[Weight]:
     no_weights, names = nnx.filterlib.to_predicate(_NO_WEIGHTS), set()
     for path, place, variable, x in leaves_of(module):
         is_number = variable is not None and isinstance(x, (bool, int, float, complex))
-        kinds = (np.bool_, np.number)
-        is_numeric = is_array(x) and not is_key(x) and any(jnp.issubdtype(x.dtype, kind) for kind in kinds)
-        if not (is_number or is_numeric):
+        dtype = getattr(x, "dtype", np.dtype(object))
+        if not (is_number or any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, np.number))):
             continue  # a random key of the user's own, a text, an array of texts
         if variable is not None and no_weights(path, variable):
             continue
