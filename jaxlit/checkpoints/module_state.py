@@ -106,8 +106,11 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         if isinstance(leaf.variable, nnx.RngState) and not draws:
             generators.add(name)
             continue
-        impl = jax.random.key_impl(value) if is_key(value) else None
-        data = jnp.asarray(value) if impl is None else jax.random.key_data(value)
+        is_shape = isinstance(value, jax.ShapeDtypeStruct)
+        impl = _impl_of(value) if is_key(value) else None
+        data = value if is_shape else jnp.asarray(value)
+        if impl is not None:
+            data = jax.eval_shape(jax.random.key_data, value) if is_shape else jax.random.key_data(value)
         targets.append((leaf.place, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
 
@@ -127,12 +130,20 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     for i, k in pairs.items():
         _, data, _ = targets[k]
         # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
-        specs[i] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=data.sharding) if data.committed else None
+        placed = data.sharding if getattr(data, "committed", True) else None
+        specs[i] = None if placed is None else jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=placed)
     for i, array in checkpoint.arrays(specs).items():
         place, data, impl = targets[pairs[i]]
         array = jnp.asarray(array, data.dtype)
         place.set_raw_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
     load_numbers(module, checkpoint)
+
+
+def _impl_of(key: Any) -> Any:
+    """Return the implementation of a random key, or of the shape of one, of which only a trace knows it."""
+    impls: list[Any] = []
+    jax.eval_shape(lambda x: impls.append(jax.random.key_impl(x)), key)
+    return impls[0]
 
 
 def load_numbers(module: Any, checkpoint: Checkpoint) -> None:

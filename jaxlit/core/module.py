@@ -362,10 +362,14 @@ class TrainModule(KeepsHparams, nnx.Module):
         raise no_such_name("TrainModule", name, dir(self), called=type(self).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `forward` does, where a module defines that in place of `__call__`."""
-        if (forward := getattr(type(self), "forward", None)) is None:
+        """Return what the `__call__` of the next base class does, or `forward`, where a module defines that."""
+        try:
+            call: Any = super().__call__  # type: ignore[misc]
+        except AttributeError:
+            call = getattr(self, "forward", None)
+        if call is None:
             raise TypeError(f"{type(self).__name__} is not callable. Define __call__(self, ...), or forward.")
-        return forward(self, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the compiled steps read from the module is frozen: an attribute set during a run would be ignored.

@@ -278,7 +278,8 @@ def check_batch(batch: Any, argument: str) -> None:
     if len(set(sizes.values())) > 1:
         raise DataError(
             f"{argument}: leading sizes differ: {sizes}. Every array needs one row for each row of the batch; if this "
-            "is a single row, batch the rows. For graphs, make each one a padded row, and join the rows in the step."
+            "is a single row, batch the rows. A graph, or what else belongs together, is a row: yield "
+            "{key: value[None] for key, value in batch.items()}, and take value[0] in the step."
         )
     if 0 in sizes.values() and jax.process_count() == 1:  # a process's share of a last batch may have no rows
         raise DataError(f"{argument}: the batch has 0 rows ({sizes}). Leave empty batches out.")

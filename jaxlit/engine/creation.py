@@ -135,12 +135,12 @@ class lazy:
 
     Parameters larger than a device never exist unsharded on one. `rngs` left out is
     `nnx.Rngs(trainer.seed)`; an int or an `nnx.Rngs` is copied. The weights equal those of
-    `cls(*args, **kwargs)` to rounding. The built module is `trainer.module`.
+    `make(*args, **kwargs)` to rounding. The built module is `trainer.module`.
 
     Args:
-        cls: A subclass of `TrainModule`.
-        *args: Positional arguments of its constructor.
-        **kwargs: Keyword arguments of its constructor.
+        make: A subclass of `TrainModule`, or a function that returns one's instance.
+        *args: Positional arguments of it.
+        **kwargs: Keyword arguments of it.
 
     Example:
         >>> import jaxlit as jl
@@ -149,27 +149,43 @@ class lazy:
         >>> model = jl.lazy(Model, width=256)
     """
 
-    def __init__(self, cls: type[TrainModule], *args: Any, **kwargs: Any) -> None:
-        if not (isinstance(cls, type) and issubclass(cls, TrainModule)):
-            raise ArgumentError(f"jl.lazy(cls, ...) takes a subclass of jl.TrainModule, got {shown(cls)}.")
-        self.cls, self.args, self.kwargs = cls, args, kwargs
+    def __init__(self, make: Callable[..., TrainModule], *args: Any, **kwargs: Any) -> None:
+        if not callable(make) or (isinstance(make, type) and not issubclass(make, TrainModule)):
+            rule = "takes a subclass of jl.TrainModule, or a function that makes one"
+            raise ArgumentError(f"jl.lazy(make, ...) {rule}, got {shown(make)}.")
+        self.make, self.args, self.kwargs = make, args, kwargs
+
+    @property
+    def cls(self) -> type[TrainModule]:
+        """The class of the module; `TrainModule` itself if only a function knows it."""
+        return self.make if isinstance(self.make, type) else TrainModule
+
+    @property
+    def name(self) -> str:
+        """What is called, for messages."""
+        return getattr(self.make, "__name__", type(self.make).__name__)
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of its parameters."""
+        if isinstance(self.make, type):  # nnx hides the signature of a class
+            return [*inspect.signature(self.make.__init__).parameters][1:]
+        return [*inspect.signature(self.make).parameters]
 
     def builder(self, seed: int) -> Callable[[], TrainModule]:
         """Return a function that builds the module, fit to be traced."""
         kwargs = dict(self.kwargs)
-        names = list(inspect.signature(self.cls.__init__).parameters)
-        args = list(self.args)
-        if "rngs" in names and names.index("rngs") - 1 < len(args):  # given by position
-            kwargs |= dict(zip(names[1 : len(args) + 1], args, strict=False))
+        names, args = self.parameters, list(self.args)
+        if "rngs" in names and names.index("rngs") < len(args):  # given by position
+            kwargs |= dict(zip(names, args, strict=False))
             args = []
         rngs = kwargs.pop("rngs", seed if "rngs" in names else None)
         if rngs is None:
-            return lambda: self.cls(*args, **kwargs)
+            return lambda: self.make(*args, **kwargs)
         graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
         state = nnx.as_pure(state)
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
-        cls: Any = self.cls
-        return lambda: cls(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
+        return lambda: self.make(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
 
 
 def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule, Callable[[], Any]]:
@@ -181,6 +197,8 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
         with nnx.use_eager_sharding(False):
             module = build()
+            if not isinstance(module, TrainModule):
+                raise ArgumentError(f"jl.lazy({model.name}): it must make a jl.TrainModule, got {shown(module)}.")
             for node in [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Pytree)]:
                 for name, value in list(vars(node).items()):
                     if isinstance(value, Tracer):  # for nnx a static attribute, which would leave the trace
@@ -196,7 +214,7 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
     except TraceContextError as error:
         if "Rng" not in str(error):
             raise
-        name = model.cls.__name__
+        name = model.name
         raise ModuleError(
             f"jl.lazy({name}) builds {name} while it is traced, and its __init__ draws from an nnx.Rngs that was made "
             "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "

@@ -117,11 +117,13 @@ def validation_interval(settings: Settings, source: Source, limit: int | None) -
     return interval
 
 
-def make_loaders(settings: Settings, stage: Stage, arguments: Mapping[str, Any], datamodule: Any) -> Loaders:
-    """Return the loaders of a run."""
+def make_loaders(
+    settings: Settings, stage: Stage, arguments: Mapping[str, Any], datamodule: Any, method: str | None = None
+) -> Loaders:
+    """Return the loaders of a run, for messages of the Trainer's `method`, by default the stage's."""
     validator = {name: getattr(settings, name) for name in ("host_keys", "max_recompiles", "debug")}
     overfit = stage.method == "fit" and bool(settings.overfit_batches)
-    return Loaders(stage.method, arguments, datamodule, settings.limits, validator=validator, overfit=overfit)
+    return Loaders(method or stage.method, arguments, datamodule, settings.limits, validator=validator, overfit=overfit)
 
 
 class Limit(NamedTuple):

@@ -345,7 +345,7 @@ def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any
         data.setup("fit")
     if data is None and not isinstance(model, TrainModule):
         raise ArgumentError("A plan takes a loader or a jl.DataModule as data, got None. Its first batch counts.")
-    loaders = make_loaders(trainer.settings, STAGES["training"], {"training": (data, "data")}, None)
+    loaders = make_loaders(trainer.settings, STAGES["training"], {"training": (data, "data")}, None, method="plan")
     loaders.module = None if isinstance(model, lazy) else model
     ((source, limit),) = loaders.open("training", required=True)
     if source.is_iterator:

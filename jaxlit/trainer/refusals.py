@@ -1,6 +1,5 @@
 """What a run is refused for, before anything is compiled, and what it is warned of."""
 
-import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -104,6 +103,8 @@ def check_model(model: Any, stage: Stage) -> None:
             hint = " Subclass jl.TrainModule in place of nnx.Module, and define training_step."
         raise ArgumentTypeError(f"Trainer takes a jaxlit.TrainModule as model, got {shown(model)}.{hint}")
     cls = model.cls if isinstance(model, lazy) else type(model)
+    if cls is TrainModule and isinstance(model, lazy):
+        return  # what a function makes is looked at when it is made
     if getattr(cls, stage.step) is getattr(TrainModule, stage.step):
         raise ModuleError(f"{cls.__name__} has no {stage.step}. Define {stage.step}(self, batch).")
 
@@ -262,15 +263,15 @@ def _items(settings: Settings, model: Any, callbacks: Sequence[Callback]) -> dic
     texts = [type(c).__name__ if c.role == "checkpoint" else _text(c) for c in matter]
     items["Trainer(callbacks=)"] = ", ".join(texts)
     if isinstance(model, lazy):
-        names = [*inspect.signature(model.cls.__init__).parameters][1:]
-        cls = model.cls
-        arguments = dict(zip(names, model.args, strict=False)) | model.kwargs
+        cls: Any = model.make
+        arguments = dict(zip(model.parameters, model.args, strict=False)) | model.kwargs
     else:  # what is no module is refused by its type later
         cls = type(model)
         arguments = hparams_of(model).readable() if isinstance(model, TrainModule) else {}
-    items["the module's class"] = cls.__qualname__
+    name_of_class = getattr(cls, "__qualname__", type(cls).__name__)
+    items["the module's class"] = name_of_class
     for name, value in hide(arguments, []).items():
-        items[f"{cls.__name__}({name}=)"] = _text(value)
+        items[f"{name_of_class.rpartition('.')[2]}({name}=)"] = _text(value)
     return items
 
 

@@ -261,8 +261,10 @@ class Session:
         if not fits and built is not None and built.model is model and built.seed in (None, settings.seed):
             loaders.module = built.module
             return built.module, False
-        loaders.check_before_building(model.cls, (settings.data_timeout, settings.hang_timeout))  # may take minutes
+        if model.cls is not TrainModule:  # building may take minutes
+            loaders.check_before_building(model.cls, (settings.data_timeout, settings.hang_timeout))
         loaders.module = build_lazy(model, self.strategy, settings.seed)
+        check_model(loaders.module, stage)
         self._built = Built(model, loaders.module, settings.seed)
         return loaders.module, True
 

@@ -80,8 +80,8 @@ def test_a_constructor_may_make_array_attributes(strategy) -> None:
 
 
 def test_lazy_refuses_what_is_no_module_class() -> None:
-    for cls in (nnx.Linear, Linear(), "Net", lambda: Linear()):
-        words = r"jl\.lazy\(cls, \.\.\.\) takes a subclass of jl\.TrainModule"
+    for cls in (nnx.Linear, 3, "Net"):
+        words = r"jl\.lazy\(make, \.\.\.\) takes a subclass of jl\.TrainModule, or a function"
         refuses(ArgumentError, lambda cls=cls: jl.lazy(cls), words)
     fit_refuses(ModuleError, "Empty has no training_step", model=jl.lazy(type("Empty", (jl.TrainModule,), {})))
 
@@ -138,3 +138,14 @@ def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None
     built, emptied, restored = result
     small = 64 * width  # vectors, which lie whole
     assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
+
+
+def test_a_function_may_make_the_module() -> None:
+    def make(width: int, *, rngs: nnx.Rngs) -> Any:
+        return Net(width, rngs=rngs)
+
+    trainer = fit(jl.lazy(make, 16), random(3), strategy="fsdp")
+    expected = fit(jl.lazy(Net, 16), random(3), strategy="fsdp")
+    assert_same(trainer.module, expected.module)
+    refuses(ArgumentError, lambda: fit(jl.lazy(lambda: 3), random(1)), "must make a jl.TrainModule, got 3")
+    refuses(ModuleError, lambda: fit(jl.lazy(lambda: jl.TrainModule()), random(1)), "has no training_step")
