@@ -117,7 +117,8 @@ def test_any_state_trains_as_by_hand(kind: str, strategy: str, caplog: pytest.Lo
     model = Model(kind)
     fit(model, DATA, strategy=strategy)
     assert_alike(model, by_hand(Model(kind), DATA))
-    assert warnings_of(caplog) == []
+    # An array attribute has a gradient, and is trained by no one: one warning says so.
+    assert [text for text in warnings_of(caplog) if "by arrays that are in no nnx.Variable" not in text] == []
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ replicas computes becomes what one device computes, with refusals of what cannot
 
 import itertools
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import flax
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -63,22 +65,15 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             f"{pure.name}.training_step take float32: a layer or constant of float32 makes what comes after it so. "
             f"Pass dtype=jnp.{jnp.dtype(precision.compute).name} to such layers, for example to each nnx.Embed."
         )
-    reached = jaxpr.reaches(closed.jaxpr, [0], gradient=True)[:trained]
+    gradients = jaxpr.reaches(closed.jaxpr, [0], gradient=True)
+    reached = gradients[:trained]
     if traced.stepped is not None and any(traced.changed[:trained]) and any(reached):
         raise ModuleError(
             f"{pure.name}.training_step has updated parameters by self.{traced.stepped}, an optimizer of nnx. "
             f"{RETURN_THE_LOSS}"
         )
-    used = [a or b for a, b in zip(reached, traced.changed, strict=False)]  # a step may train its parameters itself
-    paths = [path for path, _ in named_leaves(args[0])]
-    if unused := [path for path, is_used in zip(paths, used, strict=True) if not is_used]:
-        some = ", ".join(unused[:5]) + f" and {len(unused) - 5} more" * (len(unused) > 5)
-        number = f"{len(unused)} of {len(paths)} parameters" if any(used) else "any parameter: nothing is trained"
-        _logger.warning(
-            f"The loss of {pure.name}.training_step does not depend on {number}. The gradient is zero: {some}. Call "
-            "the layer in the step, or leave it out of training: "
-            "jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains('head'))))."
-        )
+    if not pure.resumed:
+        _warn_of_gradients(pure, gradients, args)
     # Two new functions: a trace of the body itself would be taken from the cache.
     traces = [jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args) for _ in range(2 * twice)]
     texts = [[text for text, _ in jaxpr.described(x)] for x in traces]
@@ -88,6 +83,40 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
             "in the batch."
         )
+
+
+def _warn_of_gradients(pure: PureModule, reached: Sequence[bool], args: Sequence[Any]) -> None:
+    """Warn of parameters without a gradient, and of arrays in no Variable with one, which no optimizer trains."""
+    changed, paths = pure.trace_of("training").changed, [path for path, _ in named_leaves(args[0])]
+    used = [a or b for a, b in zip(reached, changed, strict=False)]  # a step may train its parameters itself
+    if unused := [path for path, is_used in zip(paths, used, strict=False) if not is_used]:
+        number = f"{len(unused)} of {len(paths)} parameters"
+        if len(unused) == len(paths):
+            number = "any parameter: nothing is trained"
+        part = re.sub(r"\[.*", "", [unused[0], *unused[0].split(".")[-2:-1]][-1])
+        _logger.warning(
+            f"The loss of {pure.name}.training_step does not depend on {number}. The gradient is zero: "
+            f"{_some(unused)}. Call the layer in the step, or leave it out of training: "
+            f"jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r}))))."
+        )
+    leaves, arrays = pure.leaves(*args[:3]), jax.tree.leaves(args[:3])
+    plain = [
+        leaf
+        for leaf, x, is_reached, writes in zip(leaves, arrays, reached, changed, strict=False)
+        if leaf.kind is None and is_reached and not writes and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if plain:
+        of_flax = any(leaf.owner == "weightnorm" for leaf in plain)
+        why = f" (nnx.WeightNorm holds its scale so in flax {flax.__version__})" * of_flax
+        _logger.warning(
+            f"The loss of {pure.name}.training_step has a gradient by arrays that are in no nnx.Variable, and stay as "
+            f"they are: {_some([leaf.name for leaf in plain])}{why}. Hold what shall be trained in an nnx.Param, and a "
+            "constant in an nnx.Variable."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
 
 
 def _check_hidden(pure: PureModule, stage: str, closed: Any) -> None:

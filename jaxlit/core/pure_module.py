@@ -76,7 +76,7 @@ class Leaf:
         name: Its path in the module, as a user writes it.
         kind: Its class of Variable; None for an array that is in none.
         owner: "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`,
-            `compute` and `reset`, else "".
+            `compute` and `reset`, "weightnorm" for the scale of such a layer, else "".
     """
 
     name: str
@@ -121,6 +121,7 @@ class PureModule:
     origin: TrainModule
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
+    resumed: bool = False  # training continues, and was warned of what it does where it began
     told: set[tuple[str, str]] = field(default_factory=set)  # what was said to be dropped, by step
     _bodies: dict[Any, Callable] = field(default_factory=dict)
 
@@ -356,19 +357,20 @@ _NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
 
 def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
-    owners, metrics = {}, []
+    owners, prefixes = {}, {}
     for path, node in nnx.iter_graph(module):
         if path and all(callable(getattr(type(node), name, None)) for name in ("update", "compute", "reset")):
-            metrics += [f"{leaf_name(path)}.", f"{leaf_name(path)}["]
+            prefixes |= {f"{leaf_name(path)}{after}": "metric" for after in ".["}
         if isinstance(node, nnx.BatchNorm):
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
         elif isinstance(node, _NORMALIZING):
+            prefixes |= {leaf_name((*path, "scales")): "weightnorm"} if isinstance(node, nnx.WeightNorm) else {}
             owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
     return [
         Leaf(
             x.name,
             None if x.variable is None else type(x.variable),
-            "metric" if x.name.startswith(tuple(metrics)) else owners.get(id(x.variable), ""),
+            next((prefixes[p] for p in prefixes if x.name.startswith(p)), owners.get(id(x.variable), "")),
         )
         for x in arrays_of(module, wrt, nnx.Param, ...)
     ]

@@ -473,6 +473,7 @@ class Session:
         if data.is_fit:
             check_window(resume.checkpoint, accumulation.argument, self.settings)
         load_engine(engine, resume)
+        engine.pure.resumed = True
 
     def _prefetcher(self, data: RunData, position: Position, watchdog: Watchdog) -> Prefetcher:
         """Return what draws a run's batches and places them."""

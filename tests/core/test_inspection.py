@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -509,3 +510,31 @@ def test_a_validation_that_draws_alike_everywhere_is_refused() -> None:
     trainer = jl.Trainer(strategy="shard_map", devices=4, max_epochs=1, logger=False)
     with pytest.raises(JaxlitError, match=r"Validated\.validation_step draws random numbers for its rows"):
         trainer.fit(module, make_batches(8), make_batches(8))
+
+
+class Tables(jl.TrainModule):
+    """Has arrays in no Variable: one of a layer of flax, one that is read, one that no gradient reaches."""
+
+    def __init__(self) -> None:
+        self.layer = nnx.WeightNorm(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+        self.bias, self.limit, self.spare = jnp.zeros(3), jnp.ones(3), nnx.Param(jnp.zeros(2))
+
+    def training_step(self, batch: Any) -> jax.Array:
+        return jnp.mean((self.layer(batch["x"]) + self.bias) ** 2 * (batch["x"] < self.limit))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+def test_arrays_that_no_optimizer_reaches_are_named_once_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    given: Any = {"default_root_dir": "run", "resume": "auto"}
+    fit(Tables(), make_batches(8), max_epochs=1, **given)
+    unused, plain = warnings_of(caplog)
+    assert "The gradient is zero: spare." in unused and "PathContains('spare')" in unused
+    names = "bias"
+    if not isinstance(Tables().layer.scales[("kernel",)], nnx.Param):  # before flax 0.12.12
+        names += f", layer.scales.('kernel',) (nnx.WeightNorm holds its scale so in flax {flax.__version__})"
+    assert f"and stay as they are: {names}." in plain
+    caplog.clear()
+    fit(Tables(), make_batches(8), max_epochs=2, **given)
+    assert warnings_of(caplog) == []
