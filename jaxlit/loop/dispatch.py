@@ -241,7 +241,10 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
             except BaseException as error:  # the steps are taken: those after it have their rows
                 failed = error
         if not position.filled:
-            rows += rows_of_step(run, first + i, last=is_last)
+            try:
+                rows += rows_of_step(run, first + i, last=is_last)
+            except BaseException as error:  # of what begins a row
+                failed = failed or error
     if failed is not None:
         results.pending = [*results.pending, *rows]
         raise failed

@@ -145,9 +145,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
-            sums = first_sums(
-                run, evaluation, stage, number
-            )  # compiling needs a batch, so an empty loader compiles nothing
+            sums = first_sums(run, evaluation, stage, number)  # compiling needs a batch: none for an empty loader
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)

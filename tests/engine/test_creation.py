@@ -138,3 +138,12 @@ def test_no_device_ever_holds_more_than_its_share(monkeypatch, tmp_path) -> None
     built, emptied, restored = result
     small = 64 * width  # vectors, which lie whole
     assert share < built <= 1.1 * share + small and emptied < small and abs(restored - built) < small
+
+
+def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
+    class Chosen(Linear):
+        def __init__(self, width: int = 1, folder: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="folder")
+
+    assert fit(jl.lazy(Chosen, 3), random(1)).module.hparams == {"width": 3}
