@@ -25,11 +25,10 @@ _FILE_BYTES = 2**26  # of the rows of a file, which are in memory
 class PredictionWriter(Callback):
     """Write the outputs of `predict_step` to files while `trainer.predict` runs, in the order of the data.
 
-    The files have 64 MiB of rows each: `predictions_0_00000.npz`, with the index of the loader and the number of the
-    file. A file has an array, or with "parquet" a column, for each leaf of the outputs, named by its path: `mean`,
-    `sides.up`, or `predictions` if the outputs are one array; floats of 8 and 16 bits are written as float32. If the
-    outputs are a dict, `Trainer(host_keys=...)` are written as well, in a single process. In several processes the
-    first writes the rows of all. The folder appears when everything is written, in place of earlier predictions.
+    Files of 64 MiB of rows are named by loader and number, `predictions_0_00000.npz`. Each has an array, or with
+    "parquet" a column, for each leaf of the outputs, named by its path: `mean`, `sides.up`, or `predictions` if the
+    outputs are one array; floats of 8 and 16 bits are written as float32. A single process also writes
+    `Trainer(host_keys=...)`, if the outputs are a dict. The folder appears complete, in place of earlier predictions.
 
     Args:
         output_dir: The folder.
@@ -74,8 +73,9 @@ class PredictionWriter(Callback):
         if not trainer.is_global_zero:
             return
         name = "predictions_[0-9]*_[0-9][0-9][0-9][0-9][0-9].*"
-        here = Path.cwd().is_relative_to(self._folder)  # the folder of the program would be deleted
-        if here or (self._folder.exists() and not all(path.match(name) for path in self._folder.iterdir())):
+        others = [c._folder for c in trainer.callbacks if isinstance(c, PredictionWriter) and c is not self]
+        inside = any(path.is_relative_to(self._folder) for path in [Path.cwd(), *others])  # it would be deleted
+        if inside or (self._folder.exists() and not all(path.match(name) for path in self._folder.iterdir())):
             rule = "would replace what is there, and it holds no predictions. Name another folder, or delete it."
             raise ArgumentError(f"PredictionWriter(output_dir={str(self.output_dir)!r}) {rule}")
         partial = self._folder.with_name(f".{self._folder.name}.partial")

@@ -218,14 +218,7 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
     rows: list[Row] = []
     if each is None and last is None:
         position.advance(batch.position[-1], stepping=steps, last=batch.is_last, batches=count)
-        every = run.log_every
-        stops = run.control.should_stop
-        for i in range(steps):
-            if (every and (first + i + 1) % every == 0) or (stops and i + 1 == steps):
-                results.latest = logs, i
-                rows += rows_of_step(run, first + i)
-        results.latest = logs, steps - 1
-        return rows
+        return _rows_without_hooks(run, logs, first, steps)
     seen = StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows)
     failed = None
     for k, (host, data) in enumerate(zip(batch.host, batch.position, strict=True)):
@@ -241,11 +234,27 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
             except BaseException as error:  # the steps are taken: those after it have their rows
                 failed = error
         if not position.filled:
-            rows += rows_of_step(run, first + i, last=is_last)
+            try:
+                rows += rows_of_step(run, first + i, last=is_last)
+            except BaseException as error:  # of what begins a row
+                failed = failed or error
     if failed is not None:
         results.pending = [*results.pending, *rows]
         raise failed
     if run.hooks.live is not None and not run.hooks.live.stale:
         text = "A batch hook has read the module in a dispatch of %d batches: it has the weights after its last step."
         run.control.log_once(logging.INFO, text, count)
+    return rows
+
+
+def _rows_without_hooks(run: Run, logs: Any, first: int, steps: int) -> list[Row]:
+    """Return the rows of the steps of a dispatch, given their tables, where no hook is called between them."""
+    rows = []
+    every = run.log_every
+    stops = run.control.should_stop
+    for i in range(steps):
+        if (every and (first + i + 1) % every == 0) or (stops and i + 1 == steps):
+            run.results.latest = logs, i
+            rows += rows_of_step(run, first + i)
+    run.results.latest = logs, steps - 1
     return rows

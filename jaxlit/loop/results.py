@@ -25,10 +25,10 @@ _loss_of = jax.jit(loss_of)  # one dispatch
 _NO_STEPS = StepTable(Table([]), (), guarded=False)
 TRACED = "trace_step"  # where a callback's traced values come from
 _REDUCE: dict[str, Callable[[float, float], float]] = {"min": min, "max": max}  # all others add up
-_UNREAD = 64  # values of a metric that stay on the device: an older one is ready, and reading it waits for nothing
+UNREAD = 64  # values of a metric that stay on the device: an older one is ready, and reading it waits for nothing
 # The batch that a value belongs to, counted from the one that comes next: that of an end hook is done, and what hooks
 # log after the last batch of an epoch is logged again by a resume from there.
-_BATCH_OF = {"on_train_batch_end": -1, TRACED: -1, "on_train_epoch_end": 1, "on_train_end": 1}
+_BATCH_OF = {"on_train_batch_end": -1, TRACED: -1, "on_train_epoch_end": 1}
 
 
 class Row(NamedTuple):
@@ -238,8 +238,8 @@ class Total:
     def add(self, value: Any, weight: Any, batch: int) -> None:
         """Take one value."""
         self.waiting.append(Logged(batch, value, weight))
-        if len(self.waiting) > _UNREAD:
-            self.waiting[-_UNREAD] = self.waiting[-_UNREAD].read()
+        if len(self.waiting) > UNREAD:
+            self.waiting[-UNREAD] = self.waiting[-UNREAD].read()
 
     def __float__(self) -> float:
         total, weight = self._sum(math.inf)

@@ -129,7 +129,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         return
     start = after[0]
     end = after[1].batch_idx if len(after) > 1 else position.batch_idx
-    resume = run.checkpoints.resume_of_window(bad)
+    resume = run.checkpoints.resume_of_window(position.epoch, bad)
     filled = 0
     if resume is None:
         engine.go_back(bad, position.epoch, start.batch_idx)

@@ -81,15 +81,16 @@ class Checkpoints:
     written: list[Path | Saving] = field(default_factory=list)  # the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
 
-    def resume_of_window(self, step: int) -> Resume | None:
-        """Return what the run was resumed from if that is inside the accumulation window of an optimizer step.
+    def resume_of_window(self, epoch: int, step: int) -> Resume | None:
+        """Return what the run was resumed from if that is inside the accumulation window of an epoch's optimizer step.
 
         Only that checkpoint has the gradients of the window's first batches.
         """
         if self.resume is None:
             return None
         position = self.resume.checkpoint.state["position"]
-        return self.resume if position["filled"] and position["global_step"] == step else None
+        at = (position["epoch"], position["global_step"])
+        return self.resume if position["filled"] and at == (epoch, step) else None
 
 
 @dataclass(kw_only=True)

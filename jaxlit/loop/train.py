@@ -15,7 +15,7 @@ from jaxlit.errors import add_note
 from jaxlit.loop.dispatch import Dispatch, take_step, take_steps
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
-from jaxlit.loop.results import Row
+from jaxlit.loop.results import UNREAD, Row
 from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
 from jaxlit.loop.run import Due, Run, Tracing
@@ -39,8 +39,9 @@ def fit(run: Run) -> None:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
         try:  # a second Ctrl-C may come while these wait for the device
             if isinstance(error, Exception):
-                with contextlib.suppress(Exception):  # the last row, if the device still has it
-                    log_pending(run)
+                while run.results.pending:  # the last rows, if the device still has them
+                    with contextlib.suppress(Exception):
+                        log_pending(run)
             with contextlib.suppress(Exception):  # the device may be what failed
                 end_before_bad_step(run, error)
         finally:
@@ -66,8 +67,10 @@ def train_epochs(run: Run) -> bool:
     dispatch = Dispatch(run)
     while resumes_epoch or not run.done:
         reload(run)  # first: the loader hook may return other data now, whose length the rest uses
+        run.position.cut = False
         train_epoch(run, dispatch, resumes_epoch=resumes_epoch)
-        resumes_epoch = False
+        # A rollback at the end may have undone the step with which training ended: then the epoch continues.
+        resumes_epoch = run.position.cut and not run.done
     run.print_signal()  # one that came when the epoch had ended
     return True
 
@@ -186,8 +189,8 @@ def log_step(run: Run, rows: list[Row] | None) -> None:
     # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
     if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
         check_finite(run)
-    elif run.engine.nan_policy != "raise":  # no step is undone: what hooks logged before the newest is added up
-        run.settle(position.global_step - 1)
+    elif run.engine.nan_policy != "raise":  # no step is undone: what hooks logged, and was read since, is added up
+        run.hooks.log.settle(position.total_batch_idx - UNREAD)
 
 
 def validate(run: Run) -> None:

@@ -27,7 +27,6 @@ from jaxlit.loop.run_data import RunData
 from jaxlit.loop.settings import Arguments, Settings
 from jaxlit.reporting.secrets import hide
 from jaxlit.reporting.terminal import say
-from jaxlit.strategies.base import Strategy
 from jaxlit.texts import shown, stable_text
 
 _logger = logging.getLogger("jaxlit")
@@ -214,7 +213,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
         )
 
 
-def check_predictions(settings: Settings, strategy: Strategy, return_predictions: bool) -> None:
+def check_predictions(settings: Settings, return_predictions: bool) -> None:
     """Refuse to return predictions that would mix rows of one process with rows of all.
 
     Raises:

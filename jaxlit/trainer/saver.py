@@ -160,13 +160,20 @@ class Saver:
         snapshot.take(self._training(), ask=False)
 
     def check_finite(self) -> None:
-        """Look at a safe point whether every step was finite, as `nan_policy` says; it may go back to a checkpoint.
+        """Look whether every step was finite, as `nan_policy` says; at a safe point it may go back to a checkpoint.
 
         Raises:
-            NonFiniteError: A step was not, and the policy is to raise.
+            CheckpointError: The policy is "rollback", and no training can be continued in this hook.
+            NonFiniteError: A step was not finite, and the policy is to raise.
         """
-        if (run := self._fitted()) is not None and run.is_safe:
-            check_finite(run)
+        if (run := self._fitted()) is None:
+            return
+        if not run.is_safe and run.settings.nan_policy == "rollback":
+            raise CheckpointError(
+                f"trainer.saver.check_finite is called in {run.hooks.log.hook or 'a hook'}, and nan_policy='rollback' "
+                "goes back to a checkpoint between two batches only. Call it in on_safe_point."
+            )
+        check_finite(run)
 
     def is_finite(self) -> bool:
         """Return whether every floating number of the training state is finite; waits for the device."""

@@ -1,6 +1,7 @@
 """A run of a Trainer, from its first check to its last teardown, and what the Trainer keeps for the next run."""
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -323,7 +324,10 @@ class Session:
             self.control.should_stop = False
             self.control.stop_reason = None
             self.control.verbose = True
-        position = self.position if resume is None else Position(**resume.checkpoint.state["position"])
+        # A run that begins is in no epoch that has ended.
+        position = dataclasses.replace(self.position, cut=False)
+        if resume is not None:
+            position = Position(**resume.checkpoint.state["position"])
         if fits:  # an evaluation of a checkpoint leaves the training where it is
             self.position = position
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.

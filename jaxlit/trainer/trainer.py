@@ -281,7 +281,7 @@ class Trainer(TrainerProperties):
             One entry a batch: what `predict_step` returned, as numpy, with the real rows in loader order. For
             several loaders a list of such lists. None without `return_predictions`.
         """
-        check_predictions(self.settings, self.strategy, return_predictions)
+        check_predictions(self.settings, return_predictions)
         work = partial(predict, keep=return_predictions)
         outputs = self._evaluate("predict", work, model, dataloaders, datamodule, ckpt_path)
         return None if not return_predictions else outputs if len(outputs) != 1 else outputs[0]

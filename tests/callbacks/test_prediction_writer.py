@@ -208,6 +208,7 @@ def test_a_link_stays_and_its_target_is_replaced() -> None:
         (["file/made"], OSError, "file"),
         (["work"], ArgumentError, "holds no predictions"),
         ([".."], ArgumentError, "would replace"),
+        (["a", "a/b"], ArgumentError, "would replace"),
     ],
 )
 def test_an_unusable_folder_is_refused_before_the_first_batch(folders: list[str], error: type, words: str) -> None:

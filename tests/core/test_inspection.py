@@ -209,6 +209,13 @@ def test_what_a_step_writes_is_that_of_one_device(strategy: str) -> None:
         np.testing.assert_allclose(got, np.asarray(expected), rtol=1e-6, err_msg=name)
 
 
+def test_a_statistic_that_replicas_cannot_merge_is_refused() -> None:
+    module: Any = Line(also(lambda module, batch: module.spread.update(values=batch["x"])))
+    module.spread = nnx.metrics.Welford()
+    with pytest.raises(StateError, match=r"writes a value to spread\.m"):
+        fit_replicas(module, "shard_map")
+
+
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "a sum that its own value resets": (
         lambda old, b: jax.lax.cond(old > 10, lambda: jnp.zeros(()), lambda: old) + (b["x"] ** 0).sum(),

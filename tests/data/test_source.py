@@ -4,6 +4,7 @@ import copy
 import itertools
 import json
 import mmap
+import signal
 from types import SimpleNamespace
 
 import grain
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kit import by_hand, trainers
-from kit.batches import Stream, rows_of
+from kit.batches import Stream, numbered, rows_of
 from kit.grain_rows import BATCH, ROWS, add_noise, data_loader, double, everything, is_no_fifth, records, shuffled
 from kit.inside import prefetcher_of
 from kit.journal import Batches, hooks
@@ -129,6 +130,23 @@ def test_an_equal_loader_continues_after_the_last_used_batch(kind):
         assert [before, *after] == [expected[epoch][:count], expected[epoch][count:], expected[epoch + 1]]
     positions = [(at, copy.deepcopy(at)) for _, at in make_source(kind).epoch(0)]
     assert [at for at, _ in positions] == [kept for _, kept in positions], "what is drawn later changes none"
+
+
+STOPS = {
+    "a checkpoint": hooks(on_train_epoch_end=lambda t, m: t.current_epoch == 0 and t.save_checkpoint("run")),
+    "a stop": hooks(on_train_batch_end=lambda t, m, out, batch, i: i == 2 and signal.raise_signal(signal.SIGINT)),
+}
+
+
+@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("kind", thinned(ENDLESS, *[*ENDLESS][:1]))
+def test_an_endless_loader_continues_after_the_end_of_an_epoch(kind, how):
+    given = {"limit_train_batches": 3}
+    whole = fit_seen(ENDLESS[kind](), numbered(1), **given)[1]
+    fit_seen(ENDLESS[kind](), numbered(1), STOPS[how], default_root_dir="stopped", **given)
+    path = "run" if how == "a checkpoint" else "stopped/checkpoints/step_00000003"
+    resumed = fit_seen(ENDLESS[kind](), numbered(1), ckpt_path=path, **given)[1]
+    assert [*map(rows_of, resumed.train)] == [*map(rows_of, whole.train[1:])]
 
 
 @pytest.mark.parametrize(("used", "prefetch"), thinned([(1, 3), (4, 0)], (1, 3)))

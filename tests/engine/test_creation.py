@@ -149,3 +149,12 @@ def test_a_function_may_make_the_module() -> None:
     assert_same(trainer.module, expected.module)
     refuses(ArgumentError, lambda: fit(jl.lazy(lambda: 3), random(1)), "must make a jl.TrainModule, got 3")
     refuses(ModuleError, lambda: fit(jl.lazy(lambda: jl.TrainModule()), random(1)), "has no training_step")
+
+
+def test_hyperparameters_are_those_that_the_constructor_chose() -> None:
+    class Chosen(Linear):
+        def __init__(self, width: int = 1, folder: str = "x") -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="folder")
+
+    assert fit(jl.lazy(Chosen, 3), random(1)).module.hparams == {"width": 3}

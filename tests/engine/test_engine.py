@@ -67,3 +67,9 @@ def test_a_hook_that_keeps_an_old_array_must_copy_it() -> None:
 
     with pytest.raises(jl.errors.StateError, match=r"a later step has overwritten it.*jax\.tree\.map\(jnp\.copy"):
         fit(Linear(), random(3), None, hooks(on_train_batch_end=look), **BARE)
+
+
+@pytest.mark.full
+def test_3000_steps_on_8_devices_survive() -> None:
+    trainer = fit(Linear(), random(100), strategy="pmap", max_epochs=None, max_steps=3000, log_every_n_steps=0)
+    assert int(trainer.state.step) == trainer.global_step == 3000

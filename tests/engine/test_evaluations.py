@@ -107,6 +107,24 @@ def test_nothing_is_compiled_or_copied_twice(strategy) -> None:
     assert np.mean((out - np.concatenate([b["y"] for b in DATA])) ** 2) == by_formula(module)
 
 
+def test_what_is_written_to_the_module_is_placed_once() -> None:
+    buffers, module = Buffers(), make_line()
+    trainer = make_trainer(buffers, strategy=splitting("fsdp"))
+    value(trainer, module)
+    module.kernel[...] = jnp.full((8, 1), 2.0)
+    assert value(trainer, module) == value(trainer, module) == by_formula(module)
+    before, first, second = buffers.found
+    assert before != first == second
+
+
+def test_a_module_without_a_fit_is_evaluated_as_it_is_after_a_checkpoint() -> None:
+    other, trainer = make_line(1), make_trainer()
+    fit(make_line(), DATA, DATA).save_checkpoint("kept")
+    expected = value(trainer, other)
+    assert value(trainer, other, ckpt_path="kept") != expected
+    assert value(trainer, other) == expected == by_formula(other)
+
+
 @pytest.mark.parametrize("strategy", thinned(THREE, "fsdp"))
 def test_what_is_written_between_two_calls_is_used(strategy) -> None:
     module, trainer = make_line(), make_trainer(strategy=splitting(strategy), accumulate_grad_batches=2)

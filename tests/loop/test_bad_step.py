@@ -256,8 +256,29 @@ def test_values_that_hooks_log_at_steps_do_not_cost_the_checkpoint(hook: str, ba
     trainer = make_trainer(hooks(**{hook: lambda t, m, *_: m.log("x", 1.0, on_epoch=True)}), default_root_dir="run")
     with pytest.raises(NonFiniteError):
         trainer.fit(Mean(), spoilt(6, bad))
-    assert trainer.callback_metrics.get("x", 1.0) == 1.0
+    assert "x" not in trainer.callback_metrics
     assert names() == [f"step_0000000{bad}"] * (bad > 0)
+
+
+def test_a_bad_step_behind_the_window_of_a_checkpoint_keeps_the_steps_between() -> None:
+    save = at_batch(2, lambda trainer, module: trainer.save_checkpoint("kept"))  # after the window's first batch
+    given: Any = {"accumulate_grad_batches": 2}
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(8, 4), None, save, **given)
+    model = Mean()
+    with pytest.raises(NonFiniteError, match="at optimizer step 2 "):
+        fit(model, spoilt(8, 4), ckpt_path="kept", default_root_dir="run", **given)
+    assert float(model.w[...][0]) == mean([[1, 2], [3, 4]])
+    assert names() == ["step_00000002"]
+
+
+def test_a_bad_step_of_the_next_epoch_does_not_take_the_window_of_the_checkpoint() -> None:
+    given: Any = {"accumulate_grad_batches": 2, "max_epochs": 3, "default_root_dir": "run"}
+    fit(Mean(), numbered(8), None, at_batch(2, lambda trainer, module: trainer.stop("enough")), **given)
+    skip = hooks(on_train_batch_start=lambda trainer, *_: -1 if trainer.current_epoch == 0 else None)
+    with pytest.raises(NonFiniteError):
+        fit(Mean(), spoilt(8, 0), None, skip, ckpt_path="last", **given)
+    assert saved_state("run/checkpoints/step_00000001")["position"]["filled"] == 0
 
 
 def test_a_ctrl_c_while_an_error_is_handled_leaves_a_trainer_that_saves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kit import journal as kit_journal
 from kit.batches import numbered
+from kit.checkpoints import names
 from kit.journal import at_batch, hooks
 from kit.modules import Mean, module
 from kit.resume_model import (
@@ -27,6 +28,7 @@ from kit.resume_model import (
 )
 from kit.resume_runs import cut_and_resume
 from kit.trainers import fit as kit_fit
+from kit.trainers import make_trainer as kit_trainer
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -250,6 +252,31 @@ def test_a_checkpoint_requested_by_a_hook_is_written_if_training_raises() -> Non
     watch = hooks(on_train_batch_end=lambda trainer, module, outputs, batch, i: seen.append(i))
     kit_fit(Mean(), numbered(4), None, watch, ckpt_path="requested")
     assert seen == [3]
+
+
+def test_a_requested_checkpoint_that_fails_is_a_note_on_the_error() -> None:
+    Path("file").write_text("")
+    save = hooks(on_train_batch_end=lambda t, *_: [t.save_checkpoint("file/mine"), kit_journal.raising(Stopped)()])
+    with pytest.raises(Stopped) as raised:
+        kit_fit(Mean(), numbered(2), None, save)
+    assert any("had requested was not written: CheckpointError" in note for note in raised.value.__notes__)
+
+
+def test_a_user_who_ends_training_at_once_is_told_of_requested_checkpoints(caplog: pytest.LogCaptureFixture) -> None:
+    end = kit_journal.raising(KeyboardInterrupt)
+    save = hooks(on_train_batch_end=lambda trainer, *_: [trainer.save_checkpoint("mine"), end()])
+    with pytest.raises(KeyboardInterrupt):
+        kit_fit(Mean(), numbered(2), None, save)
+    assert not Path("mine").exists()
+    assert "1 checkpoints that hooks had requested were not written: training ended at once." in caplog.text
+
+
+def test_errors_of_rows_do_not_cost_the_checkpoint() -> None:
+    given: Any = {"steps_per_execution": 4, "log_every_n_steps": 1, "default_root_dir": "run"}
+    trainer = kit_trainer(hooks(on_log=kit_journal.raising(Stopped)), **given)
+    with pytest.raises(Stopped):
+        trainer.fit(Mean(), numbered(8))
+    assert names() == [f"step_{trainer.global_step:08}"]
 
 
 def test_loaders_are_opened_again_after_a_resume_inside_an_epoch() -> None:

@@ -128,6 +128,17 @@ def test_it_goes_back_to_a_checkpoint_of_a_writer_of_ones_own() -> None:
     assert float(made.w[...][0]) == pytest.approx(by_hand([[1], [2], [5], [6]]), rel=1e-6)
 
 
+def test_a_rollback_of_the_last_step_continues_its_epoch() -> None:
+    begun, rows = list[int](), Rows()
+    begins = hooks(on_train_epoch_start=lambda trainer, module: begun.append(trainer.current_epoch))
+    given: Any = {"max_epochs": 1, "max_steps": 5, "log_every_n_steps": 0, "made": module(epoch_mean)}
+    train([1.0, 2.0, 3.0, 4.0, BAD, 6.0, 7.0], begins, rows, ModelCheckpoint(every_n_train_steps=2), **given)
+    assert begun == [0]
+    assert (rows.of("seen")[-1], {*rows.of("epoch")}) == (pytest.approx(3.2), {0})
+    resumed = fit(module(epoch_mean), batches([0.0] * 7), ckpt_path="run/checkpoints/step_00000005", max_steps=6)
+    assert resumed.global_step == 6
+
+
 def test_on_load_checkpoint_sees_the_restored_module() -> None:
     result: list[float] = []
     read = lambda module: float(module.w[...][0])  # noqa: E731

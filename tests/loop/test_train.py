@@ -9,6 +9,7 @@ import pytest
 from kit.batches import numbered, random
 from kit.by_hand import HandLoop, assert_same, mean
 from kit.costs import calls_per_step as calls_per_step_of
+from kit.costs import reads
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
 from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
@@ -202,3 +203,16 @@ def test_a_step_costs_few_python_calls_whatever_it_logs(strategy: str, log_every
     one, five = calls_per_step(strategy, 1, log_every), calls_per_step(strategy, 5, log_every)
     assert abs(one - five) < 0.5
     assert 5 <= one <= most  # fewer, and the counter has seen nothing
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "ignore"])
+def test_what_hooks_log_stays_on_the_device(policy: str) -> None:
+    def log(trainer: jl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        counts.append(len(seen))
+        module.log("x", outputs["loss"], on_step=True, on_epoch=True)
+
+    counts = list[int]()
+    given = BARE | {"strategy": "ddp", "devices": 2, "log_every_n_steps": 0, "max_epochs": 1, "nan_policy": policy}
+    with reads() as seen:
+        fit(Mean(), numbered(40), None, hooks(on_train_batch_end=log), **given)
+    assert counts[-1] == counts[5]

@@ -144,6 +144,8 @@ def test_a_relation_gives_the_batchs_value(fn: Any, expected: Relation) -> None:
         lambda w, b: jnp.sort(b["x"], 0),
         lambda w, b: w[0] ** b["x"].shape[0],
         lambda w, b: w.reshape(-1)[b["x"].shape[0] - 3],
+        lambda w, b: b["mask"].sum().astype(bool) + 0,
+        lambda w, b: rows_of(b),
         lambda w, b: jnp.ones(b["x"].shape[0] ** 2).sum(),
         lambda w, b: jnp.broadcast_to(b["x"][:, :1], (b["x"].shape[0],) * 2).sum(),
         lambda w, b: jnp.abs(b["x"][:, None] - b["x"][None]).sum(),

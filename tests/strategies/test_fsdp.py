@@ -118,3 +118,27 @@ def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any]) -> None:
     (name,) = arguments
     with pytest.raises(jl.errors.JaxlitError, match=rf"FSDP\({name}=...\)"):
         jl.strategies.FSDP(**arguments)
+
+
+class Shapes(jl.TrainModule):
+    """A parameter of each shape, each in the loss."""
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        self.weights = nnx.List([nnx.Param(jax.random.normal(jax.random.key(0), shape)) for shape in shapes])
+
+    def training_step(self, batch: jax.Array) -> jax.Array:
+        return sum((jnp.mean(w[...] ** 2) for w in self.weights), jnp.zeros(())) * batch.mean()
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(1.0)
+
+
+@pytest.mark.full
+def test_shapes_that_do_not_divide_train() -> None:
+    shapes = ((1257, 96), (1025, 64), (10,), (7, 13), (30, 68), (31, 60))
+    trainer = fit(jl.lazy(Shapes, shapes), [np.ones((8, 1), np.float32)], strategy="fsdp", enable_checkpointing=False)
+    weights = [trainer.state.params["weights"][i] for i in range(len(shapes))]
+    assert [w.sharding.shard_shape(w.shape) for w in weights[:3]] == [(1257, 12), (1025, 8), (10,)]
+    for w in weights:
+        start = jax.random.normal(jax.random.key(0), w.shape)
+        np.testing.assert_allclose(w, start - 2 * start / start.size, rtol=1e-5, atol=1e-7)
