@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.core.train_state import sum_dtype
 from jaxlit.texts import named_leaves
 
 
@@ -45,5 +46,5 @@ class GradientNorm(Callback):
 
     def _norm(self, x: jax.Array) -> jax.Array:
         # Without a reshape, for which a sharded gradient would be gathered.
-        size, p = jnp.abs(x.astype(jnp.float32)), self.norm_type
+        size, p = jnp.abs(x.astype(sum_dtype(x))), self.norm_type
         return jnp.max(size, initial=0.0) if p == float("inf") else jnp.sum(size**p) ** (1 / p)

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.derived_steps import MicrobatchStep, Stack
+from jaxlit.core.optimizer import RealParts
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, abstract_batch, num_rows
 from jaxlit.core.train_state import TrainState
@@ -478,8 +479,9 @@ def named(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding) -> Any:
     """Give each leaf of a state the sharding of the parameter that it belongs to.
 
-    A leaf belongs to the parameter that has its shape, and a path that its own path ends with. This holds for
-    optimizers that mask, partition or factor as well, where optax's map over parameters fails.
+    A leaf belongs to the parameter that has its shape, and a path that its own path ends with, but for the part of a
+    complex number. This holds for optimizers that mask, partition or factor as well, where optax's map over parameters
+    fails.
 
     Args:
         state: A state of an optimizer or a callback, or the training state, of `jax.ShapeDtypeStruct`s.
@@ -507,6 +509,7 @@ def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding)
             jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
         )
     }
+    known = {(*keys, part): x for keys, x in known.items() for part in RealParts._fields} | known
 
     def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:
         keys = _keys(path)

@@ -1,13 +1,14 @@
 """What `configure_optimizers` returns: an `Optimizer`, or a transform of optax, and the updates that it makes.
 
-At the end: which parameters decay, and groups of parameters, by their paths or by nnx filters.
+Then complex parameters, which a transform sees as two real arrays each. At the end: which parameters decay, and groups
+of parameters, by their paths or by nnx filters.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +104,7 @@ def _by_label(
 ) -> optax.GradientTransformation:
     labels = {groups[name] for name in names}
     used: dict = {label: tx for label, tx in transforms.items() if label in labels}
-    return optax.partition(used, lambda params: jax.tree.map_with_path(lambda path, _: groups[leaf_name(path)], params))
+    return optax.partition(used, lambda params: map_params(lambda path, _: groups[leaf_name(path)], params))
 
 
 def _check_filter(name: str, value: Any) -> None:
@@ -175,6 +176,36 @@ def transform_of(owner: str, tx: Any) -> optax.GradientTransformation:
     )
 
 
+class RealParts(NamedTuple):
+    """A complex parameter as its optimizer sees it."""
+
+    real: Any
+    imag: Any
+
+
+def on_real_parts(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return a transform of complex parameters that updates the two parts of each as real arrays."""
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        return inner.init(_real_parts(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, state = inner.update(_real_parts(updates), state, _real_parts(params), **_real_parts(extra))
+        return map_params(lambda _, x: jax.lax.complex(*x) if isinstance(x, RealParts) else x, updates), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _real_parts(tree: Any) -> Any:
+    return jax.tree.map(lambda x: RealParts(x.real, x.imag) if jnp.iscomplexobj(x) else x, tree)
+
+
+def map_params(fn: Callable[[Any, Any], Any], params: Any) -> Any:
+    """Return a tree of `fn(path, x)` for each parameter x, of which one may be `RealParts`."""
+    return jax.tree.map_with_path(fn, params, is_leaf=lambda x: isinstance(x, RealParts))
+
+
 _NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
 _VALUE = ("value", "raw_value")  # of a Variable
 
@@ -190,13 +221,13 @@ def decay_mask(params: Any) -> Any:
         params: The parameters, a pytree of arrays or of nnx Variables.
 
     Returns:
-        A pytree like them, of bools.
+        A pytree like them, of bools; one for the two parts of a complex parameter.
 
     Example:
         >>> import jaxlit as jl, optax
         >>> tx = optax.adamw(1e-3, weight_decay=0.1, mask=jl.decay_mask)
     """
-    return jax.tree.map_with_path(lambda path, x: jnp.ndim(x) > 1 and _may_decay(path), params)
+    return map_params(lambda path, x: jnp.ndim(jax.tree.leaves(x)[0]) > 1 and _may_decay(path), params)
 
 
 def _may_decay(path: tuple) -> bool:

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.extend.core import Literal
 
 from jaxlit.core.module import TrainModule
-from jaxlit.core.optimizer import Optimizer, updates_of
+from jaxlit.core.optimizer import Optimizer, map_params, updates_of
 from jaxlit.errors import ModuleError, noting_place
 from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
 from jaxlit.texts import leaf_name, named_leaves, shown
@@ -60,7 +60,7 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     txs += [optimizer.tx_of(part.names) if part.tx is None else part.tx for part in parts]
     transforms: dict = dict(enumerate(txs))
     # A function, as the parameters may be masked themselves.
-    split = optax.partition(transforms, lambda params: jax.tree.map_with_path(lambda path, _: _at(parts, path), params))
+    split = optax.partition(transforms, lambda params: map_params(lambda path, _: _at(parts, path), params))
 
     def init(params: Any) -> PartStates:
         return named(split.init(params))
@@ -172,7 +172,8 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     )
 
 
-_AS_IT_IS = ("convert_element_type", "copy", "copy_p", "sharding_constraint", "optimization_barrier")
+# "complex" makes a number of two parts, which have the same rate.
+_AS_IT_IS = ("convert_element_type", "copy", "copy_p", "complex", "sharding_constraint", "optimization_barrier")
 _SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
 
 

@@ -86,7 +86,7 @@ class Leaf:
     def continues(self, dtype: Any) -> bool:
         """Return whether a step that is left out keeps what it wrote: counts and random keys, but no statistic."""
         is_metric = self.kind is not None and issubclass(self.kind, nnx.metrics.MetricState)
-        return not (is_metric or jnp.issubdtype(dtype, jnp.floating))
+        return not (is_metric or jnp.issubdtype(dtype, jnp.inexact))
 
 
 @dataclass

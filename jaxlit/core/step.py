@@ -103,12 +103,14 @@ class TrainStep:
         Args:
             old: The state before the batch.
             new: The state with what the user's step has written, and an empty window.
-            grads: The gradients over all replicas, a tree like the parameters.
+            grads: The gradients over all replicas, a tree like the parameters, as jax returns them.
             table: The table of the batch or window, over all replicas.
 
         Returns:
             The state, `logs`, and with traced functions a tuple of their results.
         """
+        # The gradient that jax returns for a complex number is the conjugate of the direction in which the loss grows.
+        grads = jax.tree.map(lambda g: g.conj() if jnp.iscomplexobj(g) else g, grads)
         params = new.params  # as the batch left them
         new, updates = self._guarded_step(old, new, grads, table)
         seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
@@ -204,7 +206,7 @@ class TrainStep:
         stopped = old.bad_step >= 0 if self.options.nan_policy == "raise" else jnp.zeros((), bool)
 
         def keep(a: jax.Array, b: jax.Array) -> jax.Array:
-            is_statistic = b is not a and jnp.issubdtype(b.dtype, jnp.floating)
+            is_statistic = b is not a and jnp.issubdtype(b.dtype, jnp.inexact)
             return jnp.where(jnp.isfinite(b).all() & ~stopped, b, a) if is_statistic else b
 
         return new.with_variables(jax.tree.map(keep, old.variables, new.variables))

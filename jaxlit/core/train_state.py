@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxlit.core.optimizer import Optimizer
+from jaxlit.core.optimizer import Optimizer, on_real_parts
 from jaxlit.core.parts import Part
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
@@ -29,7 +29,7 @@ class Window:
     dim of size `num_replicas`, and reduce it once, in the update step.
     """
 
-    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, float32
+    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, see `sum_dtype`
     rows: jax.Array  # () float32, rows so far
     metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
 
@@ -212,6 +212,14 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(to_dtype, tree)
 
 
+def sum_dtype(x: Any, dtype: Any = jnp.float32) -> Any:
+    """Return the dtype in which gradients of a parameter add up, given that of real parameters.
+
+    It is float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
+    """
+    return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype
+
+
 @dataclass(frozen=True)
 class StepOptions:
     """How a training takes its optimizer steps.
@@ -240,6 +248,13 @@ class StepOptions:
     def tx(self) -> optax.GradientTransformation:
         """The optimizer's transform."""
         return self.optimizer.tx
+
+    def for_params(self, params: Any) -> "StepOptions":
+        """Return the options with transforms for these parameters, some of which may be complex."""
+        if not any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
+            return self
+        optimizer = self.optimizer.with_tx(on_real_parts(self.tx), self.optimizer.groups)
+        return replace(self, optimizer=optimizer, clip=None if self.clip is None else on_real_parts(self.clip))
 
 
 def check_extras(

@@ -23,7 +23,7 @@ from jaxlit.core.inspection import written_to
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast
+from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError
 from jaxlit.strategies.base import Strategy
 from jaxlit.texts import is_key, named_leaves, shown
@@ -54,8 +54,7 @@ def init_state(
     if window_replicas != 0:
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(
-            # float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
-            jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params),
+            jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), sum_dtype(p)), params),
             jnp.zeros(lead, jnp.float32),
             jnp.zeros((*lead, *no_metrics.empty().shape), jnp.float32),
         )
@@ -95,9 +94,9 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
             f"{name} has no variable to train{why}. Give it an nnx.Param, or widen jl.Optimizer(wrt=...)."
         )
     for path, x in leaves:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise ModuleError(
-                f"{name}: {path} is {x.dtype}, and only floating parameters can be trained. "
+                f"{name}: {path} is {x.dtype}, and only floating and complex parameters can be trained. "
                 "Make it an nnx.Variable, or leave it out of jl.Optimizer(wrt=...)."
             )
     # By shapes: the error comes now, before the state is made in shards, where it would be one of compiling.

@@ -253,7 +253,7 @@ class State:
                 return jnp.stack([jnp.isfinite(x).all() for x in xs]).all()
 
             self._all_finite = self.spec.strategy.on_state(all_finite)
-        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.floating)]))
+        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]))
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""

@@ -139,6 +139,7 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
         ModuleError: The optimizer, or a callback's arrays, do not fit the module.
     """
     variables, precision = pure.split(module), pure.precision
+    options = options.for_params(variables[0])
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
     check_trainable(options.tx, variables[0], module)
     params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])

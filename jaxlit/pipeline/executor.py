@@ -422,7 +422,6 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     counted.
     """
     strategy, schedule, places = program.strategy, program.schedule, program.places
-    accum = strategy.accum_dtype
     # Arrays of the batch's size that take no memory.
     empty = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), batch)
     microbatches, sets = program.prepare(leaves, empty)
@@ -436,7 +435,8 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     for stage, programs in enumerate(sets[0].stages):
         rank = schedule.rank_of(stage)
         params = [leaves[i] for i in programs.params]
-        likes = [jax.ShapeDtypeStruct(x.shape, accum, sharding=places.on(x.sharding, rank)) for x in params]
+        pairs = zip(program.sums(params), params, strict=True)
+        likes = [x.update(sharding=places.on(param.sharding, rank)) for x, param in pairs]
         sums[rank] += bytes_per_device(likes)
         saved[rank] = max(saved[rank], passes[largest.shape][stage].saved)
         sent[rank] += sum(passes[mb.shape][stage].sent for mb in microbatches)
@@ -462,7 +462,7 @@ def _passes(program: "Microbatched", stage_set: StageSet, leaves: Sequence[Any],
         outs, _, residuals = abstract_batch(forward.out_info)
         shape_of |= zip(stage.piece.outs, outs, strict=True)
         saved = stage.keep(inputs, ins, residuals)
-        totals = [jax.ShapeDtypeStruct(shapes[i].shape, program.strategy.accum_dtype) for i in stage.params]
+        totals = program.sums(shapes[i] for i in stage.params)
         returned = (saved.inputs, saved.ins), residuals, [[outs[i]] for i in stage.outs]
         backward = stage.backward.trace(*returned, totals, np.float32(1), scale)
         # Each result to the stages that use it, and each gradient to the stage that computed its value.

@@ -5,7 +5,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxlit.core.derived_steps import MicrobatchStep
 from jaxlit.core.replica import abstract_batch, num_rows
-from jaxlit.core.train_state import TrainState
+from jaxlit.core.train_state import TrainState, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
 from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate
@@ -270,15 +270,20 @@ class Microbatched:
         rank = self.schedule.rank_of(stage)
         return lambda fn, task, **options: self.places.jit(rank, fn, f"{self.name}_{task}_{stage}", **options)
 
+    def sums(self, params: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of the sums of the gradients of parameters."""
+        accum_dtype = self.strategy.accum_dtype
+        return [jax.ShapeDtypeStruct(x.shape, sum_dtype(x, accum_dtype)) for x in params]
+
     def zeros(self, rank: int, params: Sequence[int]) -> list[jax.Array]:
         """Return zeros for the gradients of parameters, on a rank."""
         key = (rank, *params)
         if key not in self._zeros_of:
             shardings = [self.places.on(self._specs[i].sharding, rank) for i in params]
-            shapes, dtype = [self._shapes[i].shape for i in params], self.strategy.accum_dtype
+            shapes = self.sums(self._shapes[i] for i in params)
 
             def make() -> list[jax.Array]:
-                return [jnp.zeros(shape, dtype) for shape in shapes]
+                return [jnp.zeros(x.shape, x.dtype) for x in shapes]
 
             self._zeros_of[key] = self.places.jit(rank, make, "zeros", out_shardings=shardings)
         return self._zeros_of[key]()
