@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxlit.core.attributes import RETURN_THE_LOSS, check_hidden
 from jaxlit.core.log import Metric
-from jaxlit.core.module import STAGES
+from jaxlit.core.module import STAGES, watchers
 from jaxlit.core.pure_module import Leaf, PureModule
 from jaxlit.core.replica import Reduction, Replica
 from jaxlit.errors import ModuleError, StateError
@@ -121,8 +121,14 @@ def _some(names: Sequence[str]) -> str:
 
 def _check_hidden(pure: PureModule, stage: str, closed: Any) -> None:
     """Refuse a step whose constants are arrays of Variables that nnx does not see in the module."""
-    if constants := {id(x) for x in jaxpr.numbers_of(closed) if isinstance(x, jax.Array)}:
+    if not (constants := {id(x) for x in jaxpr.numbers_of(closed) if isinstance(x, jax.Array)}):
+        return
+    watcher = watchers.pop(id(pure.origin), None)  # the module as the trace has seen it, without newer arrays
+    try:
         check_hidden(pure.origin, f"{pure.name}.{STAGES[stage].step}", lambda x: id(x) in constants)
+    finally:
+        if watcher is not None:
+            watchers[id(pure.origin)] = watcher
 
 
 def written_to(pure: PureModule, closed: Any, params: Any, frozen: Any, model_state: Any) -> tuple[bool, ...]:

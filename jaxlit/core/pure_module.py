@@ -272,7 +272,7 @@ class PureModule:
             traced.rows_of = tuple(is_row(x, traced.rows) for x in jax.tree.leaves(traced.outputs))
         else:
             _check_same(name, known, metrics, traced)
-            traced.table, traced.changed = known.table, known.changed
+            traced.table, traced.changed, traced.carried = known.table, known.changed, known.carried
             traced.rows_of, traced.reduction = known.rows_of, known.reduction
             traced.reads += known.reads
         self.traced[stage, loader] = traced

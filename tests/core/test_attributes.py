@@ -185,6 +185,14 @@ def test_a_function_that_holds_weights_is_refused(case: str) -> None:
         fit(Held(attribute), random(1))
 
 
+def test_so_is_one_that_a_later_run_uses() -> None:
+    model = Held(lambda m: jnp.tanh)
+    fit(model, random(1))
+    model.f = of_layer(model.layer)
+    with pytest.raises(ModuleError, match=r"training_step uses Held\.f, a function"):
+        fit(model, random(1))
+
+
 @pytest.mark.parametrize("case", thinned(REFUSED, "closure", "plain object", "jit"))
 def test_it_trains_if_the_step_does_not_use_them(case: str) -> None:
     models = []
