@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlit.core.log import loss_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, reduce_outputs, share_of_metrics
+from jaxlit.core.replica import Replica, reduced
 from jaxlit.core.step import TrainStep, count_bad, over_rows
 from jaxlit.core.train_state import Layout, TrainState, Window
 
@@ -242,11 +242,11 @@ def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, 
         body = wrap(pure.body(stage, replica, loader))
         batch = replica.constrain_batch(batch)
         variables = treedef.unflatten(states)
-        _, (written, values, weights, outputs) = body(*variables, batch, counters[0], counters[1], batch_idx)
+        _, results = body(*variables, batch, counters[0], counters[1], batch_idx)
+        written, values, weights, outputs = reduced(replica, results, traced.reduction)
         carried = [written[i].astype(x.dtype) for i, x in zip(traced.carried, before, strict=True)]
         metrics = traced.table
-        table = metrics.entry(*share_of_metrics(replica, metrics, values, weights, traced.reduction), replica.share)
-        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
+        table = metrics.entry(values, weights, replica.share)
         return [metrics.add(totals, table), batch_idx + 1, *carried], table if metrics.has_steps else None, outputs
 
     return run

@@ -1,32 +1,32 @@
 """Looks at the program of a step for mistakes that its numbers would not show.
 
-First what a training or an evaluation step writes; then, from the relations between replicas, how what each of n
-replicas computes becomes what one device computes, with refusals of what cannot.
+First what a training or an evaluation step writes; then, from the results on one batch and the traced program, how what
+each of n replicas computes becomes what one device computes, with refusals of what cannot.
 """
 
 import itertools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import flax
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxlit.core.attributes import RETURN_THE_LOSS, check_hidden
-from jaxlit.core.log import Metric
+from jaxlit.core.log import REDUCTIONS, Metric
 from jaxlit.core.module import STAGES, watchers
 from jaxlit.core.pure_module import Leaf, PureModule
 from jaxlit.core.replica import Reduction, Replica
 from jaxlit.errors import ModuleError, StateError
 from jaxlit.programs import jaxpr
 from jaxlit.programs.costs import Flops, count_flops
-from jaxlit.programs.jaxpr import sources
-from jaxlit.programs.relations import MEAN, MIXED, ROWS, SAME, TOTAL, UNKNOWN, ZERO, Relation, relate
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, ROWS, dependence, growing
 from jaxlit.texts import is_key, named_leaves
 
 _logger = logging.getLogger("jaxlit")
@@ -182,184 +182,263 @@ def _is_scratch(leaf: Leaf) -> bool:
     return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
 
 
-class _Related(NamedTuple):
-    """The relations of a step's results."""
-
-    state: list[Relation]
-    values: list[Relation]
-    weights: list[Relation]
-    outputs: list[Relation]
-
-
 @dataclass(frozen=True)
 class StepTraces:
-    """The program of a step's body on one replica, traced for two numbers of rows: the replica's and the batch's.
+    """The program of a step's body on the rows of one of n replicas, and on the rows of all.
 
     Attributes:
-        program: The `ClosedJaxpr` of the body.
-        longer: The same with more rows; None if the step could not be traced with them.
-        arguments: Its arguments, of which the first three are the state and the fourth the batch; abstract.
-        results: What it returns, abstract: (loss, (state, values, weights, outputs)).
+        replica: What the step sees.
+        program: The `ClosedJaxpr` for the rows of one replica.
+        longer: The one for the rows of all, on a single replica; None if the step could not be traced with them.
+        arguments: What they take, abstract: (params, frozen, model_state, counters, batch).
+        results: What they return, abstract: (state, values, weights, outputs); in training the first value is the loss.
+        rows_of: Which outputs have one row for each row of the batch.
         step: The name for messages, `Model.training_step`.
-        metrics: What it logs, one for each of the values that it returns.
+        metrics: What it logs.
+        rtol: The relative difference of numbers that are taken for equal.
     """
 
+    replica: Replica
     program: Any
     longer: Any
     arguments: tuple
     results: Any
+    rows_of: tuple[bool, ...]
     step: str
     metrics: Sequence[Metric]
+    rtol: float
 
-    def relate(self, replica: Replica, state: Sequence[Relation] = (), *, alike: bool = False) -> _Related:
-        """Follow the relations of the state's leaves, by default the same on every replica, to the results.
+    @cached_property
+    def places(self) -> list[range]:
+        """The places of the state, values, weights and outputs among the leaves of the results."""
+        ends = itertools.accumulate((len(jax.tree.leaves(x)) for x in self.results), initial=0)
+        return list(itertools.starmap(range, itertools.pairwise(ends)))
+
+    def dependence(self, parts: Collection[int] = ()) -> list[int]:
+        """Return how each result depends on rows, and on the leaves of the state that replicas hold in parts.
 
         Raises:
             StateError: The step draws the same random numbers on every replica.
         """
-        treedef = jax.tree.structure(self.results)
-        outputs, same_draws = [UNKNOWN] * treedef.num_leaves, False
-        if self.longer is not None:
-            arrays, batch, rest = map(jax.tree.leaves, (self.arguments[:3], self.arguments[3], self.arguments[4:]))
-            rows = [ROWS if x.ndim else SAME for x in batch]
-            inputs = [*(state or [SAME] * len(arrays)), *rows, *[SAME] * len(rest)]
-            axis, count = str(replica.axis), replica.count
-            outputs, same_draws = relate(self.program, self.longer, inputs, axis, count, alike=alike)
-        if same_draws:
+        *state, batch = map(jax.tree.leaves, self.arguments)
+        inputs = [LINEAR if i in parts else CONSTANT for i in range(sum(map(len, state)))]
+        inputs += [ROWS if x.ndim else CONSTANT for x in batch]
+        grows = None if self.longer is None else growing(self.program.jaxpr, self.longer.jaxpr)
+        bits, draws_alike = dependence(self.program.jaxpr, inputs, grows, str(self.replica.axis))
+        if draws_alike:
             raise StateError(
                 f"{self.step} draws random numbers for its rows from a key that is the same on every replica: each "
                 "would draw the same for its own rows. Draw from nnx.Rngs, or from a typed key (jax.random.key) that "
                 "the module holds in an nnx.Variable; or use strategy='ddp', whose steps see the entire batch."
             )
-        _, parts = treedef.unflatten(outputs)
-        return _Related(*map(jax.tree.leaves, parts))
+        return bits
+
+
+# What a `Reduction` makes of the values of replicas, (n, ...).
+_MADE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "keep": lambda x: x,
+    **{name: partial(getattr(np, name), axis=0, keepdims=True) for name in REDUCTIONS},
+    "times": lambda x: x * len(x),
+    "over": lambda x: x / len(x),
+}
+
+
+class Seen:
+    """A result of a step on a batch: of each replica, and of one device.
+
+    Args:
+        parts: The replicas' values, (n, ...).
+        whole: The batch's value.
+        rtol: The relative difference of numbers that are taken for equal.
+        before: What the two were before the step; compared is what it has added.
+    """
+
+    def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0)) -> None:
+        rounding = float(jnp.finfo(whole.dtype).eps) if jnp.issubdtype(whole.dtype, jnp.inexact) else 0
+        self.parts, self.whole = (
+            x.astype(complex) - np.asarray(y).astype(complex) for x, y in zip((parts, whole), before, strict=True)
+        )
+        sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in (self.parts, self.whole, whole)]
+        self.tolerance = rtol * max(sizes[:2]) + rounding * sizes[2]
+
+    def near(self, x: Any) -> np.ndarray:
+        """Return which entries of an array are those of the batch's value."""
+        return np.isclose(x, self.whole, rtol=0, atol=self.tolerance, equal_nan=True)
+
+    def fits(self, *actions: str, total: Callable[[np.ndarray], Any] = lambda x: x) -> str:
+        """Return the first action that makes the batch's value of the replicas', in total, or ""."""
+        if self.parts.shape[1:] != self.whole.shape:
+            return ""
+        return next((x for x in actions if x in _MADE and self.near(total(_MADE[x](self.parts))).all()), "")
+
+
+Measure = Callable[[frozenset[int], int | None], list[Any]]
 
 
 def reduction_of(
     traces: StepTraces,
-    replica: Replica,
-    rows_of: tuple[bool, ...],
     leaves: Sequence[Leaf] = (),
-    changed: tuple[bool, ...] = (),
+    changed: Sequence[bool] = (),
+    measure: Measure | None = None,
+    why: str = "",
 ) -> Reduction:
     """Return how a step's state, values and outputs become those of the entire batch.
 
     Args:
         traces: The step's program.
-        replica: What the step sees.
-        rows_of: Which of its outputs have rows.
         leaves: What each leaf of a training step's state is.
         changed: Which of them the step writes to.
+        measure: A function of the leaves of the state that are held in parts, and of the replica whose rows all of them
+            get, None for their own, to what is `Seen` of each result. None without arrays: what is declared is then
+            taken for true, and anything else for a mean.
+        why: Why there is no `measure` though there are arrays.
 
     Raises:
         ModuleError: The loss is a sum where a mean is meant or the other way round, or an output differs.
         StateError: A leaf that the step writes to does not follow from those of the replicas, or the step draws the
             same random numbers on every replica.
     """
-    arrays = jax.tree.leaves(traces.arguments[:3])
-    written = {i for i, is_changed in enumerate(changed) if is_changed}
-    keys = {i for i in written if is_key(arrays[i])}
-    written -= keys
-    parts: set[int] = set()  # leaves that add up over replicas
-    while True:  # a leaf that is in parts may make another one so
-        related = traces.relate(replica, [TOTAL if i in parts else SAME for i in range(len(leaves))])
-        # BatchNorm's statistics are the same on every replica already, or averaged on purpose.
-        pairs = zip(leaves, related.state, strict=False)
-        state = [MEAN if x == UNKNOWN and leaf.owner == "batchnorm" else x for leaf, x in pairs]
-        unclear = {i for i in written if not _is_reducible(state[i], arrays[i].dtype)}
-        if unclear <= parts:
-            break
-        parts |= unclear
-    unclear |= {i for i in parts if state[i].as_total() != TOTAL}
-    if unclear:
-        why = "" if traces.longer else " (it could not be traced with more rows, which would show it)"
-        raise StateError(
-            f"{traces.step} writes a value to {leaves[min(unclear)].name} that depends on the rows of a batch, and "
-            f"each of {replica.count} replicas sees its own rows: the program does not show a sum or a mean over all "
-            f"rows{why}. Write a mean or a running sum over rows, log the value instead, or use strategy='ddp', whose "
-            "steps see the entire batch."
-        )
+    bits, seen = traces.dependence(), None if measure is None else measure(frozenset(), None)
+    actions, written, unclear = ["keep"] * len(bits), list(itertools.compress(traces.places[0], changed)), []
+    for i in written:
+        actions[i] = _of_leaf(traces, i, leaves[i], bits[i], measure, why)
+    if parts := frozenset(i for i in written if actions[i] == "sum"):
+        bits, seen = traces.dependence(parts), None if measure is None else measure(parts, None)
+    for i in written:
+        adds_up = (bits[i] in (CONSTANT, LINEAR) or leaves[i].assumed == "sum") and (not seen or seen[i].fits("sum"))
+        if not actions[i] or (i in parts and not adds_up):
+            _refuse(traces, leaves[i], why)
     if parts:
-        _check_reads(traces, replica, leaves, parts, related)
-    outputs = _outputs(related, traces, rows_of)
-    _check_loss_and_values(traces.relate(replica, alike=True), traces, replica, is_training=bool(leaves))
-    # Under loss_reduction="sum" the step has multiplied the loss already.
-    loss = [MEAN] if leaves and replica.loss_reduction == "sum" else related.values[:1]
-    return Reduction(
-        state=tuple(SAME if i in keys else state[i] if i in written else None for i in range(len(changed))),
-        parts=frozenset(parts),
-        values=(*loss, *related.values[1:]),
-        weights=tuple(related.weights),
-        outputs=outputs,
+        _check_reads(traces, leaves, parts, bits, seen)
+    if measure is not None and seen is not None:
+        loss = traces.places[1][0] if leaves else None
+        if loss is not None and _is_unclear_loss(traces, measure, loss):
+            unclear.append("the loss")
+        for i, action, name in (*_of_values(traces, bits, seen), *_of_outputs(traces, bits, seen)):
+            if i != loss:
+                actions[i] = action
+                unclear += [name] * bool(name)
+    if unclear:
+        _logger.warning(
+            "%s: %s may differ from one device. On the first batch it is not a mean or a sum over rows, or rows that "
+            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees the entire batch.",
+            traces.step,
+            ", ".join(unclear),
+            traces.replica.count,
+        )
+    return Reduction(tuple(actions), parts)
+
+
+def _of_leaf(traces: StepTraces, i: int, leaf: Leaf, bits: int, measure: Measure | None, why: str) -> str:
+    """Return what is done with a leaf that a step writes to: "" if that is not known, "sum" if it may be one."""
+    dtype, kind = jax.tree.leaves(traces.arguments)[i].dtype, leaf.kind or object
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return "first"
+    inexact, seen = jnp.issubdtype(dtype, jnp.inexact), None if measure is None else measure(frozenset(), None)[i]
+    if issubclass(kind, nnx.RngState) or (bits == CONSTANT and not why and (not seen or seen.fits("keep"))):
+        return "keep"
+    if leaf.owner == "batchnorm":  # of a mask, or averaged on purpose
+        return "mean"
+    if seen is None or measure is None:
+        return leaf.assumed or ("" if why else "mean" if inexact else "sum")
+    if leaf.reduce_fx:
+        return "sum" if leaf.reduce_fx == "sum" else seen.fits(leaf.reduce_fx)
+    if not inexact or not seen.fits("mean") or (bits != LINEAR and leaf.assumed != "mean"):
+        return "" if dtype == jnp.bool_ else "sum"
+    if leaf.assumed or not seen.fits("keep"):
+        return "sum" if leaf.assumed == "sum" and seen.fits("keep") else "mean"
+    # Each replica has the batch's value: if no replica has added anything, it may be a sum as well.
+    return "" if measure(frozenset([i]), None)[i].fits("sum") else "mean"
+
+
+def _refuse(traces: StepTraces, leaf: Leaf, why: str) -> None:
+    reason = why or "the program and the first batch do not show a sum or a mean over all rows"
+    if leaf.reduce_fx:
+        reason = f"it is declared by reduce_fx={leaf.reduce_fx!r}, which the first batch does not show"
+    raise StateError(
+        f"{traces.step} writes a value to {leaf.name} that depends on the rows of a batch, and each of "
+        f"{traces.replica.count} replicas sees its own rows: {reason}. Write a mean or a running sum over rows, and "
+        "declare one that is not seen: nnx.Variable(x, reduce_fx='sum'), 'mean', 'min' or 'max'. Or log the value "
+        "instead, or use strategy='ddp', whose steps see the entire batch."
     )
 
 
-def _is_reducible(relation: Relation, dtype: Any) -> bool:
-    """Return whether the batch's value follows from the replicas'."""
-    if relation.kind in ("total", "same"):
-        exact = relation.power >= 0 and dtype != jnp.bool_
-        return relation == SAME or exact or bool(jnp.issubdtype(dtype, jnp.floating))
-    return relation == ZERO
-
-
 def _check_reads(
-    traces: StepTraces, replica: Replica, leaves: Sequence[Leaf], parts: set[int], related: _Related
+    traces: StepTraces, leaves: Sequence[Leaf], parts: frozenset[int], bits: list[int], seen: list[Any] | None
 ) -> None:
     """Refuse a step that uses what replicas count in parts: each would see its own part only."""
-    # What adds up over replicas may depend on a part, but for the loss, which is differentiated on each of them.
-    relations = [UNKNOWN, *itertools.chain(*related)]
-    for i, (relation, used) in enumerate(zip(relations, sources(traces.program.jaxpr), strict=True)):
-        read = [leaves[k].name for k in sorted(parts) if used >> k & 1]
-        if read and i - 1 not in parts and relation != ZERO and relation.as_total().kind != "total":
+    state, (loss, *_), *_ = traces.places
+    for i, inputs in enumerate(jaxpr.sources(traces.program.jaxpr)):
+        read = [leaves[k].name for k in sorted(parts) if inputs >> k & 1]
+        # What adds up may depend on a part, but for the loss, which is differentiated on each replica.
+        adds_up = bits[i] == LINEAR and i != loss and (seen is None or seen[i].fits("sum"))
+        if read and i not in parts and (i in state or not adds_up):
             raise StateError(
-                f"{traces.step} reads {read[0]}, which adds up over the rows that each of {replica.count} replicas "
-                "sees: a replica has its part only until the step ends. Read it in a hook, log the metric itself by "
-                "self.log(name, metric), or use strategy='ddp'."
+                f"{traces.step} reads {read[0]}, which adds up over the rows that each of {traces.replica.count} "
+                "replicas sees: a replica has its part only until the step ends. Read it in a hook, log the metric "
+                "itself by self.log(name, metric), or use strategy='ddp'."
             )
 
 
-def _outputs(related: _Related, traces: StepTraces, rows_of: tuple[bool, ...]) -> tuple[Relation, ...]:
-    """Return the relations of a step's outputs, or refuse one without rows that does not follow from the replicas'."""
-    relations = []
-    for (name, x), has_rows, relation in zip(named_leaves(traces.results[1][3]), rows_of, related.outputs, strict=True):
-        if not has_rows and not _is_reducible(relation, x.dtype):
+def _is_unclear_loss(traces: StepTraces, measure: Measure, place: int) -> bool:
+    """Return whether a loss may differ from one device; refuse one that is not what the strategy takes it for."""
+    loss, wanted, n = measure(frozenset(), None)[place], traces.replica.loss_reduction, traces.replica.count
+    if loss.fits(wanted):
+        return False
+    kind, parts = loss.fits("sum", "mean"), loss.parts
+    if not kind:
+        # With the rows of one replica n times over, a sum is n times that of the replica, and another term stays.
+        low, high = (measure(frozenset(), int(i))[place] for i in (parts.argmin(), parts.argmax()))
+        grows = abs((high.whole - low.whole) / (high.parts[0] - low.parts[0]) / n - 1) < 0.01
+        terms = [(x.parts.sum() - x.whole) / (n - 1) for x in (loss, high)]
+        if not grows or abs(terms[0] - terms[1]) > n * loss.tolerance:
+            return True
+    raise ModuleError(
+        f"{traces.step} returns a {kind or 'sum and another term'} over the rows of a batch under "
+        f"loss_reduction={wanted!r}, and each of {n} replicas sees its own rows: their losses do not make that of the "
+        "entire batch. Return a mean over the rows, or a sum under jl.strategies.ShardMapDDP(loss_reduction='sum'), or "
+        "use 'ddp' or 'fsdp', whose steps see the entire batch."
+    )
+
+
+def _of_values(traces: StepTraces, bits: list[int], seen: list[Any]) -> Iterator[tuple[int, str, str]]:
+    """Yield what is done with each logged value and weight: its place, the action, and its name if it may differ."""
+    as_sum = {CONSTANT: ("over", "keep")}  # what is the same on each replica counts once
+    _, values, weights, _ = traces.places
+    for metric, i, k in zip(traces.metrics, values, weights, strict=True):
+        of_weight = seen[k].fits(*as_sum.get(bits[k], ("keep", "over")), total=np.sum) or "keep"
+        weight = _MADE[of_weight](seen[k].parts)
+        if metric.reduce_fx == "mean":
+            action = seen[i].fits("keep", "times", "mean", "sum", total=partial(_weighted_mean, weight))
+        elif metric.reduce_fx == "sum":
+            action = seen[i].fits(*as_sum.get(bits[i], ("keep", "over")), total=np.sum)
+        else:
+            order = ("mean", "sum", "keep") if bits[i] == LINEAR else ("keep", "mean", "sum")
+            action = seen[i].fits(*order, total=getattr(np, metric.reduce_fx)) or "keep"
+        yield k, of_weight, ""
+        yield i, action or "keep", "" if action else f"the logged {metric.name!r}"
+
+
+def _weighted_mean(weights: np.ndarray, x: np.ndarray) -> Any:
+    return np.where(weights == 0, 0, x * weights).sum() / (weights.sum() or 1)
+
+
+def _of_outputs(traces: StepTraces, bits: list[int], seen: list[Any]) -> Iterator[tuple[int, str, str]]:
+    """Yield as `_of_values` what is done with outputs; refuse one without rows that differs and has no mean."""
+    places, named = traces.places[3], named_leaves(traces.results[3])
+    for i, (name, x), has_rows in zip(places, named, traces.rows_of, strict=True):
+        output, inexact, action = seen[i], jnp.issubdtype(x.dtype, jnp.inexact), "keep"
+        if has_rows:
+            is_clear = output.near(output.parts.reshape(output.whole.shape)).mean() > 1 - 10 * traces.rtol
+        else:
+            action = output.fits(*["keep"] * (bits[i] == CONSTANT), *["mean"] * inexact, "sum")
+            is_clear = bool(action)
             # A number of each replica, such as a masked mean: the replicas' are averaged.
-            floating = jnp.issubdtype(x.dtype, jnp.floating)
-            if relation == ROWS or not floating or traces.step.endswith("predict_step"):
+            is_number = inexact and output.parts.shape[1:] == output.whole.shape
+            if not action and (not is_number or traces.step.endswith("predict_step")):
                 raise ModuleError(
                     f"{traces.step} returned {name or 'an array'}, {x.dtype}{list(x.shape)}, which differs between the "
                     "replicas and has no row for each row of the batch. Return rows, log it with self.log, or use "
                     "strategy='ddp', whose steps see the entire batch."
                 )
-            relation = MEAN
-        relations.append(relation)
-    return tuple(relations)
-
-
-def _check_loss_and_values(related: _Related, traces: StepTraces, replica: Replica, *, is_training: bool) -> None:
-    """Refuse a loss that is plainly not what the strategy takes it for, and warn of what may not be the batch's."""
-    loss, wanted = related.values[0] if is_training else ZERO, TOTAL if replica.loss_reduction == "sum" else MEAN
-    if loss == MIXED or loss.as_total() not in (wanted, ZERO, UNKNOWN):
-        kinds = {MIXED: "a sum and another term", TOTAL: "a sum", MEAN: "a mean"}
-        raise ModuleError(
-            f"{traces.step} returns {kinds.get(loss.as_total(), 'a scaled sum')} over the rows of a batch under "
-            f"loss_reduction={replica.loss_reduction!r}, and each of {replica.count} replicas sees its own rows: their "
-            "losses do not make that of the entire batch. Return a mean over the rows, or a sum under "
-            "jl.strategies.ShardMapDDP(loss_reduction='sum'), or use 'ddp' or 'fsdp', whose steps see the entire batch."
-        )
-    # A mean that is weighted by what each replica counts, for example a masked one, is exact.
-    unclear = [
-        f"the logged {metric.name!r}" if metric.name != "loss" or not is_training else "the loss"
-        for metric, value, weight in zip(traces.metrics, related.values, related.weights, strict=True)
-        if metric.reduce_fx in ("mean", "sum") and value == UNKNOWN and weight.kind != "total"
-    ]
-    outputs = zip(named_leaves(traces.results[1][3]), related.outputs, strict=True)
-    unclear += [f"the output {name!r}" if name else "what it returns" for (name, _), x in outputs if x == UNKNOWN]
-    if unclear:
-        _logger.warning(
-            "%s: %s may differ from one device. The program does not show a mean or a sum over rows, or rows that "
-            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees the entire batch.",
-            traces.step,
-            ", ".join(unclear),
-            replica.count,
-        )
+        yield i, action or "mean", "" if is_clear else f"the output {name!r}" if name else "what it returns"

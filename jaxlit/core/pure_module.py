@@ -77,11 +77,20 @@ class Leaf:
         kind: Its class of Variable; None for an array that is in none.
         owner: "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`,
             `compute` and `reset`, "weightnorm" for the scale of such a layer, else "".
+        reduce_fx: How the values of replicas become that of the batch, as its author declares, or "".
     """
 
     name: str
     kind: type | None
     owner: str = ""
+    reduce_fx: str = ""
+
+    @property
+    def assumed(self) -> str:
+        """How the values of replicas become that of the batch where the step's program does not show it, or ""."""
+        is_metric = self.owner == "metric" or issubclass(self.kind or object, nnx.metrics.MetricState)
+        by_kind = "sum" if is_metric else "mean" if issubclass(self.kind or object, nnx.BatchStat) else ""
+        return self.reduce_fx or by_kind
 
     def continues(self, dtype: Any) -> bool:
         """Return whether a step that is left out keeps what it wrote: counts and random keys, but no statistic."""
@@ -371,6 +380,7 @@ def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
             x.name,
             None if x.variable is None else type(x.variable),
             next((prefixes[p] for p in prefixes if x.name.startswith(p)), owners.get(id(x.variable), "")),
+            "" if x.variable is None else x.variable.get_metadata("reduce_fx", ""),
         )
         for x in arrays_of(module, wrt, nnx.Param, ...)
     ]

@@ -19,15 +19,7 @@ from jaxlit.core.log import StepTable, Table, loss_of
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import (
-    Replica,
-    identity,
-    num_rows,
-    reduce_outputs,
-    reduce_state,
-    scatter_state,
-    share_of_metrics,
-)
+from jaxlit.core.replica import Replica, identity, num_rows, reduced, scatter_state
 from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
 from jaxlit.errors import noting_place
 from jaxlit.programs.jaxpr import bind, indices, run, sources
@@ -179,13 +171,9 @@ class TrainStep:
         self, replica: Replica, state: TrainState, loss: jax.Array, aux: Any, share: float
     ) -> tuple[TrainState, jax.Array, Any]:
         """Return the state after a batch, its table, and its outputs."""
-        traced = self.pure.trace_of("training")
-        new, (_, *values), weights, outputs = aux
-        state = state.with_variables(reduce_state(replica, new, traced.reduction))
-        outputs = reduce_outputs(replica, outputs, traced.reduction, traced.rows_of)
-        # Not reduced here: a replica's loss leaves the step as its own, and costs no collective.
-        shares = share_of_metrics(replica, self.table, [loss, *values], weights, traced.reduction)
-        return state, self.table.entry(*shares, share), outputs
+        # Not the loss: a replica's leaves the step as its own, and costs no collective.
+        new, (_, *values), weights, outputs = reduced(replica, aux, self.pure.trace_of("training").reduction)
+        return state.with_variables(new), self.table.entry([loss, *values], weights, share), outputs
 
     def _accumulate(self, replica: Replica, old: TrainState, batch: Any) -> tuple[TrainState, jax.Array, Any]:
         """Return the state with the batch in its window, this body's loss, and the outputs."""

@@ -139,7 +139,8 @@ def compile_step(
 
     Args:
         module: The module, or `jl.lazy(...)`.
-        batch: A host batch like those to come, for its shapes and dtypes.
+        batch: A host batch like those to come, for its shapes and dtypes; under a strategy whose step sees one
+            replica's rows, also to compare what replicas compute with what one device does.
         strategy: As for the Trainer.
         devices: How many devices, or "auto" for all.
         precision: As for the Trainer.
@@ -169,15 +170,14 @@ def compile_step(
         4.0
     """
     count = _checked(module, devices, seed, precision)
-    _, example = BatchValidator("compile_step(batch=...)")(batch)
+    _, rows = BatchValidator("compile_step(batch=...)")(batch)
     chosen = resolve_strategy(strategy, count)
     chosen.setup(count)
     built = build_lazy(module, chosen, seed) if isinstance(module, lazy) else module
-    if jax.process_count() > 1:
-        example = with_rows(example, jax.process_count() * num_rows(example))
+    example = rows if jax.process_count() == 1 else with_rows(rows, jax.process_count() * num_rows(rows))
     options = StepOptions(optimizer_of(built), nan_policy="ignore", example=example)
     engine = Engine(built, chosen, options, precision=Precision(precision), take_ownership=isinstance(module, lazy))
-    engine.prepare_training(example)
+    engine.prepare_training(example, chosen.shard_batch(rows) if chosen.per_replica else None)
     # The state is the caller's alone: the first step gives its buffers away.
     leaves, engine.state.leaves = engine.state.leaves, []
     return StepState(leaves, engine), CompiledStep(engine)

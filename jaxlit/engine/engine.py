@@ -145,12 +145,18 @@ class Engine:
             engine._placed[i] = (array, state.leaves[i])
         return engine
 
-    def prepare_training(self, batch: Any) -> None:
-        """Trace the training step on the first batch and build its programs; later calls do nothing."""
+    def prepare_training(self, batch: Any, placed: Any) -> None:
+        """Trace the training step on the first batch and build its programs; later calls do nothing.
+
+        Args:
+            batch: The shapes and dtypes of the batch.
+            placed: The batch, or a `Stack` whose first it is, as the strategy has placed it.
+        """
         if "train_step" in self._programs:
             return
         assert self.training is not None
-        training = self.training = self.training.trace(batch, debug=self.debug)
+        arrays = self.state.unflatten(), placed
+        training = self.training = self.training.trace(batch, arrays, debug=self.debug)
         state, table, has_window = self.state, self.pure.table("training"), training.spec.index.window is not None
         if self._restored is None or self._restored.metrics != table.metrics:
             if self._restored is not None:
@@ -286,8 +292,10 @@ class Engine:
             for i, array in zip(indices, arrays, strict=True):
                 state.leaves[i] = array
 
-    def prepare_eval(self, stage: str, batch: Any, loader: int | None = None) -> None:
+    def prepare_eval(self, stage: str, batch: Any, placed: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
+
+        The arguments are those of `prepare_training`.
 
         One program serves a run, whatever batches follow, unless what it has read of the Trainer changes. Those of
         earlier runs are used again for a first batch like theirs.
@@ -300,7 +308,7 @@ class Engine:
         recent = self._recent_evaluations.setdefault(key, deque(maxlen=8))
         program = next((x for x in recent if x.like == like and self._holds(key, x)), None)
         if program is None:
-            program = self._build_eval(stage, batch, loader, like)
+            program = self._build_eval(stage, batch, placed, loader, like)
         else:
             recent.remove(program)
         recent.append(program)
@@ -311,11 +319,11 @@ class Engine:
         """Return whether the step would read of the Trainer what it has read while it was traced."""
         return program.pure.trace_of(*key).reads.hold()
 
-    def _build_eval(self, stage: str, batch: Any, loader: int | None, like: Any) -> _EvalProgram:
+    def _build_eval(self, stage: str, batch: Any, placed: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, spec = replace(self.pure, traced={}, _bodies={}), self.state.spec
         inspect = partial(inspect_evaluation, pure, stage, loader)
-        trace_step(pure, self.strategy, spec.tree, (stage, loader), inspect, batch)
+        trace_step(pure, self.strategy, spec.tree, (stage, loader), inspect, batch, (self.state.unflatten(), placed))
         sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
         sums += [spec.array_specs[i] for i in self._carried(pure, stage, loader)]
         entry = EACH if pure.table(stage, loader).has_steps else None

@@ -6,27 +6,35 @@ traced before it is compiled.
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, NamedTuple
+from functools import cache, cached_property, partial
+from operator import and_
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
-from jaxlit.core.inspection import StepTraces, inspect_step, reduction_of
+from jaxlit.core.inspection import Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
+from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, Strategy
+from jaxlit.programs.jaxpr import run_drawing_alike
+from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
+from jaxlit.texts import is_key
+
+_logger = logging.getLogger("jaxlit")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +55,16 @@ class Training:
     init: Callable[..., TrainState]
     spec: StateSpec
 
-    def trace(self, batch: Any, *, debug: bool = False) -> "Training":
+    def trace(self, batch: Any, arrays: tuple[TrainState, Any] | None = None, *, debug: bool = False) -> "Training":
         """Trace the step on a batch or its shapes, and return the training with the metrics that it logs.
 
-        `debug` traces it twice more, which shows a step that draws at random from what jax does not know.
+        Args:
+            batch: The batch.
+            arrays: The state, and the batch as the strategy has placed it, see `trace_step`.
+            debug: Trace the step twice more, which shows one that draws at random from what jax does not know.
         """
         spec, inspect = self.spec, partial(inspect_step, self.pure, twice=debug)
-        trace_step(self.pure, spec.strategy, spec.tree, ("training", None), inspect, batch)
+        trace_step(self.pure, spec.strategy, spec.tree, ("training", None), inspect, batch, arrays)
         return replace(self, spec=spec.with_metrics(self.pure.table("training")))
 
     @cached_property
@@ -215,6 +226,7 @@ def trace_step(
     key: tuple[str, int | None],
     inspect: Callable[..., None],
     batch: Any,
+    arrays: tuple[TrainState, Any] | None = None,
 ) -> None:
     """Trace a stage's step as it will run, and note in `pure` what it does.
 
@@ -225,58 +237,113 @@ def trace_step(
         key: The stage, and the loader for a step that asks for it.
         inspect: Looks at the step, given the replica and the arguments of its body.
         batch: The first batch.
+        arrays: The state, and the first batch as the strategy has placed it, if there are arrays.
     """
     states = (*state.variables, state.counters)
     (stage, loader), replica = key, strategy.replica
     batch = replica.part_of(batch) if stage == "training" else batch
     traces = None
     if replica.splits and replica.count > 1:
-        traces = _trace_twice(pure, strategy, states, key, batch)
+        traces = _trace_replicas(pure, replica, states, key, batch)
     strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
     if traces is None:
         return
-    traced = pure.trace_of(stage, loader)
-    leaves = pure.leaves(*traces.arguments[:3]) if stage == "training" else []
-    traced.reduction = reduction_of(traces, replica, traced.rows_of, leaves, traced.changed)
+    traced, bits, measure, why = pure.trace_of(stage, loader), traces.dependence(), None, ""
+    if traces.longer is None:
+        why = "it could not be traced with more rows, which would show it"
+    elif arrays is not None:
+        try:
+            measure = _measuring(strategy, traces, bits, batch, arrays, traced.changed)
+            measure(frozenset(), None)
+        except Exception as error:  # of what jax.vmap or the devices cannot run
+            measure, why = None, f"it could not be run outside of training: {str(error).splitlines()[0]}"
+    if why:
+        _logger.warning("%s: what %d replicas compute is not checked: %s.", traces.step, replica.count, why)
+    leaves = pure.leaves(*states[:3]) if stage == "training" else []
+    with np.errstate(invalid="ignore", divide="ignore"):
+        traced.reduction = reduction_of(traces, leaves, traced.changed, measure, why)
 
 
-class _Trace(NamedTuple):
-    """The trace of a step's body for one number of rows."""
-
-    program: Any
-    arguments: tuple
-    results: Any
-    num_rows: int
-    outputs: list
-
-
-def _trace_twice(
-    pure: PureModule, strategy: Strategy, states: Any, key: tuple[str, int | None], batch: Any
+def _trace_replicas(
+    pure: PureModule, replica: Replica, states: Any, key: tuple[str, int | None], batch: Any
 ) -> StepTraces:
-    """Return the program of a step for the rows of one replica, and for those of the batch, which one device sees."""
-    (stage, loader), replicas = key, strategy.replica.count
-    traces: list[_Trace] = []
+    """Return the program of a step for the rows of one replica, and for those of the batch, on a single replica."""
+    (stage, loader), rows = key, -(-num_rows(batch) // replica.count)
+    states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
 
-    def keep(replica: Replica, *args: Any) -> None:
-        arguments = _arguments(replica, *args)
-        program, results = jax.make_jaxpr(pure.body(stage, replica, loader), return_shape=True)(*arguments)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-        _, (_, _, _, outputs) = results
-        traced, rows = pure.trace_of(stage, loader), num_rows(arguments[3])
-        traces.append(_Trace(program, shapes, results, rows, jax.tree.leaves(outputs)))
-        triples = zip(traced.rows_of, traces[-1].outputs, traces[0].outputs, strict=True)
-        traced.rows_of = tuple(y and is_row(x, rows) and x.shape[1:] == first.shape[1:] for y, x, first in triples)
+    def run(*args: Any) -> Any:
+        return pure.body(stage, replica, loader)(*_arguments(replica, *args))[1]
 
-    strategy.trace(keep, states, batch)
-    rows = traces[0].num_rows
-    # What differs between the two, in shapes and numbers, comes from the rows. One row alone could be any array's only
-    # one: then twice as many of both.
+    def trace(replicas: int, rows: int) -> tuple[Any, Any]:
+        axis_env = [(str(replica.axis), replicas)]
+        return jax.make_jaxpr(run, axis_env=axis_env, return_shape=True)(*states, with_rows(batch, rows))
+
+    program, results = trace(replica.count, rows)
+    longer, rows_of = None, pure.trace_of(stage, loader).rows_of
     with contextlib.suppress(Exception):  # the step may take this very number only
-        for more_rows in (2, 2 * replicas) if rows == 1 else (rows * replicas,):
-            strategy.trace(keep, states, with_rows(batch, more_rows * replicas))
-    longer = traces.pop().program if len(traces) > 1 else None
-    name, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
-    return StepTraces(traces[-1].program, longer, traces[-1].arguments, traces[-1].results, name, metrics)
+        longer, more = trace(1, rows * replica.count)
+        pairs = zip(jax.tree.leaves(results[3]), jax.tree.leaves(more[3]), strict=True)
+        have_rows = [is_row(y, rows * replica.count) and x.shape[1:] == y.shape[1:] for x, y in pairs]
+        rows_of = pure.trace_of(stage, loader).rows_of = tuple(map(and_, rows_of, have_rows))
+    step, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    rtol = 2e-3 if pure.precision.compute is None else 2e-2
+    return StepTraces(
+        replica, program, longer, (*states, with_rows(batch, rows)), results, rows_of, step, metrics, rtol
+    )
+
+
+def _measuring(
+    strategy: Strategy,
+    traces: StepTraces,
+    bits: Sequence[int],
+    example: Any,
+    arrays: tuple[TrainState, Any],
+    changed: Sequence[bool],
+) -> Measure:
+    """Return the `measure` of `reduction_of`, given how results depend on rows, the batch's shapes, and the arrays."""
+    state, batch = arrays
+    n, rows, axis = traces.replica.count, num_rows(example), str(traces.replica.axis)
+    share, leaves = -(-rows // n), jax.tree.leaves((*state.variables, state.counters))
+    (states, *others), shapes = traces.places, jax.tree.leaves(example)
+    wanted = [i for i in itertools.compress(states, changed) if not is_key(leaves[i])]
+    wanted += itertools.chain(*others)
+    mapped = tuple(0 if x.ndim else None for x in shapes)
+
+    def first_batch(x: jax.Array, shape: jax.ShapeDtypeStruct, order: jax.Array) -> jax.Array:
+        if not shape.ndim:
+            return x.reshape(-1)[0]
+        # Each replica has all rows, or its own in a dim of replicas or without one, perhaps of a stack of batches.
+        is_replicated = isinstance(batch, ReplicatedBatch)
+        x = x.reshape(-1, *shape.shape)[0] if is_replicated else x.reshape(rows, -1, *shape.shape[1:])[:, 0]
+        return sharding.constrain(x[order], sharding.rows(strategy.mesh, axis))  # no device has all of them
+
+    def step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
+        return run_drawing_alike(program, [*state, *rows])
+
+    def run(states: list[list[Any]], batch: Any, order: jax.Array) -> list[list[Any]]:
+        x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
+        results = []
+        for program, state, size in (traces.program, states[0], n), (traces.longer, states[1], 1):
+            split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
+            leaves = jax.vmap(partial(step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
+            results.append([leaves[i] if bits[i] else leaves[i][:1] for i in wanted])
+        return results
+
+    program = strategy.on_state(run)
+
+    @cache
+    def measure(parts: frozenset[int], repeated: int | None) -> list[Any]:
+        # Each replica's part of a sum is 1, which shows what a step does to a part.
+        before = [[jnp.full_like(x, k) if i in parts else x for i, x in enumerate(leaves)] for k in (1, n)]
+        first, count = (0, rows) if repeated is None else (repeated * share, share)
+        order = (first + np.arange(n * share) % count) % rows
+        seen = dict.fromkeys(range(others[-1].stop))
+        for i, *pair in zip(wanted, *jax.tree.map(fetch, program(before, batch, order)), strict=True):
+            old = [fetch(x[i]) for x in before] if i in states else (0, 0)
+            seen[i] = Seen(np.broadcast_to(pair[0], (n, *pair[0].shape[1:])), pair[1][0], traces.rtol, old)
+        return list(seen.values())
+
+    return measure
 
 
 def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

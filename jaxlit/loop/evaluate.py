@@ -153,7 +153,8 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
-            sums = first_sums(run, evaluation, stage, number)  # compiling needs a batch: none for an empty loader
+            # Compiling needs a batch, so an empty loader compiles nothing.
+            sums = first_sums(run, evaluation, stage, batch.arrays, number)
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)
@@ -182,11 +183,11 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     return outputs_on_host + ([_to_host(*waiting)] if waiting is not None else [])
 
 
-def first_sums(run: Run, evaluation: Evaluation, stage: str, loader: int | None) -> list[Any]:
-    """Compile the stage's step for the first batch, and return the sums of metrics that it adds to."""
+def first_sums(run: Run, evaluation: Evaluation, stage: str, batch: Any, loader: int | None) -> list[Any]:
+    """Compile the stage's step for the first batch, as it is placed, and return the sums of metrics that it adds to."""
     engine = run.engine
     part = run.begin("compile")
-    engine.prepare_eval(stage, run.prefetcher.example, loader)
+    engine.prepare_eval(stage, run.prefetcher.example, batch, loader)
     run.begin(part)
     traced = engine.eval_trace(stage, loader)
     run.control.predict_outputs = traced.outputs if stage == "predict" else None

@@ -187,13 +187,13 @@ class Run:
         self.control.log_once(logging.INFO, text, self.control.stop_reason, epochs, steps)
         return False
 
-    def begin_steps(self) -> None:
-        """Compile the programs on the first batch of a run; in each epoch show the steps' metrics again.
+    def begin_steps(self, batch: Any) -> None:
+        """Compile the programs on the first batch of a run, as it is placed; in each epoch show the metrics again.
 
         The epoch before shows its values under names that steps and epochs share, such as `loss`.
         """
         part = self.begin("compile")
-        self.engine.prepare_training(self.prefetcher.example)
+        self.engine.prepare_training(self.prefetcher.example, batch)
         self.begin(part)
         self.results.show_steps(self.engine.step_table)
         self.hooks.log.check_columns()

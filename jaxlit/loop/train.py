@@ -97,7 +97,7 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
             position.end_batches(batch.position)
             break
         if not shows_steps:  # the first batch compiles
-            run.begin_steps()
+            run.begin_steps(batch.arrays)
             shows_steps = True
         # training_step and on_train_batch_end. The step is dispatched, not done: hooks run while the device computes.
         # The position is after it from here on, also for what an error leaves.

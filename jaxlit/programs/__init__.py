@@ -1,1 +1,1 @@
-"""Traced programs: what depends on what, how values of replicas relate to the batch's, and what a program costs."""
+"""Traced programs: what depends on what, how results depend on rows, and what a program costs."""

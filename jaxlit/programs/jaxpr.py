@@ -1,11 +1,13 @@
 """Traced programs: their parts, walks forward and backward through their equations, and what these walks find.
 
 `run`, `follow` and `inline` are built on the walk forward. `origins` returns which outputs are unchanged inputs,
-`sources` which inputs an output depends on, and `described` a text that is the same in every process.
+`sources` which inputs an output depends on, `dependence` how it depends on the rows of a batch, and `described` a text
+that is the same in every process.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import attrgetter, or_
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.source_info_util import user_context
 
-from jaxlit.texts import array_text, stable_text
+from jaxlit.texts import array_text, is_key, stable_text
 
 JITS = ("jit", "pjit", "closed_call", "core_call")
 REMATS = ("checkpoint", "remat", "remat2")
@@ -198,6 +200,42 @@ def rerun_scan(eqn: Any, args: Sequence[Any], body: Callable[..., Sequence[Any]]
     return [*carry, *stacked]
 
 
+def draws(eqn: Any) -> bool:
+    """Return whether an equation draws random numbers from a key."""
+    return any(is_key(x.aval) for x in eqn.invars) and not any(is_key(x.aval) for x in eqn.outvars)
+
+
+def run_drawing_alike(closed: Any, args: Sequence[Any]) -> list[Any]:
+    """Run a program with one number in place of all that it draws, whatever their shape, and without side effects.
+
+    So what it returns can be compared for different numbers of rows.
+    """
+
+    def rule(eqn: Any, args: list[Any]) -> Sequence[Any]:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return rerun_scan(eqn, args, lambda *xs: run_drawing_alike(params["jaxpr"], xs))
+        if name == "cond":
+            branches = [partial(run_drawing_alike, x) for x in params["branches"]]
+            return jax.lax.switch(args[0].astype(jnp.int32), branches, args[1:])
+        if name == "while":
+            start, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            return jax.lax.while_loop(
+                lambda xs: run_drawing_alike(params["cond_jaxpr"], [*args[:start], *xs])[0],
+                lambda xs: run_drawing_alike(params["body_jaxpr"], [*args[start:first], *xs]),
+                args[first:],
+            )
+        if called(eqn) is not None:
+            return run_drawing_alike(inner_jaxprs(eqn)[0], args)
+        if draws(eqn):  # bits, of which 3/32 of the range lets a dropout keep all and a rejection accept, or a gamma
+            aval = eqn.outvars[0].aval
+            is_bits = jnp.issubdtype(aval.dtype, jnp.integer)
+            return [jnp.full(aval.shape, 3 << (8 * aval.dtype.itemsize - 5) if is_bits else 0.5, aval.dtype)]
+        return bind(eqn, args) if eqn.outvars else []
+
+    return run(*parts_of(closed), args, rule)
+
+
 def overwrites(eqn: Any) -> bool:
     """Return whether an equation sets an entire array: `x.at[...].set(y)`, `variable[...] = y` with another dtype."""
     if eqn.primitive.name != "scatter":
@@ -256,7 +294,7 @@ def sources(jaxpr: Any, *, gradient: bool = False) -> list[int]:
 
     With `gradient` these are the inputs that a gradient of the output may reach.
     """
-    return _sources(jaxpr, [1 << i for i in range(len(jaxpr.invars))], gradient)
+    return flow(jaxpr, [1 << i for i in range(len(jaxpr.invars))], gradient=gradient)
 
 
 def indices(bits: int) -> frozenset[int]:
@@ -276,9 +314,21 @@ def reaches(jaxpr: Any, outputs: Sequence[int], *, gradient: bool = False) -> li
     return [bool(needed >> i & 1) for i in range(len(jaxpr.invars))]
 
 
-def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
-    def rule(eqn: Any, ins: list[int]) -> list[int]:
-        outs = _sources_through(eqn, ins, gradient)
+def flow(
+    jaxpr: Any,
+    inputs: Sequence[int],
+    *,
+    gradient: bool = False,
+    special: Callable[[Any, list[int]], Sequence[int] | None] = lambda eqn, ins: None,
+) -> list[int]:
+    """Return the bits of a program's outputs, given those of its inputs: an output has those of all that it depends on.
+
+    `special` returns the bits of an equation's outputs, given those of its inputs, or None for the ordinary ones.
+    """
+
+    def rule(eqn: Any, ins: list[int]) -> Sequence[int]:
+        if (outs := special(eqn, ins)) is None:
+            outs = _flow_through(eqn, ins, partial(flow, gradient=gradient, special=special), gradient)
         if not gradient:
             return outs
         # No gradient passes through integers or comparisons. A token has no dtype.
@@ -288,7 +338,7 @@ def _sources(jaxpr: Any, inputs: Sequence[int], gradient: bool) -> list[int]:
     return follow(jaxpr, inputs, rule, 0)
 
 
-def _sources_through(eqn: Any, ins: list[int], gradient: bool) -> list[int]:
+def _flow_through(eqn: Any, ins: list[int], through: Callable[..., list[int]], gradient: bool) -> list[int]:
     name, inner = eqn.primitive.name, bodies(eqn)
     if gradient and name == "stop_gradient":
         return [0]
@@ -296,18 +346,92 @@ def _sources_through(eqn: Any, ins: list[int], gradient: bool) -> list[int]:
         consts, carries = scan_counts(eqn)
         before, carry, xs = ins[:consts], ins[consts : consts + carries], ins[consts + carries :]
         while True:  # a carry depends on what the turn before returned
-            outs = _sources(inner[0], [*before, *carry, *xs], gradient)
+            outs = through(inner[0], [*before, *carry, *xs])
             after = list(map(or_, carry, outs[:carries]))
             if after == carry:
                 return [*carry, *outs[carries:]]  # a scan of no turns returns what came in
             carry = after
     if name == "cond":
-        branches = zip(*(_sources(x, ins[1:], gradient) for x in inner), strict=True)
+        branches = zip(*(through(x, ins[1:]) for x in inner), strict=True)
         return [reduce(or_, x, 0 if gradient else ins[0]) for x in branches]
     # The backward pass of a custom rule is another function, which may read every input.
     if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
-        return _sources(body, ins, gradient)
+        return through(body, ins)
     return [reduce(or_, ins, 0)] * len(eqn.outvars)
+
+
+# How a value depends on rows, in bits: it has those of all that it is computed from. ROWS: a function of rows, with a
+# dim that grows with their number. LINEAR: a linear function of such values, or of parts of a sum. OTHER: any other.
+CONSTANT, ROWS, LINEAR, OTHER = 0, 1, 2, 4
+
+
+def growing(jaxpr: Any, longer: Any) -> set[Any] | None:
+    """Return the variables of a program that are larger in a trace with more rows; None if more than that differs."""
+    pairs = list(itertools.zip_longest(equations(jaxpr), equations(longer)))
+    if any(x is None or y is None or x.primitive != y.primitive or len(x.invars) != len(y.invars) for x, y in pairs):
+        return None
+    atoms = [z for x, y in pairs for z in zip([*x.invars, *x.outvars], [*y.invars, *y.outvars], strict=True)]
+    sizes = [(a, getattr(a.aval, "shape", ()), getattr(b.aval, "shape", ())) for a, b in atoms]
+    return {a for a, size, other in sizes if size != other and not isinstance(a, core.Literal)}
+
+
+def dependence(jaxpr: Any, inputs: Sequence[int], grows: set[Any] | None, axis: str) -> tuple[list[int], bool]:
+    """Return how each output depends on rows, and whether numbers for rows are drawn from a key that is constant.
+
+    Args:
+        jaxpr: The program of a replica.
+        inputs: How its inputs depend on them.
+        grows: Its variables that grow with the rows; None if unknown.
+        axis: The mapped axis of the replicas.
+    """
+    draws_alike = False
+
+    def rule(eqn: Any, ins: list[int]) -> Sequence[int] | None:
+        nonlocal draws_alike
+        name, bits = eqn.primitive.name, reduce(or_, ins, CONSTANT)
+        if name == "axis_index":
+            return [OTHER]
+        if draws(eqn) and not bits and grows is not None and not grows.isdisjoint(eqn.outvars):
+            draws_alike = True
+        is_sum = name.startswith("psum") and axis in eqn.params["axes"] and not eqn.params.get("axis_index_groups")
+        if not bits or is_sum:  # over all replicas, the same on each
+            return [CONSTANT] * len(eqn.outvars)
+        if called(eqn) is not None or name == "scan" or (name == "cond" and not ins[0]):
+            return None
+        if overwrites(eqn):
+            return ins[2:]
+        outs = [ROWS if (bits == ROWS or draws(eqn)) and x in (grows or ()) else LINEAR for x in eqn.outvars]
+        is_linear = LINEAR not in outs or (grows is not None and not bits & OTHER and _is_linear(eqn, ins))
+        return outs if is_linear else [OTHER] * len(outs)
+
+    return flow(jaxpr, inputs, special=rule), draws_alike
+
+
+def _is_linear(eqn: Any, ins: list[int]) -> bool:
+    """Return whether an equation is linear in what depends on rows: in each of several rows, else in all at once."""
+    name, places = eqn.primitive.name, [i for i, x in enumerate(ins) if x]
+    if name == "scatter-add" and ins[1] in (CONSTANT, ROWS):  # wherever it adds
+        places = [i for i in places if i != 1]
+    dtypes = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if name == "convert_element_type" and jnp.bool_ not in dtypes:  # integers to floats have no transpose
+        return jnp.issubdtype(dtypes[1], jnp.inexact) or not jnp.issubdtype(dtypes[0], jnp.inexact)
+
+    def zeros(x: Any) -> jax.Array:
+        return jnp.zeros(x.aval.shape, x.aval.dtype)
+
+    def transpose(places: list[int]) -> Any:
+        def run(*args: jax.Array) -> list[jax.Array]:
+            changed = dict(zip(places, args, strict=True))
+            return bind(eqn, [changed.get(i, zeros(x)) for i, x in enumerate(eqn.invars)])
+
+        return jax.linear_transpose(run, *[zeros(eqn.invars[i]) for i in places])([zeros(x) for x in eqn.outvars])
+
+    try:
+        for group in ([i] for i in places) if {ins[i] for i in places} == {ROWS} else [places]:
+            jax.eval_shape(partial(transpose, group))
+    except Exception:  # each primitive that is not linear raises its own
+        return False
+    return True
 
 
 def described(closed: Any) -> Iterator[tuple[str, Any]]:

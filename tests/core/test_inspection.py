@@ -227,10 +227,14 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "a queue of rows": (lambda old, b: jnp.concatenate([b["x"][:1, 0], old[1:]]), [0.0] * 3),
     "a sum and a constant": (lambda old, b: old + 1 + b["x"].sum(), 0.0),
     "an integer of a mean": (lambda old, b: b["label"].mean().astype(jnp.int32), 0),
+    # What the first batch does not show:
+    "a sum that resets above 1e6": (lambda old, b: jnp.where(old > 1e6, 0.0, old) + (b["x"] ** 0).sum(), 0.0),
+    "a maximum of what is 0 so far": (lambda old, b: jnp.maximum(old, jnp.maximum(b["x"] - 50, 0).max()), 0.0),
+    "a count that is 0 so far": (lambda old, b: old + (b["x"] > 50).sum(), 0.0),
 }
 
 
-@pytest.mark.parametrize(("case", "strategy"), [*zip(REFUSED, STRATEGIES * 3, strict=False)])
+@pytest.mark.parametrize(("case", "strategy"), [*zip(REFUSED, STRATEGIES * 4, strict=False)])
 def test_what_differs_from_one_device_is_refused_by_name(case: str, strategy: str) -> None:
     value, held = REFUSED[case]
     module = Line(writing(value), held)
@@ -239,6 +243,40 @@ def test_what_differs_from_one_device_is_refused_by_name(case: str, strategy: st
     np.testing.assert_array_equal(np.asarray(module.held[...]), np.asarray(held))
     if case == "a maximum":  # one replica sees the whole batch: there is nothing to refuse
         make_trainer(strategy=strategy.replace("4", "1"), devices=1).fit(module, make_batches(8))
+
+
+DECLARED: dict[str, tuple[str, Callable[[Any, Any], Any], Any]] = {
+    "a maximum": ("max", lambda old, b: jnp.maximum(old, b["x"].max()), 0.0),
+    "a minimum": ("min", lambda old, b: jnp.minimum(old, b["label"].min()), 9),
+    "a count that is 0 so far": ("sum", lambda old, b: old + (b["x"] > 2).sum(), 0.0),
+    "a mean unless it is large": ("mean", lambda old, b: jnp.where(abs(m := b["x"].mean(0)) < 9, m, old), [0.0] * 3),
+}
+
+
+def test_what_is_declared_is_that_of_one_device() -> None:
+    def write(module: Any, batch: Any) -> None:
+        for name, (_, value, _) in DECLARED.items():
+            module.all[name][...] = value(module.all[name][...], batch)
+
+    module: Any = Line(also(write))
+    held = {name: nnx.Variable(jnp.asarray(x), reduce_fx=how) for name, (how, _, x) in DECLARED.items()}
+    module.all = nnx.Dict(held)
+    fit_replicas(module, "shard_map")
+    for name, (_, value, x) in DECLARED.items():
+        expected = jnp.asarray(x)
+        for batch in make_batches(*SIZES):
+            expected = value(expected, jax.tree.map(jnp.asarray, batch))
+        np.testing.assert_allclose(module.all[name][...], expected, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("reduce_fx", ["max", "mean", "meen"])
+def test_a_declaration_that_the_first_batch_belies_is_refused(reduce_fx: str) -> None:
+    module = Line(also(counting))
+    module.held.set_metadata(reduce_fx=reduce_fx)
+    with pytest.raises(
+        StateError, match=rf"writes a value to held .* it is declared by reduce_fx='{reduce_fx}', which"
+    ):
+        fit_replicas(module, "shard_map")
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -303,6 +341,16 @@ def test_a_loss_of_another_reduction_is_refused(kind: str, cls: Any) -> None:
     words = rf"Line\.training_step returns {kind.strip()} over the rows .*loss_reduction='{reduction}'.*strategies"
     with pytest.raises(ModuleError, match=words):
         fit_replicas(Line(step), cls(loss_reduction=reduction))
+
+
+def test_a_sum_and_another_term_are_told_apart_under_batch_norm() -> None:
+    class Normed(Line):
+        def __init__(self) -> None:
+            super().__init__(lambda m, b: m.errors(b | {"x": m.norm(b["x"])}).sum() + 9 * (m.w[...] ** 2).sum())
+            self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    with pytest.raises(ModuleError, match="returns a sum and another term over the rows"):
+        fit_replicas(Normed(), "shard_map")
 
 
 SUMMED = [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Simulated, 1)]
@@ -429,6 +477,86 @@ def test_a_transformer_a_cnn_and_an_rnn_are_not_warned_of(rows: int, caplog: pyt
     trainer.fit(module, make_batches(rows, 12))
     trainer.predict(module, make_batches(rows, 12))
     assert warnings_of(caplog) == []
+
+
+class Draws(jl.TrainModule):
+    """Steps that draw, slice, and write to caches and to running means, as other people write them."""
+
+    def __init__(self, step: Callable[[Any, Any], Any]) -> None:
+        self.layer, self.drop = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.rngs, self.mean = nnx.Rngs(2), nnx.BatchStat(jnp.zeros(4, jnp.complex64))
+        self.step = step
+
+    def training_step(self, batch: Any) -> Any:
+        return self.step(self, self.layer(batch["x"]))
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+def vae(m: Draws, z: jax.Array) -> jax.Array:
+    return ((z + m.rngs.normal(z.shape) * jax.nn.sigmoid(z) - m.rngs.uniform((len(z), 1))) ** 2).mean()
+
+
+def running_mean(m: Draws, z: jax.Array) -> jax.Array:
+    m.mean[...] = 0.9 * m.mean[...] + 0.1 * (z + 1j * z**2).mean(0)
+    return jnp.mean(abs(z) ** 2)
+
+
+def mixture(m: Draws, z: jax.Array) -> jax.Array:
+    share, order = jax.random.beta(m.rngs(), 0.4, 0.4), jax.random.permutation(m.rngs(), len(z))
+    return ((share * z + (1 - share) * z[order] - jax.random.poisson(m.rngs(), 9.0, (len(z), 1))) ** 2).mean()
+
+
+FOREIGN: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    "mixtures and counts": mixture,
+    "a variational autoencoder": vae,
+    "dropout": lambda m, z: (m.drop(z) ** 2).mean(),
+    "a column set": lambda m, z: (m.drop(jnp.zeros_like(z).at[:, 1].set(z[:, 0])) ** 2).mean(),
+    "a cache": lambda m, z: (jax.lax.dynamic_update_slice(jnp.zeros((len(z), 8)), z, (0, 2)) ** 2).mean(),
+    "two views": lambda m, z: (m.drop(jnp.concatenate([z, z[:, ::-1]])) ** 2).mean(),
+    "chunks": lambda m, z: (m.drop(jnp.concatenate([z[i : i + 2] for i in range(0, len(z), 2)])) ** 2).mean(),
+    "a complex running mean": running_mean,
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_what_is_that_of_one_device_is_not_warned_of(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit_replicas(Draws(FOREIGN[case]), "shard_map", sizes=(16,))
+    assert warnings_of(caplog) == []
+
+
+@pytest.mark.parametrize("case", ["first rows", "a sum"])
+def test_a_step_that_draws_is_compared_all_the_same(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    if case == "a sum":
+        with pytest.raises(ModuleError, match="returns a sum over the rows"):
+            fit_replicas(Draws(lambda m, z: vae(m, z) * len(z)), "shard_map", sizes=(16,))
+        return
+    # Its program differs for more rows, by more than their number, and still its counts of draws are written.
+    fit_replicas(Draws(lambda m, z: (m.drop(z)[:4] ** 2).mean()), "shard_map", sizes=(16,))
+    assert "Draws.training_step: the loss may differ from one device" in caplog.text
+
+
+def test_a_step_is_run_for_the_comparison_without_its_side_effects() -> None:
+    seen = list[float]()
+
+    def step(m: Line, b: Any) -> jax.Array:
+        jax.debug.callback(lambda x: seen.append(float(x)), b["x"].sum())
+        return m.errors(b).mean()
+
+    fit_replicas(Line(step), "shard_map", sizes=(8, 8))
+    jax.effects_barrier()
+    assert len(seen) == 2 * 4
+
+
+def test_a_step_that_cannot_be_run_elsewhere_is_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    def step(m: Line, b: Any) -> jax.Array:
+        doubled = jax.pure_callback(lambda x: 2 * x, jax.ShapeDtypeStruct(b["x"].shape, np.float32), b["x"])
+        return (m.errors(b) + 0 * doubled.sum(1)).mean()
+
+    fit_replicas(Line(step), "shard_map", sizes=(8, 8))
+    (message,) = warnings_of(caplog)
+    assert "Line.training_step: what 4 replicas compute is not checked" in message
 
 
 @pytest.mark.parametrize("strategy", thinned(STRATEGIES, "shard_map", full=["pmap"]))
