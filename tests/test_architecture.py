@@ -265,8 +265,9 @@ def test_each_extra_installs_what_something_imports() -> None:
     sources = "\n".join(
         file.read_text() for file in [*FILES.values(), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
     )
+    tried = (ROOT / "tests/sweeps/packages.py").read_text()  # whose models are trained, as they are pinned
     for extra in extras.keys() - {"test", "dev", "docs", "cuda"}:
-        for package in extras[extra]:
+        for package in [name for name in extras[extra] if f'"{name}"' not in tried]:
             name = re.split(r"\W", called.get(package, package))[0]  # without extras and versions
             words = rf"\b(import|from) {name}\b|import_(module|package)\(\W{name}\b"
             assert re.search(words, sources), (extra, package)
