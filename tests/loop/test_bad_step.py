@@ -274,10 +274,11 @@ def test_a_bad_step_behind_the_window_of_a_checkpoint_keeps_the_steps_between() 
 
 def test_a_bad_step_of_the_next_epoch_does_not_take_the_window_of_the_checkpoint() -> None:
     given: Any = {"accumulate_grad_batches": 2, "max_epochs": 3, "default_root_dir": "run"}
-    fit(Mean(), numbered(8), None, at_batch(2, lambda trainer, module: trainer.stop("enough")), **given)
+    save = at_batch(2, lambda trainer, module: (trainer.save_checkpoint("kept"), trainer.stop("enough")))
+    fit(Mean(), numbered(8), None, save, **{**given, "default_root_dir": "first"})
     skip = hooks(on_train_batch_start=lambda trainer, *_: -1 if trainer.current_epoch == 0 else None)
     with pytest.raises(NonFiniteError):
-        fit(Mean(), spoilt(8, 0), None, skip, ckpt_path="last", **given)
+        fit(Mean(), spoilt(8, 0), None, skip, ckpt_path="kept", **given)
     assert saved_state("run/checkpoints/step_00000001")["position"]["filled"] == 0
 
 
