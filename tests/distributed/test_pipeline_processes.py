@@ -88,7 +88,7 @@ def test_two_processes_pipeline_and_continue(tmp_path: Path) -> None:
     assert {path: x.tolist() for path, x in numbers(restored).items()} == said["weights"]
 
 
-@pytest.mark.sweep
+@pytest.mark.full
 def test_two_processes_train_a_model_that_is_hard_to_cut(tmp_path: Path) -> None:
     language = Language(rngs=nnx.Rngs(0))
     by_microbatches(language, [np.concatenate([joined(x[:8]), joined(x[8:])]) for x in SENTENCES], 2)
