@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import CheckpointError
@@ -168,6 +169,7 @@ def _text(spec: Iterable[Any]) -> str:
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
+_MAKERS["partition"] = lambda entries: P(*entries)
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -195,6 +197,8 @@ def encode(x: Any) -> Any:
     if kind in (list, tuple):
         values = [encode(value) for value in x]
         return values if kind is list else _node("tuple", values)
+    if kind is P and P(*x) == x:
+        return _node("partition", [encode(entry) for entry in x])
     if kind is dict:
         if _KIND not in x and all(isinstance(key, str) for key in x):
             return {key: encode(value) for key, value in x.items()}

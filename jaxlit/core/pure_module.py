@@ -132,7 +132,8 @@ class PureModule:
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
     resumed: bool = False  # training continues, and was warned of what it does where it began
     told: set[tuple[str, str]] = field(default_factory=set)  # what was said to be dropped, by step
-    _bodies: dict[Any, Callable] = field(default_factory=dict)
+    unbound: set[str] = field(default_factory=set)  # axis names of layers that no map of the step binds
+    _bodies: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -177,7 +178,7 @@ class PureModule:
         if key not in self._bodies:
             # jit(inline=True) leaves no call in the step, but shares one trace between the
             # look-ahead that finds the metrics and the gradient: the user's code is traced once.
-            self._bodies[key] = jax.jit(partial(self.run, stage, replica, loader), inline=True)
+            self._bodies[key] = retraced(jax.jit(partial(self.run, stage, replica, loader), inline=True))
         return self._bodies[key]
 
     def run(self, stage: str, replica: Replica, loader: int | None, *args: Any) -> tuple[jax.Array, Any]:
@@ -193,6 +194,8 @@ class PureModule:
         trainers.share(module, self.origin)
         set_modes(module, training)
         replica.prepare(module)
+        for layer in _with_axis(module):
+            layer.axis_name = None if layer.axis_name in self.unbound else layer.axis_name
         if replica.splits and replica.sync_batchnorm:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
@@ -206,6 +209,11 @@ class PureModule:
             except JaxlitError:
                 raise
             except Exception as error:
+                # No axis is mapped where the batch is global: there such a layer sees all rows already.
+                names = {x.axis_name for x in _with_axis(module) if f"unbound axis name: {x.axis_name}" in str(error)}
+                if isinstance(error, NameError) and names - self.unbound:
+                    self.unbound.update(names)
+                    raise _UnboundError from error
                 check_hidden(module, name, lambda x: isinstance(x, jax.ShapeDtypeStruct))  # of a lazy module
                 note_step_error(error, name, batch)
                 raise
@@ -285,6 +293,29 @@ class PureModule:
             traced.rows_of, traced.reduction = known.rows_of, known.reduction
             traced.reads += known.reads
         self.traced[stage, loader] = traced
+
+
+class _UnboundError(NameError):
+    """A layer names an axis that nothing maps: the step is to be traced again, without that name."""
+
+
+def retraced(trace: Any) -> Any:
+    """Return a function that traces a step, and again for each name of an axis that nothing maps."""
+
+    def call(*args: Any) -> Any:
+        while True:
+            with contextlib.suppress(_UnboundError):
+                return trace(*args)
+
+    if hasattr(trace, "trace"):
+        call.trace = retraced(trace.trace)  # type: ignore[attr-defined]
+    return call
+
+
+def _with_axis(module: nnx.Module) -> list[Any]:
+    """Return the layers that name an axis to reduce over, as code for `jax.pmap` has them."""
+    layers = [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Module)]
+    return [x for x in layers if isinstance(getattr(x, "axis_name", None), str)]
 
 
 def _fits(old: Any, new: Any) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from kit import by_hand
 from kit.batches import random
 from kit.by_hand import state_of as arrays_of
@@ -184,7 +185,7 @@ class Built(Mean):
 
 NAMED = [nnx.tanh, jnp.add, np.tanh, doubled, nnx.Linear, Built, jnp.bfloat16, np.float32, np.dtype("int8"), Kind.B]
 NAMED += [float, Config(3, nnx.silu), (1, (2.0, [nnx.gelu])), {0: "a"}, float("-inf"), {"jaxlit": "name", "value": "x"}]
-NAMED += [np.float32(0.1), np.float64("inf"), np.int8(3), np.bool_(True)]
+NAMED += [np.float32(0.1), np.float64("inf"), np.int8(3), np.bool_(True), P("data", None, ("fsdp", "tp"))]
 
 
 @pytest.mark.parametrize("value", NAMED, ids=lambda value: getattr(value, "__name__", type(value).__name__))

@@ -348,3 +348,46 @@ def test_evaluations_draw_per_batch_and_alike_in_each_run(strategy: str) -> None
     assert len(np.unique(first)) == first.size  # of no two batches, and of no two replicas, the same
     for name, x in state_of(model).items():
         np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+class Normed(Linear):
+    """Normalizes over a mapped axis, as code for `jax.pmap` does."""
+
+    def __init__(self, axis: str | None, mapped: str | None = None) -> None:
+        super().__init__()
+        self.norm, self.mapped = nnx.BatchNorm(3, axis_name=axis, rngs=nnx.Rngs(0)), mapped
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.mapped is None:
+            return super().__call__(self.norm(x))
+        axes = nnx.StateAxes({...: None})
+        parts = nnx.vmap(lambda norm, x: norm(x), in_axes=(axes, 0), axis_name=self.mapped)(
+            self.norm, x.reshape(2, -1, 3)
+        )
+        return super().__call__(parts.reshape(x.shape))
+
+
+NORMS = [(axis, strategy) for axis in ("data", "batch") for strategy in THREE]
+
+
+@pytest.mark.parametrize(("axis", "strategy"), thinned(NORMS, NORMS[0], NORMS[5], full=NORMS[1:4]))
+def test_a_norm_over_an_axis_that_nothing_maps_is_over_all_rows(axis: str, strategy: str) -> None:
+    model, batches, plain = Normed(axis), random(2, rows=16), Normed(None)
+    fit(model, batches, batches[:1], strategy=strategy)
+    assert_same(model, HandLoop(plain)(*batches).module)
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], rtol=1e-4, atol=1e-7)
+    assert model.norm.axis_name == axis
+
+
+def test_a_norm_over_an_axis_that_the_step_maps_stays() -> None:
+    model, batches = Normed("part", mapped="part"), random(2, rows=16)
+    fit(model, batches)
+    assert_same(model, HandLoop(Normed("part", mapped="part"))(*batches).module)
+
+
+def test_a_step_that_is_traced_again_runs_once(capfd: pytest.CaptureFixture[str]) -> None:
+    model = module(base=Normed, init=lambda self: Normed.__init__(self, "data"))
+    type(model).__call__ = lambda self, x: (jax.debug.print("one step"), Normed.__call__(self, x))[1]
+    fit(model, random(2))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("one step") == 2
