@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -17,8 +17,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
-from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, add_note
 from jaxlit.texts import is_key, shown
+
+BATCH_AXES = ("data", "batch", "fsdp")  # as the axes that split the batch are called
 
 __all__ = ["all_reduce", "mesh", "place", "place_state", "rows"]
 
@@ -27,21 +29,30 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def mesh(shape: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def mesh(
+    shape: Mapping[str, int],
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    axis_types: Literal["auto", "explicit"] = "auto",
+) -> Mesh:
     """Return a mesh of devices, ordered so that neighbours are near each other, where the hardware reports it.
 
     Args:
         shape: The size of each axis by its name; one of them may be -1, for all devices that remain.
         devices: The devices; None for all there are.
+        axis_types: "auto" leaves the shardings of a computation to XLA, with "explicit" they are part of the types of
+            arrays, as on a mesh of `jax.make_mesh`.
 
     Raises:
-        ArgumentError: The sizes do not multiply to the number of devices.
+        ArgumentError: The sizes do not multiply to the number of devices, or `axis_types` is another word.
 
     Example:
         >>> import jaxlit as jl
         >>> mesh = jl.sharding.mesh({"data": 1, "fsdp": -1})
     """
-    return build_mesh(shape, jax.devices() if devices is None else list(devices), "jl.sharding.mesh(shape)")
+    check.one_of("axis_types", axis_types, ("auto", "explicit"), owner="jl.sharding.mesh")
+    built = build_mesh(shape, jax.devices() if devices is None else list(devices), "jl.sharding.mesh(shape)")
+    return built if axis_types == "auto" else with_types(built, built.axis_names)
 
 
 def build_mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], owner: str) -> Mesh:
@@ -308,6 +319,29 @@ def split_dim(dim: int, axes: Sequence[str]) -> P:
     return P(*(None,) * dim, axes[0] if len(axes) == 1 else tuple(axes))
 
 
+def with_types(mesh: Mesh, explicit: Collection[str]) -> Mesh:
+    """Return a mesh with some axes Explicit, and the others Auto."""
+    kinds = [AxisType.Explicit if axis in explicit else AxisType.Auto for axis in mesh.axis_names]
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=tuple(kinds))
+
+
+def explicit_axes(mesh: Any) -> tuple[str, ...]:
+    """Return the axes of a mesh whose shardings are part of the types of arrays."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
+
+
+def over_axes(spec: P, axes: Collection[str]) -> P:
+    """Return a partition without its other axes."""
+    entries = [tuple(axis for axis in axes_of(P(entry)) if axis in axes) for entry in spec]
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+def axes_of(spec: P) -> tuple[Any, ...]:
+    """Return the names in a partition, one by one."""
+    return tuple(x for entry in spec for x in (entry if isinstance(entry, tuple) else (entry,)) if x is not None)
+
+
 def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]:
     if not isinstance(mesh, Mesh):
         raise ArgumentTypeError(
@@ -323,8 +357,73 @@ def _known(mesh: Mesh, axes: str | Sequence[str], owner: str) -> tuple[str, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _NO_DEVICES: Any = np.empty((), dtype=object)
-_NO_MESH = Mesh(_NO_DEVICES, ())
+NO_MESH = Mesh(_NO_DEVICES, ())
 is_out: ContextVar[bool] = ContextVar("is_out", default=False)  # part of the key of compiled programs
+
+
+def note_mesh(error: Exception, batch: Any = None) -> None:
+    """Note on an error about shardings, raised in a trace, the mesh that the code sees, and what takes another one."""
+    mesh, text = jax.sharding.get_abstract_mesh(), f"{type(error).__name__} {error}"
+    sizes, explicit = dict(mesh.shape), explicit_axes(mesh)
+    if not any(word in text for word in ("shard", "Shard", "PartitionSpec", "in mesh", *["@"] * bool(explicit))):
+        return
+    if mesh.empty:
+        note = (
+            "No mesh is in context: a step that sees the rows of one replica, and a member of jl.fit_many, name no "
+            "mesh axes. Take 'single', 'ddp' or 'fsdp' with axis_types='explicit'."
+        )
+    elif not explicit:
+        note = (
+            f"The axes of the mesh {sizes} are Auto: XLA shards what the code computes. Code that names shardings, by "
+            "out_sharding=, jax.sharding.reshard or a P in jax.device_put, takes Explicit axes: "
+            "Trainer(mesh=jax.make_mesh(...)), or axis_types='explicit' of a strategy."
+        )
+    else:
+        note = (
+            f"The mesh {sizes} has the Explicit axes {explicit}: how an array is split follows from the code, by "
+            "out_sharding= where jax asks for it. Code that names no shardings takes Auto axes: "
+            f"Trainer(mesh={sizes}), or axis_types=(jax.sharding.AxisType.Auto,) * {len(sizes)} of jax.make_mesh."
+        )
+        if any(x.ndim and not axes_of(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(batch)):
+            note += " The rows of this batch do not divide, and none is split: make it with drop_remainder=True."
+    add_note(error, note)
+
+
+def untyped(x: Any) -> Any:
+    """Return an array where it is, or its shape and dtype, without a type over Explicit axes: meshes do not mix."""
+    mesh: Any = getattr(getattr(x, "sharding", None), "mesh", NO_MESH)
+    if not explicit_axes(mesh):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return renamed(x, with_types(mesh, ()))
+
+
+def renamed(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Return an array where it is, with its mesh replaced by another one of the same devices and names."""
+    if is_key(x):
+        return jax.random.wrap_key_data(renamed(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    sharding = NamedSharding(mesh, x.sharding.spec)  # type: ignore[attr-defined]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard.data for shard in x.addressable_shards])
+
+
+def under(mesh: Mesh, fn: Any) -> Any:
+    """Return a function that traces, or a compiled program, called where a mesh is set.
+
+    `jax.device_put(x, P("data"))` asks for the mesh that is set; that of a trace is not enough.
+    """
+
+    def around(call: Callable[..., Any]) -> Any:
+        def set_and_call(*args: Any) -> Any:
+            with jax.set_mesh(mesh):
+                return call(*args)
+
+        return set_and_call
+
+    called = around(fn)
+    if hasattr(fn, "trace"):
+        called.trace = around(fn.trace)
+    return called
 
 
 def out_of_meshes(fn: F) -> F:
@@ -352,7 +451,7 @@ def out(wanted: bool = True) -> Iterator[None]:
         return
     token = is_out.set(True)
     try:
-        with jax.set_mesh(_NO_MESH):
+        with jax.set_mesh(NO_MESH):
             yield
     finally:
         is_out.reset(token)

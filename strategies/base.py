@@ -7,10 +7,9 @@ shardings.
 import contextlib
 import math
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
@@ -33,7 +32,8 @@ from jaxlit.distributed.job import same_program
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.faces import Configured
 from jaxlit.programs.jaxpr import reaches
-from jaxlit.sharding import carry, place_replicated
+from jaxlit.sharding import carry, over_axes, place_replicated
+from jaxlit.strategies.rules import Rules, placed_by_names
 from jaxlit.texts import is_key, keys_of
 
 
@@ -85,6 +85,8 @@ class Out:
     """The kind of an output that is not a state."""
 
 
+AXIS_TYPES = ("auto", "explicit")  # of the axes of a mesh, by jax's names
+
 SHARED = Out()  # the same on every replica
 EACH = Out()  # one value a replica, stacked along a new leading dim
 ROWS = Out()  # one row for each row of the batch
@@ -98,7 +100,7 @@ _placements: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDic
 _MOST_PLACEMENTS = 256
 
 
-class Strategy(Configured, ABC):
+class Strategy(Configured):
     """How training is distributed over devices: the mesh, the shardings and the compiled step.
 
     A subclass that shards the state in another way overrides `state_sharding` only: the step is then compiled by
@@ -137,8 +139,17 @@ class Strategy(Configured, ABC):
     takes_mesh = True
     """Whether the strategy can train on a mesh of the user's."""
 
-    mesh_axes: ClassVar[tuple[str, ...]] = ("data",)
+    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "batch")
     """The axes of a user's mesh that split the batch, if it has them; a single axis does, whatever its name."""
+
+    axis_types: str = "auto"
+    """ "explicit" makes all axes of the mesh Explicit; "auto" those that a `Mesh` of the user's has as such."""
+
+    explicit_axes: tuple[str, ...] = ()
+    """The mesh axes that are Explicit in the model: how an array is split over them is part of its type."""
+
+    types_arrays = True
+    """Whether a step can have Explicit axes; otherwise those of a user's mesh are Auto."""
 
     _user_mesh: Mesh | dict[str, int] | None = None  # the mesh, or the sizes of its axes; None: by `mesh_shape`
 
@@ -146,8 +157,8 @@ class Strategy(Configured, ABC):
         """Train on a mesh of the user's; call this before `setup`.
 
         Args:
-            mesh: The mesh, whose axes become automatic (XLA places what no rule places); or the size of each axis by
-                name, one of them -1 at most; or None to build a mesh.
+            mesh: The mesh, whose axes keep their types in a step; or the size of each axis by name, one of them -1 at
+                most; or None to build a mesh.
 
         Raises:
             ArgumentError: The strategy takes no mesh, or it is ambiguous which axis splits the batch.
@@ -175,7 +186,8 @@ class Strategy(Configured, ABC):
             )
         self.batch_axes = axes or tuple(map(str, names))
         if isinstance(mesh, Mesh):
-            self._user_mesh = Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+            self.explicit_axes = sharding.explicit_axes(mesh) if self.types_arrays else ()
+            self._user_mesh = sharding.with_types(mesh, ())
         else:
             self._user_mesh = dict(mesh)
 
@@ -205,6 +217,8 @@ class Strategy(Configured, ABC):
                 f"Trainer(devices={devices}) with a mesh of {mesh.size} devices. Leave devices out: the mesh has "
                 "the devices to use."
             )
+        if self.axis_types == "explicit":
+            self.explicit_axes = self.mesh.axis_names
         if (count := jax.process_count()) == 1:
             return
         per_process = Counter(d.process_index for d in self.mesh.devices.flat)
@@ -227,9 +241,10 @@ class Strategy(Configured, ABC):
         shape: Any = self.mesh_shape(len(devices)) if self._user_mesh is None else self._user_mesh
         return sharding.build_mesh(shape, devices, f"The mesh of {type(self).__name__}")
 
-    @abstractmethod
-    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> TrainState:
-        """Return the sharding of each leaf of the state.
+    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
+        """Return the sharding of each leaf of the state: here every device has all of it.
+
+        On Explicit axes an array to which the module gives a sharding has that one.
 
         Args:
             state: The state, with `jax.ShapeDtypeStruct` leaves, without arrays of callbacks: these are split like the
@@ -241,6 +256,21 @@ class Strategy(Configured, ABC):
         Returns:
             The same tree, with a `NamedSharding` on `self.mesh` for each leaf.
         """
+        if not self.explicit_axes:
+            return jax.tree.map(lambda _: self.replicated, state)
+        placed = placed_by_names(Rules(), model.origin, state.variables, self.mesh, lambda _: self.replicated)
+        params, frozen, model_state = placed
+        shardings = like_params(state, state.params, params, self.replicated)
+        return replace(shardings, params=params, frozen=frozen, model_state=model_state)
+
+    def used_sharding(self, shardings: TrainState, model: PureModule) -> Any:
+        """Return the shardings of (params, frozen, model_state) while a step uses them; here as they are stored.
+
+        Args:
+            shardings: What `state_sharding` has returned.
+            model: The module taken apart.
+        """
+        return shardings.variables
 
     def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the shardings of gradients in a step, a tree like `state.params`; None lets XLA choose.
@@ -285,7 +315,11 @@ class Strategy(Configured, ABC):
 
         An input is split over the devices if its rows divide.
         """
-        compiled = jit(self.mesh, self.in_mesh(fn))
+
+        def run(arrays: Any, *inputs: Any) -> Any:
+            return fn(arrays, *(jax.sharding.reshard(inputs, self.replicated) if self.mesh.size == 1 else inputs))
+
+        compiled = self.under_mesh(jit(self.mesh, self.in_mesh(run)))
         return lambda arrays, *inputs: compiled(arrays, *jax.tree.map(self._place_input, inputs))
 
     def _place_input(self, x: Any) -> Any:
@@ -353,8 +387,9 @@ class Strategy(Configured, ABC):
         )
 
     def _constrain_batch(self, batch: Any) -> Any:
-        if self.mesh.size == 1:
-            return batch
+        if self.mesh.size == 1:  # no constraint, but a type: that of a host array names no mesh
+            is_in_context = jax.sharding.get_abstract_mesh().axis_names == self.mesh.axis_names
+            return jax.sharding.reshard(batch, P()) if is_in_context else batch
         if num_rows(batch) % self.num_replicas and self.num_replicas < self.mesh.size:
             # XLA adds the padding of an uneven part to the gradient of a lookup if several devices hold that part.
             return jax.lax.with_sharding_constraint(batch, self.replicated)
@@ -384,9 +419,60 @@ class Strategy(Configured, ABC):
 
         return call
 
-    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
-        """Run `fn(replica, *states, batch)` on abstract values of a host batch, as the compiled step will run it."""
-        jax.eval_shape(self.in_mesh(partial(fn, self.replica)), *states, abstract_batch(batch))
+    @property
+    def model_mesh(self) -> Mesh:
+        """The mesh as a model sees it, with the user's axis types; those of `mesh`, which the state is on, are Auto."""
+        return sharding.with_types(self.mesh, self.explicit_axes) if self.explicit_axes else self.mesh
+
+    def typed(self, fn: Callable[..., Any], variables: Any) -> Callable[..., Any]:
+        """Return `fn(params, frozen, model_state, batch, ...)` run where the user's Explicit axes are such.
+
+        State and batch get types by their shardings; results leave without types. Without such axes it is `fn` itself.
+
+        Args:
+            fn: The function, or one without arguments.
+            variables: The shardings of its first three arguments, () for none.
+        """
+        if not self.explicit_axes:
+            return fn
+
+        def call(*args: Any) -> Any:
+            rows, numbers = jax.tree.map(self._type_of_rows, args[3:4]), jax.tree.map(lambda _: P(), args[4:])
+            specs = *jax.tree.map(self._type_of, variables), *rows, *numbers
+            return jax.sharding.explicit_axes(fn, axes=self.explicit_axes, in_sharding=specs)(*args)
+
+        return call
+
+    def under_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that traces, called where a mesh with Explicit axes is set, if the model has such axes."""
+        return sharding.under(self.model_mesh, fn) if self.explicit_axes else fn
+
+    def _type_of(self, sharding: NamedSharding) -> P:
+        # The axes of another mesh, into which `by_size` has divided an axis, are not those of the model.
+        return over_axes(sharding.spec, self.explicit_axes) if sharding.mesh == self.mesh else P()
+
+    def _type_of_rows(self, x: Any) -> P:
+        divides = x.ndim and x.shape[0] % self.num_replicas == 0
+        return self._type_of(self._batch_sharding(x)) if divides else P()  # a type may not be uneven
+
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any, used: Any) -> None:
+        """Run `fn(replica, *states, batch)` on abstract values of a host batch, as the compiled step will run it.
+
+        Args:
+            fn: The function.
+            states: Params, frozen, model_state and counters, or their shapes and dtypes.
+            batch: The batch.
+            used: The shardings of the first three, as `used_sharding` returns them.
+        """
+
+        def run(params: Any, frozen: Any, model_state: Any, batch: Any, counters: Any) -> None:
+            fn(self.replica, params, frozen, model_state, counters, batch)
+
+        def call(batch: Any, counters: Any, *variables: Any) -> None:
+            self.typed(run, used)(*variables, self.replica.constrain_batch(batch), counters)
+
+        *variables, counters = states
+        self.under_mesh(jax.eval_shape)(self.in_mesh(call), abstract_batch(batch), counters, *variables)
 
     def step_program(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Trace the user's training step; jax reuses the trace later.
@@ -399,23 +485,26 @@ class Strategy(Configured, ABC):
         programs: list[Any] = []
 
         def append(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> None:
-            args = params, frozen, model_state, replica.constrain_batch(batch), *counters[:3]
+            args = params, frozen, model_state, batch, *counters[:3]
             programs.append(jax.make_jaxpr(model.body("training", replica))(*args))
 
         # With the types that the placed state will have: jax caches a trace by them.
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.replicated), state)
-        states = *placed.variables, placed.counters
-        self.trace(append, states, self.replica.part_of(example))
+        used = None
+        if self.explicit_axes:
+            used = self.used_sharding(self.state_sharding(state, model, None), model)
+        self.trace(append, (*placed.variables, placed.counters), self.replica.part_of(example), used)
         return programs[0]
 
-    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
-        """Return the function to trace for the user's step; here `body` itself.
+    def wrap_body(self, body: Callable[..., Any], stored: Any, used: Any) -> Callable[..., Any]:
+        """Return the function to trace for the user's step; on Auto axes `body` itself.
 
         Args:
-            body: A function of (params, frozen, model_state, ...), as `PureModule.body` returns it.
-            shardings: The sharding of each leaf of the state.
+            body: A function of (params, frozen, model_state, batch, ...), as `PureModule.body` returns it.
+            stored: The shardings of the first three.
+            used: What `used_sharding` returns for them.
         """
-        return body
+        return self.typed(body, used)
 
     def compile(self, program: Program) -> Callable[..., Any]:
         """Return a function of `(*states, batch)` that runs the program, compiled at its first call.
@@ -428,7 +517,7 @@ class Strategy(Configured, ABC):
             sharding if sharding is not None else self.replicated if x is SHARED or x is EACH else None
             for sharding, x in zip(state_shardings(program), program.outputs, strict=True)
         )
-        return jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate)
+        return self.under_mesh(jit(self.mesh, body, out_shardings=out, donate_argnums=program.donate))
 
     def describe(self) -> str:
         """Return the name, the mesh, and why the strategy was chosen; a subclass may add lines."""
@@ -547,9 +636,8 @@ def _of_used_inputs(init: Callable[..., Any], inputs: Any) -> tuple[Callable[...
 
 
 def _create_on_mesh(init: Callable[..., Any], shardings: list[Any], inputs: Any, *, donate: bool) -> list[jax.Array]:
-    if inputs and not donate:
-        # Arrays that the caller holds may be committed to other devices.
-        inputs = jax.tree.map(lambda x: _onto(x, shardings[0].mesh), inputs)
+    # Arrays that the caller holds may be committed to other devices.
+    inputs = jax.tree.map(sharding.untyped if donate else lambda x: _onto(x, shardings[0].mesh), inputs)
     leaves, treedef = jax.tree.flatten(inputs)
     # Typed keys are not donated: they become raw data, for which a buffer cannot be reused.
     keys = [x if is_key(x) else None for x in leaves]
@@ -586,20 +674,10 @@ def _kernel_of_random_bits(mesh: Mesh) -> Iterator[None]:
         config.update(name, False)
 
 
-def _untyped(x: jax.Array) -> jax.Array:
-    """Return an array where it is, on a mesh of Auto axes: a mesh of Explicit axes would be part of its type."""
-    sharding = x.sharding
-    if not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) == {AxisType.Auto}:
-        return x
-    mesh: Any = sharding.mesh
-    automatic = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return jax.device_put(x, NamedSharding(automatic, sharding.spec))
-
-
 def _onto(x: Any, mesh: jax.sharding.Mesh) -> jax.Array:
     # An array on these devices keeps its sharding: replicated, it might not fit.
     if isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat):
-        return _untyped(x)
+        return sharding.untyped(x)
     replicated = NamedSharding(mesh, P())
     if not mesh.is_multi_process:
         return jax.device_put(x, replicated)

@@ -1,13 +1,12 @@
 """Data parallel: every device holds the entire state and a share of the rows."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Literal
 
 import jax
 
-from jaxlit.core.pure_module import PureModule
-from jaxlit.core.train_state import TrainState
-from jaxlit.strategies.base import Strategy
+from jaxlit import checks as check
+from jaxlit.strategies.base import AXIS_TYPES, Strategy
 
 
 class DDP(Strategy):
@@ -18,7 +17,8 @@ class DDP(Strategy):
 
     Args:
         mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axis `data`, or its single
-            axis, and the state is replicated.
+            axis, and the state is replicated. Its axes keep their types.
+        axis_types: "explicit" makes all axes Explicit, as for a model with `out_sharding=` and `jax.sharding.reshard`.
 
     Raises:
         ArgumentError: The mesh has several axes and none named `data`.
@@ -31,9 +31,11 @@ class DDP(Strategy):
         >>> trainer = jl.Trainer(strategy=jl.strategies.DDP(mesh=mesh), max_epochs=1, logger=False)
     """
 
-    def __init__(self, *, mesh: jax.sharding.Mesh | Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+        axis_types: Literal["auto", "explicit"] = "auto",
+    ) -> None:
+        self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=type(self).__name__)
         self.use_mesh(mesh)
-
-    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the replicated sharding for every leaf."""
-        return jax.tree.map(lambda _: self.replicated, state)

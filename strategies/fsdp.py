@@ -15,8 +15,9 @@ from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.programs.scans import by_layer, scanned_dims
-from jaxlit.strategies.base import Strategy, like_params, remat_policy
-from jaxlit.strategies.rules import Rules, axes_of, dim_names
+from jaxlit.sharding import axes_of, over_axes
+from jaxlit.strategies.base import AXIS_TYPES, Strategy, like_params, remat_policy
+from jaxlit.strategies.rules import Rules, dim_names, placed_by_names
 from jaxlit.texts import is_key, leaf_name
 
 
@@ -43,7 +44,10 @@ class FSDP(Strategy):
         remat: Recompute the layers that a step scans over in the backward pass: True saves their inputs only,
             "dots_saveable" and other names of `jax.checkpoint_policies` save more. Refused if there is no scan.
         mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
-            state over `fsdp`; with one of the two, or with a single axis, both are split over that.
+            state over `fsdp`; with one of the two, or with a single axis, both are split over that. Its axes keep their
+            types.
+        axis_types: "explicit" makes all axes Explicit, and the one of a mesh that is not given is called `fsdp`: for
+            models with `out_sharding=P("fsdp")`. What they type so is split so, and all else gathered while it is used.
 
     Raises:
         ArgumentError: A value is out of its set, or the mesh has several axes and none of these names.
@@ -54,7 +58,7 @@ class FSDP(Strategy):
         >>> strategy = jl.strategies.FSDP(replicas=2)  # on 8 devices: two copies, each split over four
     """
 
-    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp")
+    mesh_axes: ClassVar[tuple[str, ...]] = sharding.BATCH_AXES
 
     def __init__(
         self,
@@ -65,8 +69,10 @@ class FSDP(Strategy):
         rules: Mapping[str, Any] | None = None,
         remat: bool | str = False,
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
+        axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
         name = type(self).__name__
+        self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=name)
         check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
         self.min_size = check.integer("min_size", min_size, low=0, owner=name)
         self.replicas = check.integer("replicas", replicas, low=1, also=("auto",), owner=name)
@@ -74,6 +80,8 @@ class FSDP(Strategy):
         self.rules = Rules(rules, owner=name)
         if replicas != 1:
             self.batch_axes = ("data", "fsdp")
+        elif axis_types == "explicit":
+            self.batch_axes = ("fsdp",)  # as models of that kind call it
         self.use_mesh(mesh)
 
     def use_mesh(self, mesh: jax.sharding.Mesh | Mapping[str, int] | None) -> None:
@@ -84,9 +92,9 @@ class FSDP(Strategy):
         super().use_mesh(mesh)
 
     def mesh_shape(self, device_count: int) -> dict[str, int]:
-        """Return one axis `data`; or `data` for the copies, which divide the devices, and `fsdp` for their shards."""
+        """Return one axis; or `data` for the copies, which divide the devices, and `fsdp` for their shards."""
         if self.replicas == 1:
-            return super().mesh_shape(device_count)
+            return {self.batch_axes[0]: device_count}
         replicas = self.replicas
         if isinstance(replicas, str):
             replicas = jax.process_count() if jax.process_count() > 1 else math.gcd(2, device_count)
@@ -105,7 +113,7 @@ class FSDP(Strategy):
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return sharded parameters and optimizer state, and the rest replicated."""
         sharded = self._stage3_shardings(state, model, example)
-        params, frozen, model_state = sharded if self.stage == 3 else jax.tree.map(self._gathered, sharded)
+        params, frozen, model_state = sharded if self.stage == 3 else self._used(sharded, model)
         shardings = jax.tree.map(lambda _: self.replicated, state)
         window = shardings.window
         if window is not None:
@@ -119,17 +127,27 @@ class FSDP(Strategy):
         """Return the gradients' shards from stage 2 on."""
         return None if self.stage == 1 else self._stage3_shardings(state, model, example)[0]
 
-    def wrap_body(self, body: Callable[..., Any], shardings: TrainState) -> Callable[..., Any]:
+    def used_sharding(self, shardings: TrainState, model: PureModule) -> Any:
+        """Return the shardings over the axes of rules only; on Explicit axes those that the module itself gives."""
+        return self._used(shardings.variables, model)
+
+    def wrap_body(self, body: Callable[..., Any], stored: Any, used: Any) -> Callable[..., Any]:
         """Return the step with scans that gather the weights of one layer at a time, and recompute it with `remat`."""
-        pairs = [(x, self._gathered(x)) for x in jax.tree.leaves(shardings.variables)]
-        if self.remat:
-            return by_layer(body, pairs, self._policy)
+        types = stored
+        if self.explicit_axes:
+            mesh = self.model_mesh
+            stored, used = jax.tree.map(lambda x: NamedSharding(mesh, self._type_of(x)), (stored, used))
+        pairs = list(zip(jax.tree.leaves(stored), jax.tree.leaves(used), strict=True))
         gathered = [pair if pair[0] != pair[1] else None for pair in pairs]
-        return by_layer(body, gathered) if any(gathered) else body
+        if self.remat:
+            body = by_layer(body, pairs, self._policy)
+        elif any(gathered):
+            body = by_layer(body, gathered)
+        return self.typed(body, types)
 
     def _stage3_shardings(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
         """Return the shardings of parameters, frozen parameters and other state under stage 3."""
-        parts, names = state.variables, dim_names(model.origin)
+        parts, names = state.variables, dim_names(model.origin, typed=bool(self.explicit_axes))
         # Whether each is a parameter, by its place in (params, frozen, model_state); its name; the leaf.
         leaves = [(path[0].idx < 2, leaf_name(path[1:]), x) for path, x in jax.tree_util.tree_leaves_with_path(parts)]
         self.rules.check(self.mesh, [name for _, name, _ in leaves], names.values())
@@ -157,6 +175,11 @@ class FSDP(Strategy):
             shardings = shardings_for(scanned)
         return jax.tree.structure(parts).unflatten(shardings)
 
+    def _used(self, sharded: Any, model: PureModule) -> Any:
+        if not self.explicit_axes:
+            return jax.tree.map(self._gathered, sharded)
+        return placed_by_names(self.rules, model.origin, sharded, self.mesh, self._gathered)
+
     def _sharding(self, name: str, x: Any, names: P, *, by_size: bool, scanned: set[int]) -> NamedSharding:
         if not is_key(x) and (by_rule := self.rules.sharding(name, x, names, self.mesh)) is not None:
             return by_rule
@@ -168,8 +191,4 @@ class FSDP(Strategy):
         """Return the sharding of an array while it is used: over the axes of rules only."""
         if sharded.mesh != self.mesh:  # a divided mesh, all of whose axes are shards
             return self.replicated
-        entries = []
-        for entry in sharded.spec:
-            axes = tuple(axis for axis in axes_of(P(entry)) if axis not in self.shard_axes)
-            entries.append(axes[0] if len(axes) == 1 else axes or None)
-        return NamedSharding(self.mesh, P(*entries))
+        return NamedSharding(self.mesh, over_axes(sharded.spec, {*self.mesh.axis_names} - {*self.shard_axes}))

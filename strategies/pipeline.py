@@ -78,6 +78,7 @@ class Pipeline(Strategy):
     """
 
     fuses_steps = False
+    types_arrays = False
 
     mesh_axes: ClassVar[tuple[str, ...]] = ("stage",)
 
@@ -122,6 +123,8 @@ class Pipeline(Strategy):
                 f"{name}(inner=...) takes a strategy whose step sees the entire batch, such as 'fsdp', 'ddp' or "
                 f"TensorParallel(...), not the rows of one device, got {inner!r}."
             )
+        is_auto = inner.axis_types == "auto"
+        check.require(is_auto, "inner", inner, "takes a strategy without axis_types='explicit'", owner=name)
         self._inner = inner
         self.use_mesh(mesh)
 
@@ -181,6 +184,7 @@ class Pipeline(Strategy):
         else:
             inner._user_mesh = None
             inner.use_mesh(mesh)
+        inner.explicit_axes = ()  # the parts of a step that run on the ranks have no types of their own
         inner.setup()
         inner.step_program = self.step_program  # type: ignore[method-assign]  # with marks, and of one microbatch
         return inner

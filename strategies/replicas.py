@@ -53,6 +53,7 @@ class PerReplica(Strategy, ABC):
     """
 
     per_replica = True
+    types_arrays = False
 
     def __init__(self, *, sync_batchnorm: bool = True, loss_reduction: Literal["mean", "sum"] = "mean") -> None:
         owner = type(self).__name__
@@ -61,7 +62,7 @@ class PerReplica(Strategy, ABC):
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the replicated state, with an accumulation window for each replica."""
-        shardings = jax.tree.map(lambda _: self.replicated, state)
+        shardings = super().state_sharding(state, model, example)
         by_replica = sharding.rows(self.mesh, self.batch_axes)
         return replace(shardings, window=jax.tree.map(lambda _: by_replica, state.window))
 
@@ -96,7 +97,7 @@ class PerReplica(Strategy, ABC):
     def map(self, program: Program, replica: Replica) -> Callable[..., Any]:
         """Return the program, mapped over the replicas and compiled at its first call."""
 
-    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any) -> None:
+    def trace(self, fn: Callable[..., None], states: tuple[Any, ...], batch: Any, used: Any) -> None:
         """Run `fn` on one replica's rows, rounded up if the batch does not divide."""
         states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
         share = with_rows(batch, -(-num_rows(batch) // self.num_replicas))

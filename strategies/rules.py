@@ -2,15 +2,18 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.sharding import axes_of
 from jaxlit.texts import leaf_name, shown
+from jaxlit.variables import is_array
 
 
 class Rules:
@@ -115,7 +118,7 @@ class Rules:
         """
         spec = next((spec for pattern, spec in self.paths.items() if pattern.search(path)), None)
         if spec is None:
-            spec = self._of_names(names, mesh)
+            spec = self.of_names(names, mesh)
         if spec is None:
             return None
         if len(spec) > len(x.shape):
@@ -129,9 +132,10 @@ class Rules:
                 )
         return NamedSharding(mesh, spec)
 
-    def _of_names(self, names: P, mesh: Mesh) -> P | None:
+    def of_names(self, names: P, mesh: Mesh) -> P | None:
+        """Return the partition of an array whose dims have names, None if they are of another mesh."""
         if not any(name in self.names or name in mesh.axis_names for name in axes_of(names)):
-            return None  # the names are of another mesh
+            return None
         entries, used = [], set[str]()
         for entry in names:
             axes = [axis for name in axes_of(P(entry)) for axis in self.names.get(name, (name,))]
@@ -141,17 +145,39 @@ class Rules:
         return P(*entries)
 
 
-def dim_names(module: nnx.Module) -> dict[str, P]:
+def placed_by_names(rules: Rules, module: nnx.Module, parts: Any, mesh: Mesh, other: Callable[[Any], Any]) -> Any:
+    """Return parts of a state with the shardings that the module gives to its arrays, and `other(leaf)` for the rest.
+
+    Args:
+        rules: The axes of names.
+        module: The module, see `dim_names`; the types of its arrays count.
+        parts: The parts.
+        mesh: The mesh.
+        other: A function of a leaf to its sharding.
+    """
+    names = dim_names(module, typed=True)
+
+    def place(path: Any, x: Any) -> Any:
+        spec = rules.of_names(names.get(leaf_name(path), P()), mesh)
+        return other(x) if spec is None else NamedSharding(mesh, spec)
+
+    return tuple(jax.tree.map_with_path(place, part) for part in parts)
+
+
+def dim_names(module: nnx.Module, *, typed: bool = False) -> dict[str, P]:
     """Return the names that a module gives to the dims of its arrays, by path; arrays without names are left out.
 
     Args:
         module: The module; its Variables may hold shapes and dtypes in place of arrays.
+        typed: Count the mesh axes in the type of an array as well: Explicit axes over which it is split.
     """
-    specs = nnx.to_flat_state(nnx.get_partition_spec(nnx.state(module)))
-    values = {leaf_name(path): x.get_value() if isinstance(x, nnx.Variable) else x for path, x in specs}
-    return {path: spec for path, spec in values.items() if isinstance(spec, P) and axes_of(spec)}
-
-
-def axes_of(spec: P) -> tuple[Any, ...]:
-    """Return the names in a partition, one by one."""
-    return tuple(x for entry in spec for x in (entry if isinstance(entry, tuple) else (entry,)) if x is not None)
+    state = nnx.state(module)
+    trees = [nnx.get_partition_spec(state)]
+    if typed:
+        trees.append(jax.tree.map(lambda x: jax.typeof(x).sharding.spec if is_array(x) else x, state))
+    values = {}
+    for path, x in (pair for tree in trees for pair in nnx.to_flat_state(tree)):
+        spec = x.get_raw_value() if isinstance(x, nnx.Variable) else x
+        if isinstance(spec, P) and axes_of(spec):
+            values[leaf_name(path)] = spec
+    return values

@@ -1,14 +1,15 @@
 """Sequence parallel: the batch is split along its rows and along its sequences."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxlit import checks as check
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import AXIS_TYPES, Strategy
 
 
 class SequenceParallel(Strategy):
@@ -22,6 +23,7 @@ class SequenceParallel(Strategy):
     Args:
         seq: Devices that share a sequence; -1 for all other devices.
         data: Parts of the rows.
+        axis_types: See `DDP`.
 
     Raises:
         ArgumentError: The sizes do not multiply to the number of devices.
@@ -31,7 +33,8 @@ class SequenceParallel(Strategy):
         >>> strategy = jl.strategies.SequenceParallel(seq=4, data=-1)
     """
 
-    def __init__(self, *, seq: int = -1, data: int = 1) -> None:
+    def __init__(self, *, seq: int = -1, data: int = 1, axis_types: Literal["auto", "explicit"] = "auto") -> None:
+        self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=type(self).__name__)
         self.use_mesh({"data": data, "seq": seq})
 
     def batch_spec(self, x: Any) -> P:
@@ -46,7 +49,7 @@ class SequenceParallel(Strategy):
                 f"SequenceParallel splits the second dim of a batch over {self.mesh.shape['seq']} devices, and none "
                 f"divides: {[x.shape for x in leaves]}. Pad the sequences, or choose another seq."
             )
-        return jax.tree.map(lambda _: self.replicated, state)
+        return super().state_sharding(state, model, example)
 
     def _divides(self, x: Any) -> bool:
         return x.ndim > 1 and x.shape[1] % self.mesh.shape["seq"] == 0

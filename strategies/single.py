@@ -1,17 +1,17 @@
 """One device: the reference that the other strategies equal."""
 
-from typing import Any
+from typing import Literal
 
-import jax
-
-from jaxlit.core.pure_module import PureModule
-from jaxlit.core.train_state import TrainState
+from jaxlit import checks as check
 from jaxlit.errors import ArgumentError
-from jaxlit.strategies.base import Strategy
+from jaxlit.strategies.base import AXIS_TYPES, Strategy
 
 
 class SingleDevice(Strategy):
     """Train on the first device.
+
+    Args:
+        axis_types: "explicit" for a model that types its arrays over the axis `data`; see `DDP`.
 
     Example:
         >>> import jaxlit as jl
@@ -21,6 +21,9 @@ class SingleDevice(Strategy):
     several_processes = False
     takes_mesh = False
 
+    def __init__(self, *, axis_types: Literal["auto", "explicit"] = "auto") -> None:
+        self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=type(self).__name__)
+
     def setup(self, devices: int | None = None) -> None:
         """Take the first device; refuse a larger number."""
         if devices not in (None, 1):
@@ -29,7 +32,3 @@ class SingleDevice(Strategy):
                 f"Use strategy='ddp' for {devices}, or devices=1."
             )
         super().setup(1)
-
-    def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return the one device's sharding for every leaf."""
-        return jax.tree.map(lambda _: self.replicated, state)

@@ -1,15 +1,15 @@
 """Tensor parallel: weights are split within a layer, by rules."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
+from jaxlit.sharding import axes_of
 from jaxlit.strategies.fsdp import FSDP
-from jaxlit.strategies.rules import axes_of
 
 
 class TensorParallel(FSDP):
@@ -26,6 +26,7 @@ class TensorParallel(FSDP):
         data: Copies of the state.
         min_size: The most elements of an array that `fsdp` does not split.
         remat: See `FSDP`.
+        axis_types: See `FSDP`.
 
     Raises:
         ArgumentError: The sizes do not multiply to the number of devices, or nothing is split over `tp`.
@@ -46,8 +47,10 @@ class TensorParallel(FSDP):
         data: int = 1,
         min_size: int = 1024,
         remat: bool | str = False,
+        axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
-        super().__init__(rules=rules, min_size=min_size, remat=remat, mesh={"data": data, "fsdp": fsdp, "tp": tp})
+        mesh = {"data": data, "fsdp": fsdp, "tp": tp}
+        super().__init__(rules=rules, min_size=min_size, remat=remat, mesh=mesh, axis_types=axis_types)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
         """Return the shardings by rules, also of the optimizer state; refuse rules that split nothing over `tp`."""

@@ -17,6 +17,7 @@ from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
+from jaxlit.sharding import note_mesh
 from jaxlit.texts import leaf_name
 from jaxlit.variables import fits, is_array
 
@@ -295,6 +296,7 @@ def note_step_error(error: Exception, step: str, batch: Any) -> None:
         name = str(error.name)
         if name in remedies:
             add_note(error, f"Arrays of jax have no {name}(). In its place: {remedies[name]}.")
+    note_mesh(error, batch)
     for kind, words, note in _NOTES:
         if isinstance(error, kind) and words in str(error):
             add_note(error, note)

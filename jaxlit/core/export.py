@@ -8,14 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxlit import checks as check
-from jaxlit.core.module import TrainModule, call_step
-from jaxlit.core.pure_module import PureModule
+from jaxlit import sharding
+from jaxlit.core.module import TrainModule, call_step, trainer_of
+from jaxlit.core.pure_module import PureModule, retraced
 from jaxlit.core.replica import Replica, abstract_batch, with_rows
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentError, ArgumentTypeError, JaxlitError, ModuleError
-from jaxlit.sharding import out_of_meshes
+from jaxlit.sharding import out
 from jaxlit.texts import is_key, leaf_name, shown
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -27,7 +31,6 @@ _ANY_ROWS = (
 )
 
 
-@out_of_meshes
 def export(
     module: TrainModule, example: Any, *, platforms: str | Sequence[str] | None = None, dynamic_batch: bool = True
 ) -> bytes:
@@ -35,7 +38,9 @@ def export(
 
     The step is exported in evaluation mode. `jax.export.deserialize(data).call(batch)` runs it in a process that has
     neither jaxlit nor flax. Sharded weights are gathered; all processes must call this. Each call draws the same random
-    numbers, and `batch_idx` and `dataloader_idx` are 0. Both sides need `pip install flatbuffers`.
+    numbers, and `batch_idx` and `dataloader_idx` are 0. A step that names mesh axes is exported for one device; the
+    axes are those of the mesh that `jax.set_mesh` has set, or else of the mesh of the module's arrays. Both sides need
+    `pip install flatbuffers`.
 
     Args:
         module: The module.
@@ -68,22 +73,49 @@ def export(
     name = f"{type(module).__name__}.predict_step"
     _check_plain(example, "example", "export", ArgumentTypeError)
     pure = PureModule(nnx.graphdef(module), nnx.Param, module)
-    variables = _constants(pure.split(module), type(module).__name__)
+    arrays = pure.split(module)
+    mesh = _mesh_of_one(module, arrays)
+    explicit, split = sharding.explicit_axes(mesh), [axis for axis in sharding.BATCH_AXES if axis in mesh.axis_names]
+    rows = sharding.over_axes(P(tuple(split or mesh.axis_names[:1])), explicit)
+    with out():
+        variables = _constants(arrays, type(module).__name__)
 
-    def predict(batch: Any) -> Any:
+    def run(batch: Any) -> Any:
         _, (_, _, _, outputs) = pure.run("predict", Replica(), None, *variables, batch, 0, 0, 0)
         _check_plain(outputs, "output", name, ModuleError)
         return outputs
 
-    return bytes(_exported(predict, name, abstract_batch(example), platforms, dynamic_batch).serialize())
+    def predict(batch: Any) -> Any:
+        specs = jax.tree.map(lambda x: rows if x.ndim else P(), batch)
+        with jax.sharding.use_abstract_mesh(sharding.with_types(mesh, ()).abstract_mesh):
+            return jax.sharding.explicit_axes(run, axes=explicit, in_sharding=(specs,))(batch)
+
+    return bytes(_exported(predict, mesh, name, abstract_batch(example), platforms, dynamic_batch).serialize())
 
 
-def _exported(predict: Any, name: str, batch: Any, platforms: Sequence[str] | None, dynamic_batch: bool) -> Any:
+def _mesh_of_one(module: TrainModule, arrays: Any) -> Mesh:
+    """Return a mesh of one device, with the axes of the mesh in context, of the module's Trainer, or of arrays."""
+    trained_on = getattr(trainer_of(module), "mesh", None)
+    meshes = [jax.sharding.get_abstract_mesh(), *([] if trained_on is None else [trained_on])]
+    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    device = np.array(jax.local_devices()[:1])
+    mesh = next((mesh for mesh in meshes if not mesh.empty), Mesh(device, ("data",)))
+    return Mesh(device.reshape((1,) * len(mesh.axis_names)), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _exported(
+    predict: Any, mesh: Mesh, name: str, batch: Any, platforms: Sequence[str] | None, dynamic_batch: bool
+) -> Any:
     """Export a function of a batch, of which only shapes are known, for its number of rows or for any."""
     rows: Any = jax.export.symbolic_shape("batch")[0]
     try:
         shapes = with_rows(batch, rows) if dynamic_batch else batch
-        return jax.export.export(jax.jit(predict), platforms=platforms)(shapes)
+        with jax.set_mesh(mesh):  # for `jax.device_put(x, P("data"))`; what is exported knows no mesh around it
+            program, results = retraced(jax.make_jaxpr(predict, return_shape=True))(shapes)
+        run, treedef = jaxpr_as_fun(program), jax.tree.structure(results)
+        with out():
+            step = jax.jit(lambda x: treedef.unflatten(run(*jax.tree.leaves(x))))
+            return jax.export.export(step, platforms=platforms)(shapes)
     except jax.errors.InconclusiveDimensionOperation as error:
         first = str(error).splitlines()[0].rstrip(".")
         raise ModuleError(f"{name} computes with the number of rows: {first}. {_ANY_ROWS}") from error
@@ -102,8 +134,14 @@ def _constants(variables: Any, name: str) -> Any:
             f"export: the weights of {name} have {size:,} bytes, and the limit is 2 GiB. Save them with "
             "jl.save_weights, and build the module where it is served."
         )
+
     # jax arrays, as in every step: numpy arrays accumulate 16-bit sums in 16 bits, and have no `.at`.
-    return jax.tree.map(lambda x: x if is_key(x) else jnp.asarray(fetch(x)), variables)
+    def constant(x: Any) -> jax.Array:
+        if is_key(x):
+            return jax.random.wrap_key_data(constant(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        return jnp.asarray(fetch(x))
+
+    return jax.tree.map(constant, variables)
 
 
 def _check_plain(tree: Any, kind_of_leaf: str, owner: str, kind: type[JaxlitError]) -> None:

@@ -114,7 +114,9 @@ class CompiledStep:
     @out_of_meshes
     def module(self, state: StepState) -> Any:
         """Return a copy of the module with the state's arrays."""
-        leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.copy, state.unflatten().variables))
+        spec = self._engine.state.spec
+        indices, treedef = jax.tree.flatten(spec.index.variables)
+        leaves = [spec.outside_array(i, jnp.copy(state.leaves[i])) for i in indices]
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
         module = merge(self._engine.pure.graphdef, *parts)
         share_hparams(module, self._engine.module)

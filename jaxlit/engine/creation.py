@@ -25,6 +25,7 @@ from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError
+from jaxlit.sharding import note_mesh, renamed
 from jaxlit.strategies.base import Strategy
 from jaxlit.texts import is_key, named_leaves, shown
 from jaxlit.variables import merge, split
@@ -195,7 +196,11 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
     def init() -> Any:
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
         with nnx.use_eager_sharding(False):
-            module = build()
+            try:
+                module = build()
+            except Exception as error:
+                note_mesh(error)
+                raise
             if not isinstance(module, TrainModule):
                 raise ArgumentError(f"jl.lazy({model.name}): it must make a jl.TrainModule, got {shown(module)}.")
             for node in [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Pytree)]:
@@ -209,7 +214,8 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
         return params, rest
 
     try:
-        params, rest = jax.eval_shape(strategy.in_mesh(init))
+        # On Explicit axes with the types that its code gives to arrays.
+        params, rest = strategy.under_mesh(jax.eval_shape)(init if strategy.explicit_axes else strategy.in_mesh(init))
     except TraceContextError as error:
         if "Rng" not in str(error):
             raise
@@ -221,7 +227,11 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
         ) from error
     module = merge(graphs[0], params, rest)
     share_hparams(module, traced[0])
-    return module, init
+    return module, strategy.typed(init, ())
+
+
+def _typed(strategy: Strategy, x: jax.Array, used: NamedSharding) -> jax.Array:
+    return renamed(x, strategy.model_mesh) if x.sharding == used else x
 
 
 def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
@@ -232,7 +242,10 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     # Of a state without optimizer, known before an array exists: none is ever unsharded on a device.
     blank = jax.eval_shape(partial(init_state, optax.identity(), 0, Precision()), params, nnx.State({}), rest)
     shardings = strategy.state_sharding(replace(blank, opt_state=()), pure, None)
+    used, _, used_rest = strategy.used_sharding(shardings, pure)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
+    if strategy.explicit_axes:  # with the types that tell an array that the module has split from one split by size
+        arrays = jax.tree.map(partial(_typed, strategy), arrays, (used, used_rest))
     built = merge(graphdef, *arrays)
     share_hparams(built, shapes)
     return built

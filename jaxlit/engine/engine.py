@@ -323,7 +323,7 @@ class Engine:
         # What is known of another program's traces must not be mixed with this one's.
         pure, spec = replace(self.pure, traced={}, _bodies={}), self.state.spec
         inspect = partial(inspect_evaluation, pure, stage, loader)
-        trace_step(pure, self.strategy, spec.tree, (stage, loader), inspect, batch, (self.state.unflatten(), placed))
+        trace_step(pure, spec, (stage, loader), inspect, batch, (self.state.unflatten(), placed))
         sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
         sums += [spec.array_specs[i] for i in self._carried(pure, stage, loader)]
         entry = EACH if pure.table(stage, loader).has_steps else None
@@ -368,10 +368,9 @@ class Engine:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
         if fn not in self._applied or not self._applied[fn][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
-            pure, origin, layout, reads = self.pure, self.module, self.state.spec.eval_layout, Reads()
+            pure, origin, spec, reads = self.pure, self.module, self.state.spec, Reads()
 
-            def applied(leaves: list, inputs: Any) -> Any:
-                _, params, frozen, model_state = layout.unflatten(leaves)
+            def on_module(params: Any, frozen: Any, model_state: Any, inputs: Any) -> Any:
                 module: Any = pure.merge(params, frozen, model_state)
                 module.eval()
                 share_hparams(module, origin)
@@ -379,6 +378,10 @@ class Engine:
                     result = fn(module, *cast(inputs, pure.precision.compute))
                 reads.extend(noted)
                 return result
+
+            def applied(leaves: list, inputs: Any) -> Any:
+                _, *variables = spec.eval_layout.unflatten(leaves)
+                return spec.strategy.typed(on_module, spec.used)(*variables, inputs)
 
             self._applied[fn] = self.strategy.on_state(applied), reads
         return self._applied[fn][0](self.state.evaluated(), inputs)

@@ -43,6 +43,7 @@ class StateSpec:
         wrt: The filter of the variables that are trained.
         grad_shardings: The gradients' shardings in a step; None lets XLA choose.
         eval_params: The indices of what an evaluation sees as the parameters, a tree like them.
+        used: The shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`.
     """
 
     strategy: Strategy
@@ -52,6 +53,7 @@ class StateSpec:
     wrt: Any
     grad_shardings: Any
     eval_params: Any
+    used: Any
 
     @cached_property
     def index(self) -> TrainState:
@@ -69,10 +71,26 @@ class StateSpec:
         return jax.tree.map(lambda x: x.sharding, self.tree)
 
     @cached_property
+    def is_typed(self) -> bool:
+        """Whether arrays of the module have types outside of steps as they have inside: on a mesh of Explicit axes.
+
+        They do if each is stored as it is used. One that is gathered for use stays on Auto axes, and all others with
+        it: no operation takes arrays of both kinds.
+        """
+        stored, used = jax.tree.leaves(self.shardings.variables), jax.tree.leaves(self.used)
+        return bool(self.strategy.explicit_axes) and stored == used
+
+    @cached_property
     def array_specs(self) -> list[ArraySpec]:
         """The sharding of each array, as a program takes it."""
         stacked = set(jax.tree.leaves(self.index.window)) if self.per_replica else set()
         return [ArraySpec(self.sharding(i), per_replica=i in stacked) for i in range(len(self.arrays))]
+
+    def outside_array(self, i: int, data: jax.Array) -> jax.Array:
+        """Return an array as a module has it outside of steps."""
+        data = sharding.renamed(data, self.strategy.model_mesh) if self.is_typed else data
+        impl = self.layout.key_impls.get(i)
+        return data if impl is None else jax.random.wrap_key_data(data, impl=impl)
 
     @cached_property
     def eval_index(self) -> list[int]:
@@ -88,7 +106,7 @@ class StateSpec:
     @property
     def wrap(self) -> Callable:
         """What the strategy makes of a user's step."""
-        return partial(self.strategy.wrap_body, shardings=self.shardings)
+        return partial(self.strategy.wrap_body, stored=self.shardings.variables, used=self.used)
 
     def sharding(self, i: int) -> NamedSharding:
         """Return the sharding of an array."""
@@ -169,7 +187,7 @@ def state_spec(
         variables: These variables, or their shapes and dtypes.
         example: The first batch of the training, if one is known.
     """
-    abstract = jax.eval_shape(init, *variables)
+    abstract = jax.eval_shape(init, *jax.tree.map(sharding.untyped, variables))
     # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.
     without_copies, layout = replace(abstract, extras={}, window_start=None), Layout(abstract)
     shardings = _bookkeeping(strategy, abstract, strategy.state_sharding(without_copies, pure, example))
@@ -178,7 +196,7 @@ def state_spec(
     arrays = list(map(_spec, jax.eval_shape(layout.flatten, abstract), flat))
     params = jax.tree.unflatten(layout.treedef, range(len(arrays))).params
     grads = strategy.grad_sharding(without_copies, pure, example)
-    return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params)
+    return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params, strategy.used_sharding(shardings, pure))
 
 
 def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> TrainState:
@@ -210,7 +228,7 @@ class State:
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
         self._variable_index: list[int] = []  # of each Variable of the module
-        self._keys: dict[int, tuple[jax.Array, jax.Array]] = {}  # data and key of those that a module was given
+        self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
         self._all_finite: Callable[..., jax.Array] | None = None
 
     def unflatten(self) -> TrainState:
@@ -220,7 +238,7 @@ class State:
     def branch(self) -> "State":
         """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
         state = copy.copy(self)
-        state.leaves, state._keys = list(self.leaves), dict(self._keys)
+        state.leaves, state._given = list(self.leaves), dict(self._given)
         # A callback's averages are those of another module.
         state.spec = replace(self.spec, eval_params=self.spec.index.params)
         return state
@@ -293,14 +311,15 @@ class State:
 
     def module_arrays(self) -> list[jax.Array]:
         """Return the newest array of each Variable or attribute, without a copy."""
-        return [self._key(i) if i in self.spec.layout.key_impls else self.leaves[i] for i in self._variable_index]
+        keys, is_typed = self.spec.layout.key_impls, self.spec.is_typed
+        return [self._outside(i) if is_typed or i in keys else self.leaves[i] for i in self._variable_index]
 
-    def _key(self, i: int) -> jax.Array:
-        """Return a random key, the same object while its data are the same: arrays are compared by identity."""
+    def _outside(self, i: int) -> jax.Array:
+        """Return a random key, or an array with its type: the same object while its data are the same."""
         data = self.leaves[i]
-        if i not in self._keys or self._keys[i][0] is not data:
-            self._keys[i] = (data, jax.random.wrap_key_data(data, impl=self.spec.layout.key_impls[i]))
-        return self._keys[i][1]
+        if i not in self._given or self._given[i][0] is not data:  # arrays are compared by identity
+            self._given[i] = (data, self.spec.outside_array(i, data))
+        return self._given[i][1]
 
     def write(self, arrays: Mapping[int, jax.Array]) -> None:
         """Replace the arrays of some Variables, given by their index in `module_arrays`."""

@@ -64,7 +64,7 @@ class Training:
             debug: Trace the step twice more, which shows one that draws at random from what jax does not know.
         """
         spec, inspect = self.spec, partial(inspect_step, self.pure, twice=debug)
-        trace_step(self.pure, spec.strategy, spec.tree, ("training", None), inspect, batch, arrays)
+        trace_step(self.pure, spec, ("training", None), inspect, batch, arrays)
         return replace(self, spec=spec.with_metrics(self.pure.table("training")))
 
     @cached_property
@@ -149,7 +149,7 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     Raises:
         ModuleError: The optimizer, or a callback's arrays, do not fit the module.
     """
-    variables, precision = pure.split(module), pure.precision
+    variables, precision = jax.tree.map(sharding.untyped, pure.split(module)), pure.precision
     options = options.for_params(variables[0])
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
     check_trainable(options.tx, variables[0], module)
@@ -221,8 +221,7 @@ class Diagnosis:
 
 def trace_step(
     pure: PureModule,
-    strategy: Strategy,
-    state: TrainState,
+    spec: StateSpec,
     key: tuple[str, int | None],
     inspect: Callable[..., None],
     batch: Any,
@@ -232,20 +231,19 @@ def trace_step(
 
     Args:
         pure: The module, split.
-        strategy: The strategy.
-        state: The state, abstract.
+        spec: The state.
         key: The stage, and the loader for a step that asks for it.
         inspect: Looks at the step, given the replica and the arguments of its body.
         batch: The first batch.
         arrays: The state, and the first batch as the strategy has placed it, if there are arrays.
     """
-    states = (*state.variables, state.counters)
+    states, strategy = (*spec.tree.variables, spec.tree.counters), spec.strategy
     (stage, loader), replica = key, strategy.replica
     batch = replica.part_of(batch) if stage == "training" else batch
     traces = None
     if replica.splits and replica.count > 1:
         traces = _trace_replicas(pure, replica, states, key, batch)
-    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(replica, *args)), states, batch)
+    strategy.trace(lambda replica, *args: inspect(replica, *_arguments(*args)), states, batch, spec.used)
     if traces is None:
         return
     traced, bits, measure, why = pure.trace_of(stage, loader), traces.dependence(), None, ""
@@ -272,7 +270,7 @@ def _trace_replicas(
     states = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), states)
 
     def run(*args: Any) -> Any:
-        return pure.body(stage, replica, loader)(*_arguments(replica, *args))[1]
+        return pure.body(stage, replica, loader)(*_arguments(*args))[1]
 
     def trace(replicas: int, rows: int) -> tuple[Any, Any]:
         axis_env = [(str(replica.axis), replicas)]
@@ -346,5 +344,5 @@ def _measuring(
     return measure
 
 
-def _arguments(replica: Replica, params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
-    return (params, frozen, model_state, replica.constrain_batch(batch), *counters[:3])
+def _arguments(params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:
+    return (params, frozen, model_state, batch, *counters[:3])

@@ -193,8 +193,9 @@ class Programs:
         return self._program("eval_step", add, states, example, stage=_validation(self.members[0]))
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:
-        state = jax.tree.map(abstract, member.training.spec.tree)
-        trace_step(member.pure, member.strategy, state, stage, partial(inspect, member.pure), batch)
+        spec = member.training.spec
+        spec = replace(spec, tree=jax.tree.map(abstract, spec.tree))
+        trace_step(member.pure, spec, stage, partial(inspect, member.pure), batch)
 
     def _alike(self, stage: tuple[str, int | None], example: Any) -> list[int]:
         """Return for each member the index of the first one that has the same step for such a batch."""

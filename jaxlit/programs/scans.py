@@ -9,9 +9,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, follow, inner_jaxprs, parts_of, rerun_scan, run
+from jaxlit.sharding import explicit_axes
 
 # What a backward pass computes again: gathered weights, and what only changes their layout.
-_RECOMPUTED = ("sharding_constraint", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
+_LAYOUT = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
+_RECOMPUTED = ("sharding_constraint", "reshard", *_LAYOUT)
 _ENTERED = (*JITS, *REMATS, "scan")
 
 
@@ -96,9 +98,13 @@ def by_layer(
     """
 
     def call(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*args)
-        inputs = [i for i, x in enumerate(shardings) if x is not None]
-        gathering = _Gathering(shardings, frozenset(scanned_dims(closed, inputs)), policy)
+        used = {i: pair[1] for i, pair in enumerate(shardings) if pair is not None}
+        has_types, inputs = any(explicit_axes(x.mesh) for x in used.values()), [*used]
+        leaves, treedef = jax.tree.flatten(args)
+        for i in inputs if has_types else ():  # the body is for arrays of the types in which they are used
+            leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype, sharding=used[i])
+        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*treedef.unflatten(leaves))
+        gathering = _Gathering(shardings, frozenset(scanned_dims(closed, inputs)), policy, has_types)
         results = gathering.run(closed, jax.tree.leaves(args), _stacked_inputs(closed.jaxpr, inputs))
         return jax.tree.structure(shapes).unflatten(results)
 
@@ -119,6 +125,7 @@ class _Gathering:
     shardings: Sequence[tuple[NamedSharding, NamedSharding] | None]
     scanned: frozenset[int]  # the inputs that a scan takes apart, of which only slices are gathered
     policy: Any
+    has_types: bool  # whether shardings are part of the types of arrays
 
     def run(
         self, program: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any] | None = None
@@ -140,7 +147,10 @@ class _Gathering:
             arrays, kinds = [x.array for x in ins], [x.stacked for x in ins]
             if (moved := _moved(eqn, kinds)) is not None:
                 return [_Value(bind(eqn, arrays)[0], moved)]
-            if _entered(eqn) is not None and any(_inside(eqn, kinds)):
+            if _entered(eqn) is not None and any(inside := _inside(eqn, kinds)):
+                # A constant of a scan has the type inside that it has outside.
+                pairs = zip(ins, inside, strict=True)
+                arrays = [used(x) if y is None and self.has_types else x.array for x, y in pairs]
                 return list(map(_Value, self._enter(eqn, arrays, kinds, cache)))
             return list(map(_Value, bind(eqn, list(map(used, ins)))))
 
@@ -176,6 +186,9 @@ class _Gathering:
             NamedSharding(s.mesh, PartitionSpec(*(s.spec[dim] if dim < len(s.spec) else None for dim in stacked.dims)))
             for s in pair
         )
+        if self.has_types:  # in its mesh: gathers of jax are in one of Auto axes
+            with jax.sharding.use_abstract_mesh(gathered.mesh.abstract_mesh):
+                return jax.sharding.reshard(x, gathered)
         if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):  # it has no gradient
             return constrain(x, gathered)
         gather = jax.custom_vjp(lambda x: constrain(x, gathered))

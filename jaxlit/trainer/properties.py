@@ -376,7 +376,7 @@ def _setter(name: str) -> Callable[[Any, Any], None]:
 
 
 for _name in Arguments.__annotations__.keys() - vars(TrainerProperties).keys():
-    _get = operator.attrgetter("_session.strategy.mesh" if _name == "mesh" else f"_session.settings.{_name}")
+    _get = operator.attrgetter("_session.strategy.model_mesh" if _name == "mesh" else f"_session.settings.{_name}")
     _argument = property(_get, _setter(_name), doc=f"The argument `{_name}`, as the runs use it.")
     setattr(TrainerProperties, _name, _argument)
 for _name, _value in [*vars(TrainerProperties).items()]:

@@ -40,7 +40,8 @@ class Trainer(TrainerProperties):
         strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8" or a
             registered one), a `Strategy`, or "auto" for the first that fits into memory, see `strategies.Auto`.
         devices: How many devices, or "auto" for all; `single` uses one. Absent ones are refused when a run begins.
-        mesh: A `jax.sharding.Mesh`, or the size of each axis by name, one -1 at most; None for the strategy's.
+        mesh: A `jax.sharding.Mesh`, whose axes keep their types, or the size of each axis by name, one -1 at most; None
+            for the strategy's.
         precision: "32-true"; "bf16-mixed" or "16-mixed", whose steps compute in 16 bits while parameters, optimizer,
             loss and metrics stay in float32 ("16-mixed" scales the loss); or "bf16-true", whose parameters are
             bfloat16 as well.

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kit.batches import random
+from jax.sharding import PartitionSpec as P
+from kit.batches import numbered, random
 from kit.modules import Mean, Net, module
 from kit.trainers import fit, splitting
 
@@ -151,3 +152,16 @@ def test_a_step_that_needs_the_number_of_rows_gets_advice() -> None:
     with pytest.raises(KeyError) as error:  # whatever the number of rows is
         jl.export(halves, {"y": np.ones((4, 3), np.float32)})
     assert not any("dynamic_batch" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    "names_axes", [jax.lax.with_sharding_constraint, jax.sharding.reshard], ids=["Auto", "Explicit"]
+)
+def test_a_step_that_names_mesh_axes_is_exported_for_one_device(names_axes: Any) -> None:
+    model = module(predict=lambda self, batch: names_axes(2 * batch["x"], P("data")))
+    mesh = jax.make_mesh((8,), ("data",)) if names_axes is jax.sharding.reshard else {"data": 8}
+    trainer = fit(model, numbered(1), strategy="ddp", mesh=mesh)
+    x = np.arange(3, dtype=np.float32)[:, None]
+    result = jax.export.deserialize(bytearray(jl.export(model, {"x": x}))).call({"x": x})
+    assert trainer.mesh.size == 8
+    np.testing.assert_array_equal(result, 2 * x)
