@@ -5,7 +5,7 @@ programs that are compiled of the module, and no step changes it.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,6 +45,21 @@ class Constant:
         return repr(self.value)
 
 
+class _Entries:
+    """A mapping that a Variable holds, which nnx would take for a part of the module."""
+
+    def __init__(self, mapping: Mapping[Any, Any]) -> None:
+        self.mapping = mapping
+
+
+def _entries_of(x: _Entries) -> tuple[Any, Any]:
+    entries, structure = jax.tree.flatten_with_path(x.mapping, is_leaf=lambda value: value is not x.mapping)
+    return [(path[0], value) for path, value in entries], structure
+
+
+jax.tree_util.register_pytree_with_keys(_Entries, _entries_of, lambda structure, x: _Entries(structure.unflatten(x)))
+
+
 def is_array(x: Any) -> bool:
     """Return whether a value is an array, or the shape and dtype of one."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
@@ -64,7 +79,8 @@ def is_variable(x: Any) -> bool:
 def split(module: nnx.Module, *filters: Any) -> tuple[Any, ...]:
     """Return the graph of a module, and a state of raw arrays and constants for each filter, see `nnx.split`."""
     graphdef, *states = nnx.split(module, *filters)
-    return graphdef, *[jax.tree.map(lambda x: x if is_array(x) else Constant(x), nnx.as_pure(x)) for x in states]
+    states = jax.tree.map(_raw, states, is_leaf=is_variable)
+    return graphdef, *jax.tree.map(lambda x: x if is_array(x) else Constant(x), states)
 
 
 def merge(graphdef: Any, *states: Any) -> Any:
@@ -75,11 +91,24 @@ def merge(graphdef: Any, *states: Any) -> Any:
     """
     values = jax.tree.map(_value_of, states, is_leaf=_is_constant)
     module = nnx.merge(graphdef, *values, copy=True)
+    if any(map(_is_entries, jax.tree.leaves(values, is_leaf=_is_entries))):
+        for _, x in nnx.iter_graph(module):
+            if is_variable(x) and _is_entries(x.get_raw_value()):
+                x.set_raw_value(x.get_raw_value().mapping)
     shapes = {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(states) if _is_shape(x)}
     for leaf in leaves_of(module) if shapes else ():
         if leaf.name in shapes and (leaf.variable is not None or isinstance(leaf.place, ArrayAttribute)):
             leaf.place.set_raw_value(shapes[leaf.name])
     return module
+
+
+def _raw(x: Any) -> Any:
+    value = x.get_raw_value() if is_variable(x) else x
+    return _Entries(value) if isinstance(value, Mapping) else value
+
+
+def _is_entries(x: Any) -> bool:
+    return isinstance(x, _Entries)
 
 
 def _value_of(x: Any) -> Any:

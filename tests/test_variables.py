@@ -54,6 +54,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
         lambda m, x: x * m.extra["a"][0] * m.extra["b"],
     ),
     "a Param of a pytree": (lambda: nnx.Param(Stats(jnp.ones(4))), lambda m, x: x * m.extra.get_value().mean),
+    "a dict in a Variable": (
+        lambda: nnx.Variable({"a": jnp.ones(4), "b": {"c": 2.0}}),
+        lambda m, x: x * m.extra.get_value()["a"] * m.extra.get_value()["b"]["c"],
+    ),
+    "a Param of a dict": (lambda: nnx.Param({"a": jnp.ones(4)}), lambda m, x: x * m.extra.get_value()["a"]),
     "a Param in a pytree": (lambda: nnx.data(Stats(nnx.Param(jnp.ones(4)))), lambda m, x: x * m.extra.mean[...]),
     "no pytree": (Plain, lambda m, x: m.extra(x)),
 }
@@ -122,7 +127,8 @@ def test_any_state_trains_as_by_hand(kind: str, strategy: str, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    "kind", thinned(KINDS, "a number", "a dataclass that steps write", "a Param in a pytree", "no pytree")
+    "kind",
+    thinned(KINDS, "a number", "a dataclass that steps write", "a Param of a dict", "a Param in a pytree", "no pytree"),
 )
 def test_it_is_saved_restored_and_resumed(kind: str) -> None:
     whole = Model(kind)
