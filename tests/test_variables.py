@@ -40,6 +40,12 @@ def counts(m: Any, x: jax.Array) -> jax.Array:
     return x * m.extra.mean.sum()
 
 
+def counts_in_a_dict(m: Any, x: jax.Array) -> jax.Array:
+    value = m.extra.get_value()
+    m.extra.set_value(value | {"a": value["a"] + 1})
+    return x * value["a"] * value["b"]["c"]
+
+
 # What an attribute holds, and what the model does with it.
 KINDS: dict[str, tuple[Any, Any]] = {
     "None": (lambda: nnx.Variable(None), lambda m, x: x),
@@ -54,10 +60,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
         lambda m, x: x * m.extra["a"][0] * m.extra["b"],
     ),
     "a Param of a pytree": (lambda: nnx.Param(Stats(jnp.ones(4))), lambda m, x: x * m.extra.get_value().mean),
-    "a dict in a Variable": (
-        lambda: nnx.Variable({"a": jnp.ones(4), "b": {"c": 2.0}}),
-        lambda m, x: x * m.extra.get_value()["a"] * m.extra.get_value()["b"]["c"],
-    ),
+    "a dict in a Variable": (lambda: nnx.Variable({"a": jnp.ones(4), "b": {"c": 2.0}}), counts_in_a_dict),
     "a Param of a dict": (lambda: nnx.Param({"a": jnp.ones(4)}), lambda m, x: x * m.extra.get_value()["a"]),
     "a Param in a pytree": (lambda: nnx.data(Stats(nnx.Param(jnp.ones(4)))), lambda m, x: x * m.extra.mean[...]),
     "no pytree": (Plain, lambda m, x: m.extra(x)),
@@ -128,7 +131,9 @@ def test_any_state_trains_as_by_hand(kind: str, strategy: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize(
     "kind",
-    thinned(KINDS, "a number", "a dataclass that steps write", "a Param of a dict", "a Param in a pytree", "no pytree"),
+    thinned(
+        KINDS, "a number", "a dataclass that steps write", "a dict in a Variable", "a Param in a pytree", "no pytree"
+    ),
 )
 def test_it_is_saved_restored_and_resumed(kind: str) -> None:
     whole = Model(kind)
