@@ -89,7 +89,7 @@ def summarize(
     The leaves of the state may be shapes, dtypes and shardings. -1 is a row for each parameter, "auto" chooses by their
     number. Notes, by path, are texts before the shardings of parameters.
     """
-    types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
+    types = {path: type(node).__name__ for path, node in nnx.iter_graph(module, graph=True)}
     devices = devices_of(jax.tree.leaves(_parts(state)))
     groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
     trees = (state.params, state.frozen)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.programs.costs import count_flops
-from jaxlit.programs.jaxpr import bodies, equations, follow
+from jaxlit.programs.jaxpr import bodies, equations, follow, params_of
 
 T = TypeVar("T")
 
@@ -61,9 +61,8 @@ def restart() -> None:
 
 def mark_of(eqn: Any) -> str | None:
     """Return the name of the mark that an equation is, None if it is none."""
-    if eqn.primitive.name != "name":
-        return None
-    return eqn.params["name"] if eqn.params["name"].startswith(_PREFIX) else None
+    name = params_of(eqn).get("name")
+    return name if isinstance(name, str) and name.startswith(_PREFIX) else None
 
 
 class Segments(NamedTuple):

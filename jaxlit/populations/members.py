@@ -242,7 +242,7 @@ def build(
         # Without arrays: otherwise those of all modules would stay in memory next to the training state.
         origin = merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
-        pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
+        pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
         training = training_of(origin, pure, strategy, StepOptions(optimizer))

@@ -155,7 +155,7 @@ class _Comparison:
         if self.reference is not None:
             module = self.model_fn()
             losses = [float(loss) for loss in self.reference(module, batches, **case)]
-            state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate)))
+            state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.Intermediate), graph=True))
             by_hand = Training("the reference", loss=losses, params=by_path(state))
             yield ("loss", "params"), by_hand, replace(single)  # a loop returns no other parts
         for strategy, count in itertools.product(strategies, self.devices):
@@ -240,10 +240,10 @@ def train(
     )
 
     def counts() -> dict[str, np.ndarray]:
-        return by_path(nnx.as_pure(nnx.state(module, nnx.RngCount)))
+        return by_path(nnx.as_pure(nnx.state(module, nnx.RngCount, graph=True)))
 
     before = counts()
-    other_state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState)))
+    other_state = nnx.as_pure(nnx.state(module, nnx.Not(nnx.RngState), graph=True))
     with noting_place(f"the training under {training.name}, of {trainer_arguments}"):
         trainer.fit(module, data)
     state = trainer.state

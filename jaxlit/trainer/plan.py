@@ -445,7 +445,7 @@ def copied(model: TrainModule | lazy) -> TrainModule | lazy:
     """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
     if isinstance(model, lazy):
         return model
-    copy = nnx.clone(model)
+    copy = nnx.clone(model, graph=True)
     share_hparams(copy, model)
     return copy
 

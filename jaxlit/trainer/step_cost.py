@@ -120,7 +120,7 @@ class AbstractStep:
     """
 
     def __init__(self, module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> None:
-        pure = PureModule(nnx.graphdef(module), options.optimizer.wrt, module, precision)
+        pure = PureModule(nnx.graphdef(module, graph=True), options.optimizer.wrt, module, precision)
         self.strategy = strategy
         self._training = training_of(module, pure, strategy, options)
 
@@ -201,7 +201,7 @@ def shapes_of(module: TrainModule) -> TrainModule:
 
 def bytes_of_module(module: TrainModule | lazy) -> int:
     """Return the bytes of a module's arrays on the device that has the most of them; a lazy module has no arrays."""
-    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module))
+    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module, graph=True))
     return bytes_per_device(x for x in leaves if isinstance(x, jax.Array))
 
 

@@ -170,6 +170,18 @@ def test_scanned_layers_write_nothing_on_any_axis(axis: int) -> None:
     assert trainer.callback_metrics["val"] > 0
 
 
+@pytest.mark.parametrize("strategy", ["shard_map", jl.strategies.FSDP(remat=True)])
+def test_a_remat_by_another_primitive_trains_the_same(strategy: Any) -> None:
+    """`jax_remat3` of jax 0.10 to 0.12 makes `jax.checkpoint` an equation with another name and other parameters."""
+    fit(plain := Scanned(), random(2))
+    jax.config.update("jax_remat3", True)
+    try:
+        fit(renamed := Scanned(), random(2), strategy=strategy, devices=2)
+    finally:
+        jax.config.update("jax_remat3", False)
+    assert_same(renamed, plain)
+
+
 class Tied(Linear):
     """One matrix that encodes and decodes, through two layers that share it."""
 
@@ -181,9 +193,12 @@ class Tied(Linear):
         return self.decode(jnp.tanh(self.encode(x)))
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "fsdp"))
-def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str) -> None:
-    trainer = fit(jl.lazy(Tied, rngs=0) if strategy == "fsdp" else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
+@pytest.mark.parametrize(("strategy", "graph_mode"), [("fsdp", True), ("single", False), ("shard_map", False)])
+def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, graph_mode: bool) -> None:
+    """Where nnx's own default is its tree mode, in which `nnx.split` takes no shared Variable, as well."""
+    with nnx.set_graph_mode(graph_mode):
+        trainer = fit(jl.lazy(Tied, rngs=0) if strategy == "fsdp" else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
+        trainer.validate(trainer.module, random())
     assert len(jax.tree.leaves(trainer.state.params)) == 3
     assert trainer.module.encode.kernel is trainer.module.decode.kernel
     assert_same(trainer.module, HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)
