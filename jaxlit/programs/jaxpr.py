@@ -33,7 +33,11 @@ def params_of(eqn: Any) -> dict[str, Any]:
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the programs that an equation runs, closed ones with their constants."""
-    return [x for param in params_of(eqn).values() for x in programs_in(param)]
+    found = []
+    for param in params_of(eqn).values():
+        if isinstance(param, (tuple, *_PROGRAMS)):
+            found += programs_in(param)
+    return found
 
 
 def programs_in(param: Any) -> list[Any]:
@@ -63,7 +67,7 @@ def is_call(eqn: Any) -> bool:
 
 def called(eqn: Any) -> Any:
     """Return the program of a call, whose inputs and outputs are the equation's own; None for another equation."""
-    if not is_call(eqn) or not (inner := bodies(eqn)):
+    if not (inner := bodies(eqn)) or not is_call(eqn):
         return None
     same = (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars))
     return inner[0] if same else None
@@ -331,7 +335,7 @@ def flow(
     inputs: Sequence[int],
     *,
     gradient: bool = False,
-    special: Callable[[Any, list[int]], Sequence[int] | None] = lambda eqn, ins: None,
+    special: Callable[[Any, list[int]], Sequence[int] | None] | None = None,
 ) -> list[int]:
     """Return the bits of a program's outputs, given those of its inputs: an output has those of all that it depends on.
 
@@ -339,7 +343,8 @@ def flow(
     """
 
     def rule(eqn: Any, ins: list[int]) -> Sequence[int]:
-        if (outs := special(eqn, ins)) is None:
+        outs = None if special is None else special(eqn, ins)
+        if outs is None:
             outs = _flow_through(eqn, ins, partial(flow, gradient=gradient, special=special), gradient)
         if not gradient:
             return outs
@@ -367,7 +372,7 @@ def _flow_through(eqn: Any, ins: list[int], through: Callable[..., list[int]], g
         branches = zip(*(through(x, ins[1:]) for x in inner), strict=True)
         return [reduce(or_, x, 0 if gradient else ins[0]) for x in branches]
     # The backward pass of a custom rule is another function, which may read every input.
-    if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
+    if inner and (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
         return through(body, ins)
     return [reduce(or_, ins, 0)] * len(eqn.outvars)
 
