@@ -90,13 +90,9 @@ class StepCost:
 
 
 def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches: int | float) -> StepCost:
-    """Compile a training step from shapes and dtypes alone, and return what it takes.
+    """Compile the training step of a trial (see `trial_of`) from shapes and dtypes alone, and return what it takes.
 
-    Args:
-        trial: A separate Trainer, see `trial_of`.
-        model: The module; no array of it is read.
-        batch: The shapes and dtypes of a batch, global rows.
-        num_batches: How many an epoch has, inf for an unknown number.
+    No array of the model is read. An epoch has `num_batches` of the batch's global rows, inf for an unknown number.
     """
     strategy = trial.strategy
     module = shape_lazy(model, strategy, trial.seed)[0] if isinstance(model, lazy) else shapes_of(model)
@@ -110,14 +106,7 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
 
 
 class AbstractStep:
-    """A training step before its arrays exist.
-
-    Args:
-        module: The module; its arrays may be shapes and dtypes.
-        strategy: The strategy, set up.
-        options: How optimizer steps are taken.
-        precision: The dtypes.
-    """
+    """A training step before its arrays exist: those of the module may be shapes and dtypes."""
 
     def __init__(self, module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> None:
         pure = PureModule(nnx.graphdef(module), options.optimizer.wrt, module, precision)
@@ -172,11 +161,7 @@ class AbstractStep:
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Name the place in the user's code that raised an error other than a JaxlitError.
-
-    Raises:
-        ModuleError: In place of such an error.
-    """
+    """Raise a ModuleError in place of an error that is no JaxlitError, with the place in the user's code."""
     try:
         yield
     except JaxlitError:
