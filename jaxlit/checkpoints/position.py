@@ -63,10 +63,6 @@ class Position:
         self.over = True
         self.data = data
 
-    def drop_window(self) -> None:
-        """Forget the batches of an unfinished window; `batch_idx` does not move back."""
-        self.filled = 0
-
     def advance_epoch(self, data: Any) -> None:
         """Move before the next epoch, whose loader continues from `data`."""
         self.epoch = self.epoch + 1

@@ -86,11 +86,7 @@ class BatchValidator:
         return self._prepare is None and not (self._host_keys or self._debug)
 
     def narrow(self, arrays: Any) -> Any:
-        """Return arrays of the newest kind of batch, or a stack of such batches, as a step takes them.
-
-        Raises:
-            DataError: A number does not fit.
-        """
+        """Return arrays of the newest kind of batch, or a stack of such batches, as a step takes them."""
         if not self.kind.narrowed:
             return arrays
         leaves, treedef = jax.tree.flatten(arrays)
@@ -99,11 +95,7 @@ class BatchValidator:
         return treedef.unflatten(leaves)
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step.
-
-        Raises:
-            DataError: No step could take the batch, or its structure differs from those before.
-        """
+        """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step."""
         if self._prepare is not None:
             try:
                 batch = copied(self._prepare(batch))  # the hook may fill the same memory again, like a loader
@@ -291,12 +283,11 @@ def batch_leaves(batch: Any) -> list[tuple[str, Any]]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    return "batch" + "".join(map(_subscript, path))
-
-
-def _subscript(entry: Any) -> str:
-    key = getattr(entry, "key", getattr(entry, "idx", None))
-    return f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"
+    name = "batch"
+    for entry in path:
+        key = getattr(entry, "key", getattr(entry, "idx", None))
+        name += f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"
+    return name
 
 
 class Agreement:

@@ -57,11 +57,6 @@ class Accumulation:
     batches: int  # in this epoch
     argument_at_end: int | None = None  # the argument when the loops ended, which a teardown may set back
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Accumulation":
-        """Return that of a run that begins."""
-        return cls(settings.accumulate_grad_batches, settings.accumulate_grad_batches)
-
 
 @dataclass
 class Unchecked:
@@ -200,11 +195,7 @@ class Run:
         self.tracing.check(self.engine, self.results)
 
     def meet(self) -> None:
-        """Do what one of several processes asks for, if all of them do it now.
-
-        Raises:
-            PeerError: Another process has failed.
-        """
+        """Do what one of several processes asks for, if all of them do it now."""
         processes = self.times.team
         control = self.control
         if processes.size == 1:
@@ -234,11 +225,7 @@ class Run:
         return self.data.val_every - count % self.data.val_every
 
     def validation_is_due(self, last: bool) -> bool:
-        """Return whether to validate after a batch, where there is something to validate on.
-
-        Args:
-            last: Whether it is the last batch of the epoch.
-        """
+        """Return whether to validate after a batch, which may be the `last` of an epoch; there is a validation loader."""
         every = self.settings.check_val_every_n_epoch
         if every is not None and (self.position.epoch + 1) % every:
             return False
@@ -260,9 +247,7 @@ def place_of(hooks: Hooks, position: Position) -> str:
 class Tracing:
     """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
 
-    Args:
-        hooks: The hooks; each callback that overrides `trace_step` takes part.
-        log_every: The interval of those that name none.
+    Callbacks that name no interval have `log_every`.
 
     Attributes:
         every: The callbacks with their intervals.
@@ -285,12 +270,7 @@ class Tracing:
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
-        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail.
-
-        Raises:
-            ModuleError: It returns no dict of arrays.
-            LogError: A scalar's name is taken.
-        """
+        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail."""
         state = engine.state.unflatten()
         failed = object()
         names = list[str]()
@@ -336,7 +316,8 @@ class Tracing:
         seen = [x for x in self.seen if until is None or x[1] <= until]
         self.seen = self.seen[len(seen) :]
         for callback, step, values in seen:
-            self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
+            others = [c for c in self._hooks.callbacks if c is not callback]
+            self._hooks.bind("on_trace").without(others)({name: fetch(x) for name, x in values.items()}, step)
 
 
 class StepHooks(NamedTuple):
@@ -357,10 +338,6 @@ class Wait(NamedTuple):
 
 class Due:
     """When something acts that does not act in each step, and the hooks of a step's batches.
-
-    Args:
-        hooks: The hooks of the run, of which callbacks with `due_in` have some steps only.
-        tracing: The callbacks inside the optimizer step.
 
     Attributes:
         next_step: The count of optimizer steps at which something is due next.

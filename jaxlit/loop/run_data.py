@@ -25,11 +25,7 @@ _STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "m
 class RunData:
     """The loaders of a run.
 
-    Args:
-        loaders: Opens them.
-
     Attributes:
-        loaders: See above.
         train: The training loader of a fit, once it is open.
         val: What a fit validates on, or validate, test or predict runs over, once it is open.
         val_every: Batches between validations; None for the end of the epoch.
@@ -54,11 +50,7 @@ class RunData:
         return self.train[0]
 
     def open_train(self, settings: Settings) -> Loader:
-        """Open the training loader, and return it with its limit.
-
-        Raises:
-            ArgumentError: `val_check_interval` does not fit it.
-        """
+        """Open the training loader, and return it with its limit."""
         ((source, limit),) = self.train = self.loaders.open("training", required=True)
         self.val_every = validation_interval(settings, source, limit)
         return source, limit
@@ -94,11 +86,7 @@ def batches_or_inf(limit: int | None) -> int | float:
 
 
 def validation_interval(settings: Settings, source: Source, limit: int | None) -> int | None:
-    """Return the batches between validations, None for one at the end of each epoch.
-
-    Raises:
-        ArgumentError: An epoch has too few batches, or an unknown number of them.
-    """
+    """Return the batches between validations, None for one at the end of each epoch."""
     interval = settings.val_check_interval
     if isinstance(interval, datetime.timedelta) or (interval == 1.0 and isinstance(interval, float)):
         return None
@@ -216,8 +204,7 @@ class TimeLimits:
 class CompileLog(dict[str, float]):
     """Seconds of tracing, lowering and compiling of each kind of step, in the order of their first compile.
 
-    Args:
-        changed: Called after each change.
+    `changed` is called after each change.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

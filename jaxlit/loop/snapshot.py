@@ -36,13 +36,7 @@ _logger = logging.getLogger("jaxlit")
 def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
-    Args:
-        run: The fit.
-        ask: Whether `on_save_checkpoint` is called.
-        weights_only: Whether the arrays are those of the module alone, see `stored`.
-
-    Raises:
-        CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
+    `ask` is whether `on_save_checkpoint` is called, `weights_only` whether the arrays are the module's alone.
     """
     engine = run.engine
     strategy = run.engine.strategy
@@ -123,11 +117,7 @@ def _loaders(run: Run) -> dict[str, Any]:
 
 
 def load_engine(engine: Engine, resume: Resume) -> None:
-    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
-
-    Raises:
-        CheckpointError: It does not fit: a table says what differs.
-    """
+    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it."""
     checkpoint = resume.checkpoint
     reset_optimizer = resume.reset_optimizer
     evaluates = engine.evaluates_only
@@ -199,11 +189,7 @@ def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
 
 
 def load_loader(source: Source, state: Mapping[str, Any]) -> None:
-    """Make the training loader continue where the checkpoint was taken.
-
-    Raises:
-        DataError: It is another loader than the one that was saved, or cannot continue here.
-    """
+    """Make the training loader continue where the checkpoint was taken."""
     if (saved := state["loaders"]["training"]) is None:
         return
     states = saved["states"]
