@@ -36,7 +36,6 @@ from jaxlit.texts import shown
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 VERSION = 1  # of the layout of a checkpoint
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
-_BLOCK = 2**22
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 
@@ -64,15 +63,10 @@ def step_of(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint.
+    """A verified checkpoint."""
 
-    Attributes:
-        path: Its folder.
-        state: What is no array, see `jaxlit.loop.snapshot`.
-    """
-
-    path: Path
-    state: dict[str, Any]
+    path: Path  # its folder
+    state: dict[str, Any]  # what is no array, see `jaxlit.loop.snapshot`
 
     @property
     def weights_only(self) -> bool:
@@ -92,13 +86,9 @@ class Checkpoint:
         return [(names.get(name, name), shape, dtype) for name, shape, dtype in self.specs]
 
     def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
-        """Read some of the arrays, each straight into its sharding.
+        """Read some of the arrays, each straight into its sharding; refuse what is not as `specs` says.
 
-        Args:
-            wanted: By index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
-
-        Raises:
-            CheckpointError: What is stored is not what `specs` says.
+        `wanted` is by index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
         """
         from orbax.checkpoint import v1 as ocp
 
@@ -128,11 +118,7 @@ class Checkpoint:
 
 
 def read(path: Path) -> Checkpoint:
-    """Verify a checkpoint and return it; in several processes all must come here.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, or of another format.
-    """
+    """Verify a checkpoint and return it; in several processes all must come here."""
     path, state, problem = Path(os.path.abspath(path)), {}, None
     try:
         # Each process reads its share of the files.
@@ -192,11 +178,7 @@ def last_order(folder: Path) -> int:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
-
-    Raises:
-        CheckpointError: There are some, and none of them verifies.
-    """
+    """Return the newest checkpoint of a folder that verifies, and why newer ones do not; raise if none of some does."""
     skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
     while names := [
@@ -217,17 +199,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
+    """Return the checkpoint at a path, or the newest one of a folder that verifies, and why newer ones were skipped.
 
-    Args:
-        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` at the end.
-        argument: The name of the argument, for messages.
-
-    Returns:
-        The checkpoint, and why newer ones of the folder were skipped.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
+    The path is that of a checkpoint, a run's folder or a folder of checkpoints, or has `/best` or `/last` at the end.
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
@@ -259,11 +233,7 @@ def _checkpoints_in(folder: Path) -> Path:
 
 
 def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
-    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`.
-
-    Raises:
-        CheckpointError: It knows none, or the best is damaged.
-    """
+    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`."""
     states = newest.state["callbacks"]
     for state in (states.get(key, {}), *states.values()):
         if isinstance(name := state.get("best_model"), str) and name:
@@ -294,13 +264,7 @@ def sweep(folder: Path) -> None:
 def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> None:
     """Put every file of a folder onto the disk, and write the manifest after them.
 
-    Args:
-        folder: The folder.
-        order: A number that is larger for what was written later, whatever clocks say.
-        known: What `on_disk` has returned of some of the files.
-
-    Raises:
-        OSError: The disk is full, or the like.
+    `order` is larger for what was written later, whatever clocks say; `known` is what `on_disk` has returned of some.
     """
     known = known or {}
     paths = [path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in known]
@@ -322,19 +286,10 @@ def on_disk(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1) -> dict[str, Any]:
-    """Refuse a folder whose files are not those of its manifest.
+    """Refuse a folder whose files are not those of its manifest; return by name the size and hash of every file.
 
-    Args:
-        folder: The folder.
-        hashes: Read the files too; otherwise only their sizes are compared.
-        index: Which share of the files is compared, of about as many bytes as any other.
-        count: How many shares there are. The first one also looks for files that the manifest lacks.
-
-    Returns:
-        By name the size and hash of every file.
-
-    Raises:
-        CheckpointError: Naming the file.
+    Without `hashes` only their sizes are compared. There are `count` shares of about as many bytes, of which the one of
+    this `index` is compared; the first one also looks for files that the manifest lacks.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
@@ -372,11 +327,7 @@ def order_of(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file of bounded size.
-
-    Raises:
-        CheckpointError: It is missing, too large or no JSON object.
-    """
+    """Return a JSON object from a file of bounded size."""
     return _parse(path, _bytes(path))
 
 
@@ -387,11 +338,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def patiently(work: Callable, *arguments: Any) -> Any:
-    """Return `work(*arguments)`, tried again where a network file system asks for patience.
-
-    Raises:
-        OSError: The error is of another kind, or stays.
-    """
+    """Return `work(*arguments)`, tried again where a network file system asks for patience."""
     for wait in _WAITS_S:
         try:
             return work(*arguments)
@@ -417,11 +364,7 @@ def fsync(path: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Return by name the size and hash of each file in a folder's manifest.
-
-    Raises:
-        CheckpointError: The file is not a manifest, is damaged, or names a file outside of the folder.
-    """
+    """Return by name the size and hash of each file in a folder's manifest, which is verified."""
     path = folder / MANIFEST
     raw = _bytes(path)
     body = _parse(path, raw)
@@ -484,11 +427,8 @@ def _digest(path: Path) -> str:
 
 
 def _hash(path: Path) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 PROBE = ".probe-"  # of a file that is written to see whether one can be
@@ -498,15 +438,9 @@ _without_locks: set[int] = set()  # file systems that were warned of
 
 
 class FolderLock:
-    """Holds a folder until it is closed, or until the process ends in whatever way.
+    """Holds a folder, which is created if it does not exist, until it is closed or the process ends in whatever way.
 
-    Args:
-        folder: The folder; it is created if it does not exist.
-        of_run: Whether it is the folder of a run: the first write raises if nothing can be written there. Otherwise it
-            is for checkpoints.
-
-    Raises:
-        CheckpointError: Nothing can be written there, or another training holds it.
+    The folder is for checkpoints, or `of_run`: there the first write raises if nothing can be written.
     """
 
     def __init__(self, folder: Path, *, of_run: bool = False) -> None:
@@ -578,11 +512,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 def check_filename(filename: str | None) -> None:
-    """Refuse what is no format of names.
-
-    Raises:
-        ArgumentError: A brace is left over, or a value cannot be written so.
-    """
+    """Refuse what is no format of names."""
     for name, form in _FIELD.findall(filename or ""):
         try:
             format(1 if name in ("epoch", "step") else 1.0, form[1:])
@@ -609,15 +539,8 @@ def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to begin with, and how much of it must fit.
-
-    Attributes:
-        checkpoint: A verified checkpoint.
-        strict: Refuse a checkpoint whose arrays are not exactly those of the engine. Otherwise those that fit are
-            taken, and the others named.
-        reset_optimizer: Leave the optimizer as it is at step 0.
-    """
+    """A checkpoint to begin with, and how much of it must fit."""
 
     checkpoint: Checkpoint
-    strict: bool = True
-    reset_optimizer: bool = False
+    strict: bool = True  # refuses other arrays than the engine's; otherwise those that fit are taken, the others named
+    reset_optimizer: bool = False  # leaves the optimizer as it is at step 0

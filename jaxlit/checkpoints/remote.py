@@ -29,11 +29,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
-    """Return a path, or a URL whose file system is installed.
-
-    Raises:
-        ArgumentError: It is not, with what to install.
-    """
+    """Return a path, or a URL whose file system is installed; refuse any other URL."""
     if check.is_url(value):
         if re.search(r"://[^/@]*:[^/]*@", str(value)):
             raise ArgumentError(
@@ -78,11 +74,7 @@ def manifests(fs: Any, folder: str) -> dict[str, bytes | None]:
 
 
 def names_in(url: str) -> list[str]:
-    """Return the names in a folder; none if there is no such folder.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """Return the names in a folder; none if there is no such folder."""
     with _reading(url):
         return _names(*connect(url))
 
@@ -97,10 +89,6 @@ def local(path: Any, kind: str = "checkpoint", *, run: str | None = None) -> Any
         kind: What is fetched: a "checkpoint", of a run's folder the newest, or the best with `/best` at the end; a
             "file"; or a "run" to continue, if it has begun: its newest and best checkpoints, and its other files.
         run: The URL of the run that continues: its checkpoints are fetched into its folder.
-
-    Raises:
-        ArgumentError: The file system of the URL is not installed.
-        CheckpointError: The URL cannot be read, or none of its checkpoints verifies.
     """
     if not check.is_url(path):
         return path

@@ -59,13 +59,13 @@ def gather(client: Any, folder: str, size: int, seconds: float) -> list[str] | N
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         return None
-    values = arrived(client, folder)
+    values = arrived(client, f"{folder}/value")
     return [values[process] for process in range(size)]
 
 
 def arrived(client: Any, folder: str) -> dict[int, str]:
-    """Return the values that have arrived, by process."""
-    return {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/value/")}
+    """Return the values that have arrived in a folder, by process."""
+    return {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/")}
 
 
 class Failure(NamedTuple):

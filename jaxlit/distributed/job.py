@@ -180,11 +180,7 @@ def _not_met(address: str, timeout: float) -> str:
 
 
 def join_job() -> None:
-    """Join the processes of the job that the environment names, unless this process has joined them.
-
-    Raises:
-        ProcessError: jax runs already, so that each process would train alone, or the others did not come in time.
-    """
+    """Join the processes of the job that the environment names, unless this process has joined them."""
     if jax.distributed.is_initialized() or (count := job_size()) == 1:
         return
     if jax_runs():
@@ -297,11 +293,8 @@ def same_job(
 ) -> None:
     """Raise a ProcessError in every process if an item differs between them; exchange only a digest if none does.
 
-    Args:
-        topic: What the items are of, for messages.
-        make_items: Returns what must be the same, a text by its name; not called in a single process.
-        most: How many items that differ are named, with their values, processes and hosts.
-        place: Returns where an item is in the user's code; places may differ.
+    `make_items`, which is not called in a single process, returns what must be the same, a text by its name. At most so
+    many are named, with their values, processes and hosts, and the place of each in the user's code, which may differ.
     """
     processes = team()
     if processes.size == 1:

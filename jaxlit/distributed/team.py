@@ -64,18 +64,10 @@ class Team:
     announces = False
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
-        """Exchange a JSON value.
-
-        Args:
-            topic: What is agreed on, for messages.
-            value: This process's value.
-            timeout: Seconds to wait for the others.
-
-        Returns:
-            The value of each process, by its index.
+        """Exchange a JSON value, and return that of each process, by its index; the topic is for messages.
 
         Raises:
-            ProcessError: A process did not come in time, or is at another topic.
+            ProcessError: A process did not come within `timeout` seconds, or is at another topic.
             PeerError: A process has failed.
         """
         return [value]
@@ -87,13 +79,7 @@ class Team:
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """End the other processes, which would wait for this one for ever, unless they raise the same error.
 
-        Args:
-            error: What this process has raised.
-            place: Where.
-            code: The exit code of this process; None for that of the error.
-
-        Returns:
-            The text that the others print.
+        Return the text that they print. The exit code of this process is by default that of the error.
         """
         return ""
 
@@ -119,15 +105,7 @@ class Team:
         return None
 
     def same_error(self, topic: str, error: JaxlitError | None) -> None:
-        """Raise in every process the error of one of them; after a failure only that of this process.
-
-        Args:
-            topic: What the error is about, for messages.
-            error: The error of this process, if there is one.
-
-        Raises:
-            JaxlitError: A process has an error.
-        """
+        """Raise in every process the error of one of them, if any has one; after a failure only this process's."""
         if error is not None:
             raise error
 
@@ -182,7 +160,7 @@ class _MultiProcess(Team):
                 continue
             next_look = time.monotonic() + _LOOK_S
             ended = self._fate.ended()  # before `arrived`: the last process to arrive may end
-            present = arrived(client, folder)
+            present = arrived(client, f"{folder}/value")
             missing = ", ".join(str(process) for process in range(self.size) if process not in present)
             if gone := [process for process in ended if process not in present]:
                 raise ProcessError(f"Process {gone[0]} has ended, and does not come to '{topic}': look at its log.")
@@ -270,11 +248,7 @@ def _boot_id() -> str:
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
-    """Run `work` in one process of each computer, while the others wait for it; its error is raised in all of them.
-
-    Raises:
-        ProcessError: `work` failed in another process.
-    """
+    """Run `work` in one process of each computer, while the others wait for it; its error is raised in all of them."""
     processes = team()
     nodes = computers(topic)
     failure: BaseException | None = None
@@ -299,7 +273,7 @@ def send(topic: str, text: str) -> None:
 
 def sent(topic: str) -> dict[int, str]:
     """Return the texts that have arrived, by process."""
-    return {int(key.rsplit("/", 1)[1]): text for key, text in _client().key_value_dir_get(f"jaxlit/{topic}/")}
+    return arrived(_client(), f"jaxlit/{topic}")
 
 
 def received(topic: str) -> list[str]:
@@ -369,9 +343,6 @@ class Decisions:
     Instead, the threads that watch the processes exchange in rounds how many calls of `decide`, or places, each process
     has made; all act at the first place that none has passed. During a round no process passes its next `decide`, and
     the process that asks waits in it: if all ask for the same at one place, as an early stopping does, they act there.
-
-    Args:
-        fate: The watcher of the processes; its thread calls this object.
     """
 
     def __init__(self, fate: Fate) -> None:
@@ -395,11 +366,7 @@ class Decisions:
     def decide(self, asked: Sequence[str]) -> list[str]:
         """Return what all processes do now; all call this at the same places.
 
-        Args:
-            asked: What this process asks for, in this and in earlier calls.
-
-        Raises:
-            PeerError: A process has failed.
+        `asked` is what this process asks for, in this and in earlier calls.
         """
         with self._turn:
             self._wait_while(lambda: self._is_open)  # no place is passed during a round

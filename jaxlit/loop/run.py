@@ -225,7 +225,7 @@ class Run:
         return self.data.val_every - count % self.data.val_every
 
     def validation_is_due(self, last: bool) -> bool:
-        """Return whether to validate after a batch, which may be the `last` of an epoch; there is a validation loader."""
+        """Return whether to validate after a batch, the `last` of its epoch or not; there are validation batches."""
         every = self.settings.check_val_every_n_epoch
         if every is not None and (self.position.epoch + 1) % every:
             return False
