@@ -82,10 +82,8 @@ class BatchRun:
     def run(self, order: Sequence[Task | FusedTask]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
         """Run the tasks in an order in which none waits for a later one.
 
-        Returns:
-            The newest arrays of what the step writes, in the order of `MicrobatchStep.written`; the sum of each
-            parameter's gradients, in the order of `MicrobatchStep.params`; each microbatch's table; and by output those
-            of each microbatch.
+        Return the newest arrays of what the step writes, in the order of `MicrobatchStep.written`; the sum of each
+        parameter's gradients, in that of `MicrobatchStep.params`; each microbatch's table; and by output those of each.
         """
         run = {
             Kind.FWD: self.forward,
@@ -237,17 +235,11 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 @dataclass(frozen=True)
 class Rows:
-    """An array of a batch of which each process has its own rows.
+    """An array of a batch of which each process has its own rows."""
 
-    Args:
-        local: Those of this process, (rows / processes, ...).
-        processes: How many there are.
-        sharding: Its sharding on the first rank.
-    """
-
-    local: np.ndarray
-    processes: int
-    sharding: NamedSharding
+    local: np.ndarray  # (rows / processes, ...), those of this process
+    processes: int  # how many there are
+    sharding: NamedSharding  # on the first rank
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -264,12 +256,10 @@ class Rows:
 
 
 class Places:
-    """The ranks of a pipeline.
+    """The ranks of a pipeline, given their meshes, which are of one shape and have the same axes.
 
-    Args:
-        meshes: The mesh of each, all of one shape and with the same axes.
-        home: The rank of the loss, on which numbers of several ranks are combined.
-        jit: Compiles a function for the devices of a rank, given (rank, function, name, **options of `jax.jit`).
+    `home` is the rank of the loss, on which numbers of several ranks are combined. `jit` compiles a function for the
+    devices of a rank, given (rank, function, name, **options of `jax.jit`).
     """
 
     def __init__(self, meshes: Sequence[Mesh], home: int, jit: Callable[..., Any]) -> None:
@@ -364,12 +354,7 @@ def _host() -> jax.Device | None:
 def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int]) -> Mesh | None:
     """Return a mesh of which each rank has some devices of every process; None where there is one process.
 
-    Args:
-        devices: The devices, as many of each process.
-        shape: The size of each axis, "stage" among them, one of them -1 at most.
-
-    Raises:
-        ArgumentError: There are more ranks than devices in a process.
+    The shape has the size of each axis, "stage" among them, one of them -1 at most.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:

@@ -49,7 +49,7 @@ class Placed:
     Args:
         fn: A function of pytrees of arrays to a pytree of arrays.
         places: The ranks.
-        name: The name of its programs.
+        name: That of its programs.
         follows: Run an operation on arrays of several ranks on that of its largest uncomputed array, such as a weight,
             or of the array computed last. False refuses it, unless the arrays are small.
         outputs: The sharding of each of the first leaves of the result.
@@ -134,14 +134,7 @@ class Placed:
 
 
 class _Placing:
-    """Finds where the operations of a program run.
-
-    Args:
-        jaxpr: The program.
-        ranks: The rank of each input, None for one that is sent to the ranks that use it.
-        home: See `Places`.
-        name: The name of the program.
-        follows: See `Placed`.
+    """Finds where the operations of a program run, given the rank of each input, None for one that is sent around.
 
     Attributes:
         at: The slot of each value that has one.

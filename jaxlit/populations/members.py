@@ -43,12 +43,7 @@ OWNER = "jl.fit_many"
 
 @dataclass(frozen=True)
 class Options:
-    """How a population trains; the attributes are the arguments of `jl.fit_many`, see there.
-
-    Raises:
-        ArgumentError: One is out of its set, or they do not fit each other.
-        ArgumentTypeError: One is of another type.
-    """
+    """How a population trains; the attributes are the arguments of `jl.fit_many`, see there."""
 
     max_epochs: int
     early_stopping: EarlyStopping | None = None
@@ -83,16 +78,6 @@ class Options:
         check.on_disk("default_root_dir", self.default_root_dir, owner=OWNER)
         if (count := jax.process_count()) > 1:
             raise ArgumentError(f"{OWNER} trains in one process, and there are {count}. Call it in one of its own.")
-
-    @property
-    def dtypes(self) -> Precision:
-        """The dtypes of the training."""
-        return Precision(self.precision)
-
-    @property
-    def most_devices(self) -> int | None:
-        """How many devices may be used; None for all."""
-        return None if isinstance(self.devices, str) else int(self.devices)
 
 
 def _require_type(name: str, value: Any, cls: Any, rule: str) -> None:
@@ -142,12 +127,7 @@ def name_of(index: int, variation: Mapping[str, Any]) -> str:
 
 
 def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
-    """Return the arguments of `make_module` for each member.
-
-    Raises:
-        ArgumentTypeError: `make_module` cannot be called, or `variations` is no list of dicts.
-        ArgumentError: There is none, or `make_module` does not take an argument.
-    """
+    """Return the arguments of `make_module` for each member; refuse variations that it does not take."""
     if not callable(make_module) or isinstance(make_module, nnx.Module):
         raise ArgumentTypeError(
             f"{OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
@@ -226,11 +206,7 @@ class Built(NamedTuple):
 def build(
     make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
 ) -> Iterator[Built]:
-    """Yield the members; each module is built when the iterator reaches it.
-
-    Raises:
-        ModuleError: A module cannot be trained here.
-    """
+    """Yield the members; each module is built when the iterator reaches it."""
     strategy = _OneMember()
     strategy.setup(1)
     for i, arguments in enumerate(check_variations(make_module, variations)):
@@ -257,11 +233,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_module(module: Any, made_by: str) -> None:
-    """Refuse what a population cannot train.
-
-    Raises:
-        ModuleError: `module` is not a module, or has hooks, which see one training.
-    """
+    """Refuse what a population cannot train: no module, or one with hooks, which see one training."""
     if not isinstance(module, TrainModule):
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
     if not is_overridden(module, "training_step"):
@@ -276,11 +248,7 @@ def check_module(module: Any, made_by: str) -> None:
 
 
 def check_same_state(first: Member, member: Member) -> None:
-    """Refuse a member whose arrays are not those of the first one.
-
-    Raises:
-        ArgumentError: Naming the array, with both shapes.
-    """
+    """Refuse a member whose arrays are not those of the first one."""
     spec, other = first.training.spec, member.training.spec
     arrays, other_arrays = ({name: f"{dtype}{list(shape)}" for name, shape, dtype in x.entries} for x in (spec, other))
     for name in arrays | other_arrays:
@@ -347,11 +315,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
-    """Refuse a member of kind `b` that logs other values than the first one, of kind `a`, or in another way.
-
-    Raises:
-        ArgumentError: Naming a value.
-    """
+    """Refuse a member of kind `b` that logs other values than the first one, of kind `a`, or in another way."""
     for step, values in a.logged.items():
         for x, y in itertools.zip_longest(values, b.logged[step]):
             if x != y:
@@ -366,13 +330,7 @@ def check_distinct(
 ) -> None:
     """Refuse two members of different variations that would be the same training.
 
-    Args:
-        members: The members.
-        arrays: The arrays of each member's module.
-        numbers: The numbers in which the programs differ, (members, ...) each.
-
-    Raises:
-        ArgumentError: Naming the members.
+    Given are the arrays of each member's module, and the numbers in which the programs differ, (members, ...) each.
     """
     seen = dict[str, int]()
     for i, member in enumerate(members):

@@ -108,17 +108,11 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The arrays that rules assign to the leaves of a module.
+    """The arrays that rules assign to the leaves of a module."""
 
-    Attributes:
-        arrays: The array for each leaf; includes leaves that the module does not have.
-        origins: The name, dtype and shape of the source arrays for each leaf.
-        idle: The expressions that matched no name.
-    """
-
-    arrays: dict[str, np.ndarray | Stacked]
-    origins: dict[str, list[str]]
-    idle: list[str]
+    arrays: dict[str, np.ndarray | Stacked]  # for each leaf; includes leaves that the module does not have
+    origins: dict[str, list[str]]  # the name, dtype and shape of the source arrays for each leaf
+    idle: list[str]  # the expressions that matched no name
 
 
 def assign(
@@ -126,12 +120,7 @@ def assign(
     rename: Mapping[str, str | WeightRule | None],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Assigned:
-    """Apply the rules of `load_weights` to the arrays of a source, given the shape of each leaf of the module.
-
-    Raises:
-        ArgumentError: An expression is invalid, or a rule cannot be applied to an array that it matches.
-        CheckpointError: Two arrays are assigned to the same leaf, or an array of a stack is missing.
-    """
+    """Apply the rules of `load_weights` to the arrays of a source, given the shape of each leaf of the module."""
     rules, idle = _compiled(rename), dict.fromkeys(rename)
     parts_of, origins = {}, {}  # by leaf: its parts by index, and the descriptions of their arrays
     for name, x in arrays.items():
