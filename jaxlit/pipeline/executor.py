@@ -6,7 +6,7 @@ more. `estimate` returns what a batch costs: operations and transfers from trace
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -436,19 +436,27 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     return ProgramCost(program.name, flops, memory, (send,) if sends[busiest] else ())
 
 
+def forwards(stages: Sequence[Stage], shapes: Sequence[Any]) -> Iterator[tuple[Any, list[Any], Saved]]:
+    """Yield each stage's forward pass, traced, its outs, and what it keeps, given the shapes of the step's inputs."""
+    sent: dict[Any, Any] = {}
+    for stage in stages:
+        inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
+        forward = stage.forward.trace(inputs, ins)
+        outs, _, residuals = abstract_batch(forward.out_info)
+        sent |= zip(stage.piece.outs, outs, strict=True)
+        yield forward, outs, stage.keep(inputs, ins, residuals)
+
+
 def _passes(program: "Microbatched", stage_set: StageSet, leaves: Sequence[Any], batch: Sequence[Any]) -> list[_Pass]:
     """Return the cost of a microbatch on each stage."""
     shapes = abstract_batch([*leaves, *batch])
     scale = None if program.passes.scale is None else shapes[program.passes.scale]
     rank_of, shape_of, passes = program.schedule.rank_of, dict[Any, Any](), list[_Pass]()
-    for k, stage in enumerate(stage_set.stages):
-        inputs, ins = [shapes[i] for i in stage.piece.inputs], [shape_of[x] for x in stage.piece.ins]
-        forward = stage.forward.trace(inputs, ins)
-        outs, _, residuals = abstract_batch(forward.out_info)
+    for k, (forward, outs, saved) in enumerate(forwards(stage_set.stages, shapes)):
+        stage = stage_set.stages[k]
         shape_of |= zip(stage.piece.outs, outs, strict=True)
-        saved = stage.keep(inputs, ins, residuals)
         totals = program.sums(shapes[i] for i in stage.params)
-        returned = (saved.inputs, saved.ins), residuals, [[outs[i]] for i in stage.outs]
+        returned = (saved.inputs, saved.ins), saved.residuals, [[outs[i]] for i in stage.outs]
         backward = stage.backward.trace(*returned, totals, np.float32(1), scale)
         # Each result to the stages that use it, and each gradient to the stage that computed its value.
         routes = [(var, user) for var in stage.piece.outs for user, _ in stage_set.users[var]]

@@ -19,7 +19,7 @@ from jaxlit.core.replica import abstract_batch, num_rows
 from jaxlit.core.train_state import TrainState, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
-from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate
+from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate, forwards
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.schedules import FusedTask, Kind, Schedule, Task, simulate
 from jaxlit.pipeline.segments import holds_mark
@@ -58,18 +58,6 @@ def layers_of(names: Sequence[str]) -> str:
     """Return the layers that parameters belong to, at most three: "embed, blocks[0] ... blocks[7]"."""
     layers = [*dict.fromkeys(name.split(".")[0] for name in names)] or ["-"]
     return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} ... {layers[-1]}"
-
-
-def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:
-    """Return the bytes that each stage keeps of one microbatch, given the shapes of all inputs of the step."""
-    sent: dict[Any, Any] = {}
-    sizes = []
-    for stage in stages:
-        inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
-        outs, _, residuals = jax.eval_shape(stage.forward, inputs, ins)
-        sent |= dict(zip(stage.piece.outs, outs, strict=True))
-        sizes.append(stage.keep(inputs, ins, residuals).nbytes)
-    return sizes
 
 
 class Placement(NamedTuple):
@@ -251,7 +239,8 @@ class Microbatched:
         cut = _cut(closed, inputs, self.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = [Stage(cut, x, flow, passes, self._jit_of(x.stage), strategy.remat) for x in cut.pieces]
-        self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
+        inputs_of_step = [*self._shapes, *shapes]
+        self.residuals = self.residuals or (lambda: [x.nbytes for _, _, x in forwards(stages, inputs_of_step)])
         return StageSet(cut, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:
