@@ -27,7 +27,7 @@ from jax.stages import Traced
 
 from jaxlit import checks as check
 from jaxlit.compat import clusters, coordination
-from jaxlit.distributed.fate import DEAD_AFTER_S, fate
+from jaxlit.distributed.fate import DEAD_AFTER_S, fate, reach
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, ProcessError
 from jaxlit.programs.jaxpr import described
@@ -160,12 +160,10 @@ def _check_seconds(dead_after: float, **of_jax: float) -> None:
 
 def _wait_for(address: str, timeout: float) -> None:
     # jax itself would end the process without naming the address.
-    host, port = address.rsplit(":", 1)
     end = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-            return
+            return reach(address, 1.0)
         except OSError as error:
             if time.monotonic() >= end:
                 raise ProcessError(_not_met(address, timeout)) from error

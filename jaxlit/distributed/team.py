@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -97,7 +98,7 @@ class Team:
     @property
     def over(self) -> bool:
         """Whether a process has failed, so that none may wait for another."""
-        return False
+        return self.seconds_left is not None
 
     @property
     def seconds_left(self) -> float | None:
@@ -195,10 +196,6 @@ class _MultiProcess(Team):
         self._fate.check()
 
     @property
-    def over(self) -> bool:
-        return self._fate.failure is not None
-
-    @property
     def seconds_left(self) -> float | None:
         return self._fate.seconds_left
 
@@ -235,16 +232,10 @@ def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[An
 
 def computers(topic: str) -> list[Any]:
     """Return for each process an identifier of its computer; all processes must call this."""
-    return team().agree(f"{topic}: which computer", [socket.gethostname(), _boot_id()])
-
-
-def _boot_id() -> str:
     # Containers on one computer may share a name, and computers a name by mistake.
-    path = "/proc/sys/kernel/random/boot_id"
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    numbers = [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
+    return team().agree(f"{topic}: which computer", numbers)
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
