@@ -117,14 +117,13 @@ class StepOutputs(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         i = self.batch
         if name != "loss":
-            return jax.tree.map(self._of_batch, self.is_row[name], self.outputs[name])
+            return jax.tree.map(
+                lambda is_row, x: fetch(x)[:, i] if is_row else fetch(x)[i], self.is_row[name], self.outputs[name]
+            )
         if self.loss is not None:
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
         return np.float32(total / weight)
-
-    def _of_batch(self, is_row: bool, x: Any) -> Any:
-        return fetch(x)[:, self.batch] if is_row else fetch(x)[self.batch]
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self.outputs))
