@@ -103,11 +103,7 @@ class Profiler(Callback):
             self._stop(trainer)
         elif step >= self.start_step and not self._over:
             if self._folder is None:
-                folder = self.dirpath or absolute(trainer.run_dir) / "profile"
-                folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
-                _wait_for_devices(trainer)  # earlier steps are not part of the window
-                jax.profiler.start_trace(str(folder))
-                self._folder = folder  # only now: a trace that other code has begun is not ended
+                self._start(trainer)
             self._mark(step)
 
     def _mark(self, step: int | None) -> None:
@@ -121,6 +117,13 @@ class Profiler(Callback):
             self._step = step
             self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
             self._annotation.__enter__()
+
+    def _start(self, trainer: "Trainer") -> None:
+        folder = self.dirpath or absolute(trainer.run_dir) / "profile"
+        folder = folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else folder
+        _wait_for_devices(trainer)  # earlier steps are not part of the window
+        jax.profiler.start_trace(str(folder))
+        self._folder = folder  # only now: a trace that other code has begun is not ended
 
     def _stop(self, trainer: "Trainer") -> None:
         self._mark(None)

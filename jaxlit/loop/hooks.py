@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ _HOOKS = {
 
 _logger = logging.getLogger("jaxlit")
 
-_OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 _OF_DATAMODULE = ("prepare_data", "setup", "teardown", "on_exception")
 # Hooks that are not given the module.
 _WITHOUT_MODULE = ("on_log", "on_trace")
@@ -37,30 +38,29 @@ _WITHOUT_MODULE = ("on_log", "on_trace")
 _BEFORE_TRAINING = ("setup", "log_hyperparams", "on_load_checkpoint", "on_fit_start")
 
 
+@dataclass(slots=True, eq=False)
 class TimedFunction:
-    """A hook of one callback, module or DataModule, and the time of its calls, without hooks that ran inside it.
+    """A hook of one callback, module or DataModule, and the time of its calls, without hooks that ran inside it."""
 
-    Its function takes the trainer and the module first.
-    """
+    source: Any  # the callback, module or DataModule
+    function: Callable[..., Any]  # takes the trainer and the module first
+    calls: int = 0
+    seconds: float = 0.0  # of all calls
+    longest: float = 0.0  # seconds of the longest call
 
-    __slots__ = ("calls", "function", "longest", "owner", "seconds", "source")
-
-    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner = type(owner).__name__
-        self.source = owner
-        self.function = function
-        self.calls = 0
-        self.seconds = 0.0
-        self.longest = 0.0
+    @property
+    def owner(self) -> str:
+        """The name of the source's class."""
+        return type(self.source).__name__
 
 
+@dataclass(eq=False)
 class Hook:
-    """Every hook of one name, a function of each owner; calling it calls them in order."""
+    """Every hook of one name; calling it calls them in order."""
 
-    def __init__(self, hooks: "Hooks", name: str, functions: list[TimedFunction]) -> None:
-        self.hooks = hooks
-        self.name = name
-        self.functions = functions
+    hooks: "Hooks"
+    name: str
+    functions: list[TimedFunction]  # of each owner
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -146,7 +146,7 @@ class Hooks:
         for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
             attributes = vars(owner) if isinstance(owner, Callback) else {}
-            for name in _OF_DATAMODULE if owner is datamodule else _OF_CALLBACK:
+            for name in _OF_DATAMODULE if owner is datamodule else OF_CALLBACK:
                 method = getattr(type(owner), name, None)
                 if name in attributes or (callable(method) and method is not getattr(Callback, name, None)):
                     _adapted(owner, name)  # a wrong signature is refused now, not in the middle of training

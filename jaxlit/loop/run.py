@@ -113,7 +113,6 @@ class Run:
         self.in_flight = Bound(self.settings.steps_in_flight(self.engine.strategy.mesh.size))
         self.tracing = Tracing(self.hooks, self.log_every if self.data.is_fit else 0)
         self.due = Due(self.hooks, self.tracing)
-        self._counted = 0.0  # seconds that are in a part
 
     @property
     def module(self) -> TrainModule:
@@ -141,9 +140,8 @@ class Run:
         before = self.part
         self.part = part
         elsewhere = sum(f.seconds for _, f in self.hooks.functions()) + self.prefetcher.seconds + self.in_flight.seconds
-        seconds = self.times.seconds - elsewhere - self._counted
+        seconds = self.times.seconds - elsewhere - sum(self.spent.values())
         self.spent[before] = self.spent.get(before, 0.0) + seconds
-        self._counted += seconds
         return before
 
     def settle(self, step: int) -> None:

@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.core.module import STAGES, TrainModule, is_overridden, share_hparams
 from jaxlit.core.optimizer import updates_of
@@ -31,6 +30,7 @@ from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.loop.hooks import OF_CALLBACK
 from jaxlit.programs.jaxpr import numbers_of
 from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
@@ -65,7 +65,7 @@ class Options:
         check.one_of("precision", self.precision, [x for x in PRECISIONS if x != "16-mixed"], owner=OWNER)
         check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
         _require_type("early_stopping", self.early_stopping, EarlyStopping, "takes a jl.callbacks.EarlyStopping")
-        for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
+        for name in ("check", *OF_CALLBACK):
             if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
                 raise ArgumentError(
                     f"{OWNER}(early_stopping=...) calls no hooks and no check, which take a Trainer, and "
@@ -238,8 +238,7 @@ def check_module(module: Any, made_by: str) -> None:
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
     if not is_overridden(module, "training_step"):
         raise ModuleError(f"{type(module).__name__} has no training_step. Define training_step(self, batch).")
-    hooks = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
-    hooks += ["configure_callbacks", "on_before_batch_transfer"]
+    hooks = [*OF_CALLBACK, "configure_callbacks", "on_before_batch_transfer"]
     if has := [name for name in hooks if callable(getattr(type(module), name, None))]:
         raise ModuleError(
             f"{OWNER} calls no hooks, which see one training, and {type(module).__name__} has {has[0]}. Leave it out, "

@@ -6,7 +6,7 @@ The batch is found by compiling the step, not by running out of memory.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -341,17 +341,17 @@ def _scaled(trainer: Any, tries: Callable[[Any, int], "_Tries"], wanted: int | N
     return name, strategy, tried, *_part_of(wanted, tried.largest(), tried.unit)
 
 
+@dataclass(eq=False)
 class _Tries:
     """What steps with batches of several sizes take.
 
     `cost` is a function of a batch's rows, a multiple of `unit`, to the bytes of a step; a device has `limit` of them.
     """
 
-    def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
-        self.cost = cost
-        self.unit = unit
-        self.limit = limit
-        self.tried: dict[int, float] = {}
+    cost: Callable[[int], int]
+    unit: int
+    limit: int
+    tried: dict[int, float] = field(default_factory=dict)
 
     def needs(self, rows: int) -> float:
         """Return the bytes of a step; infinite if there is too little memory to compile it."""
