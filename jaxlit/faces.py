@@ -32,9 +32,9 @@ _FACES = {  # by package: the tables that give advice on its names
 
 @functools.cache
 def advice(owner: str) -> Mapping[str, str]:
-    """Return what to use in place of each name that an owner does not have: by a table of `porting.toml`, else nothing.
+    """Return what to use in place of each name that an owner does not have, by its table of `porting.toml`.
 
-    Tables are called "jl.callbacks", "Trainer", or "Trainer()" for arguments.
+    Tables are called "jl.callbacks", "Trainer", or "Trainer()" for arguments; an owner without one has no advice.
     """
     return {name: text for names, text in _tables().get(owner, {}).items() for name in names.split()}
 

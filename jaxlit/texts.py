@@ -72,7 +72,7 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """Return the lines of a table, the head first: its first columns are `texts`, the others are numbers."""
+    """Return the lines of a table, the head first: so many `texts` columns aligned to the left, then the numbers."""
     columns = []
     for i, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))

@@ -178,7 +178,10 @@ def last_order(folder: Path) -> int:
 
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that verifies, and why newer ones do not; raise if none of some does."""
+    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
+
+    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
+    """
     skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
     while names := [

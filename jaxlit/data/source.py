@@ -407,7 +407,7 @@ class GrainSource(Source):
         self._kind = kind_of(loader)
         from absl import flags
 
-        if not flags.FLAGS.is_parsed():  # which worker processes read, also in programs that absl did not start
+        if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
             flags.FLAGS.mark_as_parsed()
 
     @property

@@ -48,9 +48,7 @@ class Cut:
 
     closed: ClosedJaxpr
     pieces: list[Piece]  # of each stage
-    home_of: list[
-        int | None
-    ]  # the stage that holds each input, None for those of the batch and those that are not used
+    home_of: list[int | None]  # the stage that holds each input, None for those of the batch and unused ones
     made_at: list[int]  # the stage that computes each output
     sizes: list[int]  # how many of the parts between marks each stage has
 

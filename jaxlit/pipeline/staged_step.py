@@ -48,12 +48,16 @@ def stage_table(
     rows = [("stage", "rank", "layers", "params", "GFLOP", "kept a microbatch", "live at most")]
     for stage, (names, params, flops) in enumerate(facts):
         rank, residual = schedule.rank_of(stage), "-" if residuals is None else size(residuals[stage])
-        layers = [*dict.fromkeys(name.split(".")[0] for name in names)] or ["-"]
-        shown = layers if len(layers) <= 3 else [layers[0], f"{layers[1]} ... {layers[-1]}"]
         figures = f"{params:,}", f"{flops / 1e9:.3g}", residual, str(simulation.peak_live[rank])
-        rows.append((str(stage), str(rank), ", ".join(shown), *figures))
+        rows.append((str(stage), str(rank), layers_of(names), *figures))
     lines = "\n".join(table(rows, texts=3))
     return f"{lines}\npredicted bubble {simulation.bubble:.1%}: the part of their time in which ranks wait"
+
+
+def layers_of(names: Sequence[str]) -> str:
+    """Return the layers that parameters belong to, at most three: "embed, blocks[0] ... blocks[7]"."""
+    layers = [*dict.fromkeys(name.split(".")[0] for name in names)] or ["-"]
+    return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} ... {layers[-1]}"
 
 
 class Placement(NamedTuple):

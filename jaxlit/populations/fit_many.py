@@ -80,7 +80,7 @@ class Saves:
         self._lock.close()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies, None if there is none; raise if none of some verifies."""
+        """Return the newest checkpoint that verifies; None if there is none, an error if there are others only."""
         first_error: CheckpointError | None = None
         for path in candidates(self.folder):
             try:

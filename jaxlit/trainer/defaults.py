@@ -162,7 +162,7 @@ def first_example(data: RunData) -> Any:
 
 
 def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
-    """Return how a fit takes its optimizer steps, given the first batch's shapes and dtypes; None if not known."""
+    """Return how a fit takes its optimizer steps; the example is the first batch's shapes and dtypes, if known."""
     optimizer = optimizer_of(hooks.module)
     # A later epoch may need room for a window; a subclass need not know which.
     least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
