@@ -201,7 +201,7 @@ def validate(run: Run) -> None:
 
 
 def end_batches(run: Run) -> None:
-    """Mark the epoch as over: the loader has no batch left for it; raise a DataError if it had none at all.
+    """Mark the epoch as over: the loader has no batch left for it.
 
     Raises:
         DataError: It had no batch at all.

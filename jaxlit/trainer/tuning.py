@@ -367,7 +367,7 @@ class _Tries:
         return self.needs(rows) <= self.limit
 
     def largest(self) -> int:
-        """Return the most rows that fit; raise an ArgumentError if not even one unit does.
+        """Return the most rows that fit.
 
         Raises:
             ArgumentError: Not even one unit fits.
