@@ -61,9 +61,8 @@ def restart() -> None:
 
 def mark_of(eqn: Any) -> str | None:
     """Return the name of the mark that an equation is, None if it is none."""
-    if eqn.primitive.name != "name":
-        return None
-    return eqn.params["name"] if eqn.params["name"].startswith(_PREFIX) else None
+    name = getattr(eqn.params.get("_prim"), "name", eqn.params.get("name"))  # the former with `jax_remat3`
+    return name if isinstance(name, str) and name.startswith(_PREFIX) else None
 
 
 class Segments(NamedTuple):

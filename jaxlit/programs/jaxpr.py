@@ -20,7 +20,7 @@ from jax.extend.source_info_util import user_context
 from jaxlit.texts import array_text, is_key, stable_text
 
 JITS = ("jit", "pjit", "closed_call", "core_call")
-REMATS = ("checkpoint", "remat", "remat2")
+REMATS = ("checkpoint", "remat", "remat2", "call_hi_primitive")  # the last with `jax_remat3`
 # Equations that run one program, on their own inputs and in their order.
 CALLS = (*JITS, *REMATS, "custom_jvp_call", "custom_vjp_call")
 # A function of an equation and of what is known of its inputs to what is known of its outputs.
@@ -36,7 +36,9 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 def programs_in(param: Any) -> list[Any]:
     """Return the programs in a parameter of an equation."""
-    return [x for x in (param if isinstance(param, tuple) else (param,)) if isinstance(x, _PROGRAMS)]
+    parts = param if isinstance(param, tuple) else (param,)
+    programs = [x if isinstance(x, _PROGRAMS) else getattr(x, "jaxpr", None) for x in parts]  # or an object with one
+    return [x for x in programs if isinstance(x, _PROGRAMS)]
 
 
 def parts_of(program: Any) -> tuple[Any, Sequence[Any]]:

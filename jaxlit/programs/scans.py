@@ -168,7 +168,8 @@ class _Gathering:
             return self.run(inner, args, inside)
 
         if eqn.primitive.name != "scan":
-            return jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
+            options = eqn.params if "policy" in eqn.params else vars(eqn.params["_prim"])  # the latter: `jax_remat3`
+            return jax.checkpoint(body, prevent_cse=options.get("prevent_cse", True), policy=options["policy"])(*args)
         # A layer that its user wraps in a checkpoint gathers again in it; a policy from outside would undo that.
         # Effects cannot run twice: a layer that calls the host is not changed.
         has_remat = any(x.primitive.name in REMATS for x in equations(parts_of(inner)[0]))
