@@ -45,6 +45,7 @@ FOLDER = "checkpoints"  # in a run's folder
 ARRAYS, LOADERS = "arrays", "loaders"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 TEMPORARY, _TRASH = ".tmp-", ".trash-"
+AS_BYTES = {"uint2": "uint8", "uint4": "uint8"}  # orbax cannot store these
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
 _LEFT = re.compile(r"\.(tmp|trash)-step_\d{8,15}.*-[0-9a-f]{8}")  # by a crash
 _REPLACED = re.compile(r"(step_\d{8,15}.*)-replaced_[0-9a-f]{8}")
@@ -99,7 +100,7 @@ class Checkpoint:
         try:
             stored = ocp.metadata(folder).metadata
             for i, (name, shape, dtype) in enumerate(self.specs):
-                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
+                kind = "uint32" if _KEY.fullmatch(dtype) else AS_BYTES.get(dtype, dtype)
                 if not math.prod(shape):  # what has no elements is not stored
                     arrays[i] = np.zeros(shape, dtype)
                     continue
@@ -110,6 +111,8 @@ class Checkpoint:
                 if actual != expected or len(chunk) != len(shape) or any(np.greater(chunk, shape)):
                     raise CheckpointError(f"{self.path}: {name} is stored as {actual}, not as {expected}.")
                 spec = wanted.get(i, ocp.PLACEHOLDER)
+                if dtype in AS_BYTES and isinstance(spec, jax.ShapeDtypeStruct):
+                    spec = spec.update(dtype=kind)
                 target[str(i)] = np.zeros(shape, kind) if spec is None else spec
             if any(x is not ocp.PLACEHOLDER for x in target.values()):
                 arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
@@ -117,7 +120,8 @@ class Checkpoint:
             raise
         except Exception as error:
             raise CheckpointError(f"{self.path}: its arrays cannot be read: {error}") from error
-        return {i: arrays[i] for i in wanted}
+        dtypes = [dtype for _, _, dtype in self.specs]
+        return {i: arrays[i].astype(dtypes[i]) if dtypes[i] in AS_BYTES else arrays[i] for i in wanted}
 
 
 def read(path: Path) -> Checkpoint:

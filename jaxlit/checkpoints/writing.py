@@ -212,7 +212,10 @@ def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
     # In the background, a folder that cannot be made would leave its threads waiting for ever.
     context.asynchronous.create_directories_asynchronously = False
     with context:
-        return ocp.save_async(str(folder), {str(i): x for i, x in arrays.items() if x.size})
+        stored = {str(i): x for i, x in arrays.items() if x.size}
+        kinds = {i: str(x.dtype) for i, x in stored.items()}
+        widened = {i: stored[i].astype(files.AS_BYTES[kind]) for i, kind in kinds.items() if kind in files.AS_BYTES}
+        return ocp.save_async(str(folder), stored | widened)
 
 
 def put(temporary: Path, path: Path, token: str) -> None:

@@ -170,18 +170,6 @@ def test_scanned_layers_write_nothing_on_any_axis(axis: int) -> None:
     assert trainer.callback_metrics["val"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", jl.strategies.FSDP(remat=True)])
-def test_a_remat_by_another_primitive_trains_the_same(strategy: Any) -> None:
-    """`jax_remat3` of jax 0.10 to 0.12 makes `jax.checkpoint` an equation with another name and other parameters."""
-    fit(plain := Scanned(), random(2))
-    jax.config.update("jax_remat3", True)
-    try:
-        fit(renamed := Scanned(), random(2), strategy=strategy, devices=2)
-    finally:
-        jax.config.update("jax_remat3", False)
-    assert_same(renamed, plain)
-
-
 class Tied(Linear):
     """One matrix that encodes and decodes, through two layers that share it."""
 
