@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxlit.core.log import named_values
 from jaxlit.core.module import TrainModule
-from jaxlit.errors import ArgumentError, LogError
+from jaxlit.errors import ArgumentError, LogError, did_you_mean
 from jaxlit.faces import Configured
 
 if TYPE_CHECKING:
@@ -82,6 +82,18 @@ def steps_of(callbacks: Sequence[Traits], accumulate_grad_batches: int, batches:
         return epochs * -(-batches // accumulate_grad_batches)
     every = (max(c.batches_per_step(epoch) or 1 for c in callbacks) for epoch in range(epochs))
     return sum(-(-batches // n) for n in every)
+
+
+def hyperparams_named(name: str, trainer: "Trainer", owner: str) -> list[str]:
+    """Return the names of a hyperparameter of the optimizer, one for each transform that has it; refuse if none has."""
+    known = list(trainer.hyperparams)
+    if names := [x for x in known if x == name or x.startswith(f"{name}/")]:
+        return names
+    raise ArgumentError(
+        f"{owner}(hyperparam={name!r}): the optimizer keeps no such hyperparameter.{did_you_mean(name, known)} It "
+        f"keeps: {', '.join(known) or 'none'}. Build it in configure_optimizers as "
+        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+    )
 
 
 class Callback(Traits):

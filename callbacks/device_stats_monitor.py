@@ -41,14 +41,12 @@ class DeviceStatsMonitor(Measure):
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
         self._devices: list[Any] = []
-        self._with_host = False
         self._cpu_seconds = self._time = 0.0  # of the last row
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Find the devices that have statistics."""
         devices = trainer.strategy.mesh.devices.flat
         self._devices = [x for x in devices if x.process_index == jax.process_index() and x.memory_stats()]
-        self._with_host = not self._devices if self.cpu_stats is None else self.cpu_stats
         self._cpu_seconds, self._time = time.process_time(), time.monotonic()
 
     def fill_row(self, trainer: "Trainer", module: "TrainModule", row: Measured, step: int) -> None:
@@ -56,7 +54,7 @@ class DeviceStatsMonitor(Measure):
         for device in self._devices:
             stats = device.memory_stats() or {}
             row.put(self, {f"device/{device.id}/{name}": stats[name] for name in _DEVICE_STATS if name in stats})
-        if self._with_host:
+        if not self._devices if self.cpu_stats is None else self.cpu_stats:
             stats = host_memory()
             cpu_seconds, now = time.process_time(), time.monotonic()
             if now > self._time:

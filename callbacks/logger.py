@@ -307,5 +307,5 @@ def facts_of(trainer: "Trainer", module: "TrainModule") -> dict[str, Any]:
         "mesh": {str(axis): size for axis, size in strategy.mesh.shape.items()},
         "devices": devices,
         "versions": {"jaxlit": __version__, **{lib.__name__: lib.__version__ for lib in (jax, flax, optax)}},
-        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param))),
+        "num_params": sum(x.size for x in jax.tree.leaves(nnx.state(module, nnx.Param, graph=True))),
     }

@@ -129,12 +129,26 @@ class MLFlowLogger(Logger):
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters, without secrets, nested ones by paths; MLflow cannot change those that the run has."""
         flat = dict(_flat(redacted(dict(params))))
-        self._send(lambda: self._log_params(flat))
+
+        def send() -> None:
+            from mlflow.entities import Param  # type: ignore[import-not-found]
+
+            known = self._client.get_run(self.run_id).data.params  # MLflow cannot change them
+            self._log_batches("params", [Param(key, value) for key, value in flat.items() if key not in known])
+
+        self._send(send)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
+        names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in metrics}
         row, time_ms, step = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
-        self._send(lambda: self._log_metrics(row, time_ms, step))
+
+        def send() -> None:
+            from mlflow.entities import Metric  # type: ignore[import-not-found]
+
+            self._log_batches("metrics", [Metric(names[k], float(x), time_ms, step) for k, x in row.items()])
+
+        self._send(send)
 
     def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
         """Upload a copy of the checkpoint, which may be deleted before it is sent."""
@@ -235,18 +249,6 @@ class MLFlowLogger(Logger):
             tags = {str(key): str(value) for key, value in redacted(self.tags).items()} | {_KEY: self._key}
             self.run_id = client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
         self._client = client
-
-    def _log_metrics(self, row: Mapping[str, float], time_ms: int, step: int) -> None:
-        from mlflow.entities import Metric  # type: ignore[import-not-found]
-
-        names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in row}
-        self._log_batches("metrics", [Metric(names[name], float(value), time_ms, step) for name, value in row.items()])
-
-    def _log_params(self, flat: Mapping[str, str]) -> None:
-        from mlflow.entities import Param  # type: ignore[import-not-found]
-
-        known = self._client.get_run(self.run_id).data.params  # MLflow cannot change them
-        self._log_batches("params", [Param(key, value) for key, value in flat.items() if key not in known])
 
     def _log_batches(self, kind: str, values: list[Any]) -> None:
         for start in range(0, len(values), _MAX_BATCH):

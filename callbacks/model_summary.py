@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -89,9 +89,8 @@ def summarize(
     The leaves of the state may be shapes, dtypes and shardings. -1 is a row for each parameter, "auto" chooses by their
     number. Notes, by path, are texts before the shardings of parameters.
     """
-    types = {path: type(node).__name__ for path, node in nnx.iter_graph(module)}
+    types = {path: type(node).__name__ for path, node in nnx.iter_graph(module, graph=True)}
     devices = devices_of(jax.tree.leaves(_parts(state)))
-    groups: dict[tuple[Any, ...], list[tuple[tuple[Any, ...], Any, bool]]] = {}
     trees = (state.params, state.frozen)
     pairs = [(tree, keys, x) for tree in trees for keys, x in jax.tree_util.tree_leaves_with_path(tree)]
     parameters = [(tuple(keys_of(keys)), x, tree is state.params) for tree, keys, x in pairs]
@@ -100,10 +99,9 @@ def summarize(
     depth: Any = None if max_depth == -1 or (max_depth == "auto" and len(parameters) <= MOST_ROWS) else max_depth
     if depth == "auto":
         depth = next(d for d in count(1) if len({keys[:d] for keys, *_ in parameters}) > 1)
-    for leaf in parameters:
-        groups.setdefault(leaf[0][:depth], []).append(leaf)
     rows = []
-    for path, leaves in groups.items():
+    for path, group in groupby(parameters, lambda leaf: leaf[0][:depth]):
+        leaves = [*group]
         is_single, arrays = leaves[0][0] == path, [array for _, array, _ in leaves]
         remarks = dict.fromkeys(notes[name] for keys, *_ in leaves if (name := leaf_name(keys)) in notes)
         rows.append(

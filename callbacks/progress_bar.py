@@ -29,7 +29,6 @@ from jaxlit.reporting.terminal import (
     is_terminal,
     join,
     live_line,
-    number,
     say,
     short_path,
 )
@@ -239,7 +238,8 @@ class ProgressBar(Callback):
         shown = {name: value for name, value in self._shown.items() if name in names}
         if (loss := trainer.loss) is not None:  # validation_step may log another loss
             shown = {"train_loss" if "loss" in names else "loss": loss, **shown}
-        return parts + [f"{name} {number(value)}" for name, value in shown.items()]
+        # As wide as the longest number with four significant digits, such as -1.234e-05.
+        return parts + [f"{name} {value:<10.4g}" for name, value in shown.items()]
 
     def _seconds(self, trainer: "Trainer") -> float:
         """Return the seconds of the epoch's steps, without validations and compiling."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxlit import checks as check
+from jaxlit.callbacks.base import hyperparams_named
 from jaxlit.callbacks.monitor import MonitorCallback
-from jaxlit.errors import ArgumentError, did_you_mean
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -77,13 +77,7 @@ class ReduceLROnPlateau(MonitorCallback):
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse an optimizer that has no such hyperparameter."""
-        if not self._names(trainer):
-            known = list(trainer.hyperparams)
-            raise ArgumentError(
-                f"ReduceLROnPlateau(hyperparam={self.hyperparam!r}): the optimizer keeps no such hyperparameter."
-                f"{did_you_mean(self.hyperparam, known)} It keeps: {', '.join(known) or 'none'}. Build it in "
-                f"configure_optimizers as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-            )
+        self._names = hyperparams_named(self.hyperparam, trainer, "ReduceLROnPlateau")
 
     def check(self, trainer: "Trainer", value: float) -> None:
         """Take a new value, and lower the hyperparameter if patience is exhausted."""
@@ -97,13 +91,9 @@ class ReduceLROnPlateau(MonitorCallback):
             self.wait_count, self.cooldown_count = 0, self.cooldown
             self._reduce(trainer)
 
-    def _names(self, trainer: "Trainer") -> list[str]:
-        """Return the hyperparameter's names, one for each transform that has it."""
-        return [x for x in trainer.hyperparams if x == self.hyperparam or x.startswith(f"{self.hyperparam}/")]
-
     def _reduce(self, trainer: "Trainer") -> None:
         lowered = False
-        for name in self._names(trainer):
+        for name in self._names:
             old = trainer.hyperparams[name]
             new = max(old * self.factor, self.min_lr)
             if np.float32(new) >= np.float32(old):  # in the dtype of the state, to which min_lr is rounded

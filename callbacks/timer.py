@@ -16,21 +16,17 @@ _logger = logging.getLogger("jaxlit")
 _STAGES = ("train", "validate", "test", "predict")
 
 
-def _begins(stage: str) -> Any:
-    def hook(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
+def _hooks_of(stage: str) -> tuple[Any, Any]:
+    def begin(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
         """Begin to count."""
         self._start[stage] = time.monotonic()
         self._end.pop(stage, None)
 
-    return hook
-
-
-def _ends(stage: str) -> Any:
-    def hook(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
+    def end(self: "Timer", trainer: "Trainer", module: "TrainModule") -> None:
         """Note the end."""
         self._end[stage] = time.monotonic()
 
-    return hook
+    return begin, end
 
 
 class Timer(Callback):
@@ -125,9 +121,9 @@ class Timer(Callback):
     def _reason(self) -> str:
         return f"Timer(duration={timedelta(seconds=self.duration or 0)}) is over"
 
-    on_validation_start, on_validation_end = _begins("validate"), _ends("validate")
-    on_test_start, on_test_end = _begins("test"), _ends("test")
-    on_predict_start, on_predict_end = _begins("predict"), _ends("predict")
+    on_validation_start, on_validation_end = _hooks_of("validate")
+    on_test_start, on_test_end = _hooks_of("test")
+    on_predict_start, on_predict_end = _hooks_of("predict")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the seconds of training so far."""

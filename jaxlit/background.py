@@ -60,10 +60,7 @@ class Background(Generic[T]):
         self._future.add_done_callback(lambda _: call())
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what the function returns.
-
-        Args:
-            timeout: Seconds to wait; None for no limit.
+        """Return what the function returns, or raise what it raises; a TimeoutError while it still runs.
 
         Raises:
             TimeoutError: It took longer; it still runs.
@@ -88,9 +85,7 @@ class Background(Generic[T]):
 class BackgroundQueue(Background[None]):
     """A thread that does jobs in their order; the caller that submits them never waits.
 
-    Args:
-        name: The thread's name.
-        on_error: Called in the thread with what a job raised; the jobs after it are done all the same.
+    What a job raises is passed to `on_error`, in the thread; the jobs after it are done all the same.
     """
 
     def __init__(self, name: str, on_error: Callable[[Exception], None]) -> None:

@@ -58,10 +58,10 @@ def one_of(name: str, value: Any, allowed: Sequence[str], *, owner: str = "Train
     return value
 
 
-def limit(name: str, value: Any, *, owner: str = "Trainer") -> int | float:
+def limit(name: str, value: Any) -> int | float:
     """Return a number of batches, or a fraction of them."""
     rule = "takes an int of at least 0 (batches) or a float from 0.0 to 1.0 (a fraction)"
-    return _number(name, value, rule, owner, lambda x: 0 <= x <= (math.inf if isinstance(x, int) else 1.0))
+    return _number(name, value, rule, "Trainer", lambda x: 0 <= x <= (math.inf if isinstance(x, int) else 1.0))
 
 
 def number(name: str, value: Any, *, low: float = -math.inf, owner: str = "Trainer") -> float:
@@ -96,22 +96,22 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     return parts.total_seconds()
 
 
-def interval(name: str, value: Any, *, owner: str = "Trainer") -> int | float | datetime.timedelta:
+def interval(name: str, value: Any) -> int | float | datetime.timedelta:
     """Return a number of batches, a fraction of an epoch, or a duration."""
     if isinstance(value, (str, dict, datetime.timedelta)):
-        seconds = duration(name, value, owner=owner)
-        require(seconds > 0, name, value, "takes a duration above 0", owner=owner)
+        seconds = duration(name, value)
+        require(seconds > 0, name, value, "takes a duration above 0", owner="Trainer")
         return datetime.timedelta(seconds=seconds)
     rule = "takes an int of at least 1 (batches), a float above 0.0 up to 1.0 (of an epoch) or a duration"
-    return _number(name, value, rule, owner, lambda x: x >= 1 if isinstance(x, int) else 0.0 < x <= 1.0)
+    return _number(name, value, rule, "Trainer", lambda x: x >= 1 if isinstance(x, int) else 0.0 < x <= 1.0)
 
 
-def keys(name: str, value: Any, *, owner: str = "Trainer") -> tuple[str | int, ...]:
+def keys(name: str, value: Any) -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
     is_collection = isinstance(value, (list, tuple, set, frozenset))
     fits = is_collection and all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value)
     rule = "takes a list or tuple of strings, or of ints for places in a tuple"
-    require(fits, name, value, rule, owner=owner, kind=ArgumentTypeError)
+    require(fits, name, value, rule, owner="Trainer", kind=ArgumentTypeError)
     return tuple(value)
 
 

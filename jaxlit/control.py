@@ -58,28 +58,23 @@ class Control:
 
     def stop(self, reason: str | None) -> None:
         """Ask for a stop; the first reason counts."""
-        if self.asked is None:
-            self.should_stop, self.stop_reason = True, self.stop_reason or reason
-        elif not self.should_stop:
+        if self.asked is None or not self.should_stop:
             self._ask(f"stop {reason or ''}")
 
     def interrupt(self, reason: str) -> None:
         """Ask for the end of training after the step that runs, as by a signal."""
-        if self.asked is None:
-            self.interrupted, self.stop_reason = True, self.stop_reason or reason
-        else:
-            self._ask(f"interrupt {reason}")
+        self._ask(f"interrupt {reason}")
 
     def receive(self, number: int) -> None:
         """Note a signal that ends training after the step that runs."""
         self.signal = number
-        if self.asked is None:
-            self.interrupted = True
-        else:
-            self._ask(f"signal {number}")
+        self._ask(f"signal {number}")
 
     def _ask(self, text: str) -> None:
-        if self.asked is not None and text not in self.asked:
+        """Ask all processes to do something together; a single process does it at once."""
+        if self.asked is None:
+            self.take([text])
+        elif text not in self.asked:
             self.asked.append(text)
 
     def agree(self, name: str, wanted: bool) -> bool:

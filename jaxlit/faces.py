@@ -32,10 +32,9 @@ _FACES = {  # by package: the tables that give advice on its names
 
 @functools.cache
 def advice(owner: str) -> Mapping[str, str]:
-    """Return what to use in place of each name that an owner does not have.
+    """Return what to use in place of each name that an owner does not have, by its table of `porting.toml`.
 
-    Args:
-        owner: A table of `porting.toml`: "jl.callbacks", "Trainer", or "Trainer()" for arguments; another has none.
+    Tables are called "jl.callbacks", "Trainer", or "Trainer()" for arguments; an owner without one has no advice.
     """
     return {name: text for names, text in _tables().get(owner, {}).items() for name in names.split()}
 
@@ -48,13 +47,9 @@ def _tables() -> dict[str, dict[str, str]]:
 
 
 def no_such_name(owner: str, name: str, known: Iterable[str] = (), *, called: str = "") -> AttributeError:
-    """Return the error of a name that does not exist.
+    """Return the error of a name that does not exist, with the advice of the owner's table, or a similar known name.
 
-    Args:
-        owner: A table of `porting.toml`.
-        name: The name.
-        known: The names that exist; the message proposes a similar one.
-        called: The owner's name in the message; that of its table by default.
+    In the message the owner is `called` so, by default as its table.
     """
     hint = f" {text}" if (text := advice(owner).get(name)) else did_you_mean(name, known, 0.75)
     return AttributeError(f"{called or owner} has no attribute {name!r}.{hint}")
@@ -83,11 +78,7 @@ sys.meta_path.append(_Imports)  # last: asked only after no module of this name 
 
 
 def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> None:
-    """Refuse keyword arguments that a constructor does not have, and all where there is no constructor.
-
-    Raises:
-        ArgumentTypeError: With what to use in its place, or a similar name.
-    """
+    """Refuse keyword arguments that a constructor does not have, and all where there is no constructor."""
     no_init = cls.__init__ is object.__init__  # which ignores all arguments, as `__new__` is overridden
     if no_init and args:
         raise ArgumentTypeError(f"{cls.__name__} takes no arguments, got {shown(args[0])}. Define __init__ to take it.")
@@ -96,11 +87,7 @@ def refuse_unknown(cls: type, args: Sequence[Any], kwargs: Iterable[str]) -> Non
 
 
 def takes_only_its_arguments(called: str) -> Callable[[_F], _F]:
-    """Return a decorator of a function or method, which refuses arguments by a name that it does not have.
-
-    Args:
-        called: The function, as a user calls it: "Trainer.fit".
-    """
+    """Return a decorator that refuses arguments by names that the function, `called` "Trainer.fit", does not have."""
 
     def decorate(method: _F) -> _F:
         parameters = [*inspect.signature(method).parameters.values()]
@@ -141,13 +128,10 @@ _patching = threading.Lock()
 
 @contextlib.contextmanager
 def lazy_imports(face: dict[str, Any]) -> Iterator[None]:
-    """Put off each `from module import name` of the block until the face is asked for the name.
+    """Put off each `from module import name` of the block until the face, a package's globals, is asked for the name.
 
     Type checkers and readers see imports like any other; plain ones would cost each `import jaxlit` half a second.
-    `etils.epy.lazy_api_imports` does the same.
-
-    Args:
-        face: The globals of the package; also gets a `__dir__` and a `__getattr__`.
+    `etils.epy.lazy_api_imports` does the same. The face also gets a `__dir__` and a `__getattr__`.
     """
     modules: dict[str, str] = {}  # of each name
 

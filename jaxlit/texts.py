@@ -72,12 +72,7 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
-    """Return the lines of a table with aligned columns.
-
-    Args:
-        rows: The cells of each row, the head first.
-        texts: How many columns, from the left, are text and aligned to the left; the others are numbers.
-    """
+    """Return the lines of a table, the head first: so many `texts` columns aligned to the left, then the numbers."""
     columns = []
     for i, cells in enumerate(zip(*rows, strict=True)):
         width = max(map(len, cells))

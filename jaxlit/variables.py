@@ -1,7 +1,8 @@
 """The arrays of a module as nnx splits them: in Variables, in attributes, and in pytrees that either holds.
 
 What is no array there, a number, a text or None in a Variable, is a `Constant` of the state: it belongs to the
-programs that are compiled of the module, and no step changes it.
+programs that are compiled of the module, and no step changes it. Here and elsewhere nnx is called with graph=True, as
+the default of flax may be its tree mode, in which no two layers share a Variable.
 """
 
 import functools
@@ -78,7 +79,7 @@ def is_variable(x: Any) -> bool:
 
 def split(module: nnx.Module, *filters: Any) -> tuple[Any, ...]:
     """Return the graph of a module, and a state of raw arrays and constants for each filter, see `nnx.split`."""
-    graphdef, *states = nnx.split(module, *filters)
+    graphdef, *states = nnx.split(module, *filters, graph=True)
     states = jax.tree.map(_raw, states, is_leaf=is_variable)
     return graphdef, *jax.tree.map(lambda x: x if is_array(x) else Constant(x), states)
 
@@ -195,8 +196,8 @@ def arrays_of(module: nnx.Module, *filters: Any) -> list[ModuleLeaf]:
 
 def leaves_of(module: nnx.Module, *filters: Any) -> Iterator[ModuleLeaf]:
     """Yield the arrays and constants of a module in the order of the states that `split` returns for the filters."""
-    _, *states = nnx.split(module, *filters)
-    nodes = functools.cache(lambda: dict(nnx.iter_graph(module)))  # walked only if a leaf is in no Variable
+    _, *states = nnx.split(module, *filters, graph=True)
+    nodes = functools.cache(lambda: dict(nnx.iter_graph(module, graph=True)))  # walked only if a leaf is in no Variable
     for state in states:
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_variable):
             path = tuple(keys_of(keys))

@@ -171,7 +171,7 @@ def dim_names(module: nnx.Module, *, typed: bool = False) -> dict[str, P]:
         module: The module; its Variables may hold shapes and dtypes in place of arrays.
         typed: Count the mesh axes in the type of an array as well: Explicit axes over which it is split.
     """
-    state = nnx.state(module)
+    state = nnx.state(module, graph=True)
     trees = [nnx.get_partition_spec(state)]
     if typed:
         trees.append(jax.tree.map(lambda x: jax.typeof(x).sharding.spec if is_array(x) else x, state))

@@ -50,6 +50,8 @@ class TensorParallel(FSDP):
         axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
         mesh = {"data": data, "fsdp": fsdp, "tp": tp}
+        if axis_types == "explicit" and data == 1:
+            del mesh["data"]  # models of that kind call the rows P("fsdp"), not P(("data", "fsdp"))
         super().__init__(rules=rules, min_size=min_size, remat=remat, mesh=mesh, axis_types=axis_types)
 
     def state_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:

@@ -36,7 +36,6 @@ from jaxlit.texts import shown
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 VERSION = 1  # of the layout of a checkpoint
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
-_BLOCK = 2**22
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 
@@ -46,6 +45,7 @@ FOLDER = "checkpoints"  # in a run's folder
 ARRAYS, LOADERS = "arrays", "loaders"
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 TEMPORARY, _TRASH = ".tmp-", ".trash-"
+AS_BYTES = {"uint2": "uint8", "uint4": "uint8"}  # orbax cannot store these
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
 _LEFT = re.compile(r"\.(tmp|trash)-step_\d{8,15}.*-[0-9a-f]{8}")  # by a crash
 _REPLACED = re.compile(r"(step_\d{8,15}.*)-replaced_[0-9a-f]{8}")
@@ -64,15 +64,10 @@ def step_of(path: Path) -> int | None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint.
+    """A verified checkpoint."""
 
-    Attributes:
-        path: Its folder.
-        state: What is no array, see `jaxlit.loop.snapshot`.
-    """
-
-    path: Path
-    state: dict[str, Any]
+    path: Path  # its folder
+    state: dict[str, Any]  # what is no array, see `jaxlit.loop.snapshot`
 
     @property
     def weights_only(self) -> bool:
@@ -92,10 +87,9 @@ class Checkpoint:
         return [(names.get(name, name), shape, dtype) for name, shape, dtype in self.specs]
 
     def arrays(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
-        """Read some of the arrays, each straight into its sharding.
+        """Read some of the arrays, each straight into its sharding; refuse what is not as `specs` says.
 
-        Args:
-            wanted: By index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
+        `wanted` is by index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
 
         Raises:
             CheckpointError: What is stored is not what `specs` says.
@@ -106,7 +100,7 @@ class Checkpoint:
         try:
             stored = ocp.metadata(folder).metadata
             for i, (name, shape, dtype) in enumerate(self.specs):
-                kind = "uint32" if _KEY.fullmatch(dtype) else dtype
+                kind = "uint32" if _KEY.fullmatch(dtype) else AS_BYTES.get(dtype, dtype)
                 if not math.prod(shape):  # what has no elements is not stored
                     arrays[i] = np.zeros(shape, dtype)
                     continue
@@ -117,6 +111,8 @@ class Checkpoint:
                 if actual != expected or len(chunk) != len(shape) or any(np.greater(chunk, shape)):
                     raise CheckpointError(f"{self.path}: {name} is stored as {actual}, not as {expected}.")
                 spec = wanted.get(i, ocp.PLACEHOLDER)
+                if dtype in AS_BYTES and isinstance(spec, jax.ShapeDtypeStruct):
+                    spec = spec.update(dtype=kind)
                 target[str(i)] = np.zeros(shape, kind) if spec is None else spec
             if any(x is not ocp.PLACEHOLDER for x in target.values()):
                 arrays |= {int(i): x for i, x in ocp.load(folder, target).items()}
@@ -124,7 +120,8 @@ class Checkpoint:
             raise
         except Exception as error:
             raise CheckpointError(f"{self.path}: its arrays cannot be read: {error}") from error
-        return {i: arrays[i] for i in wanted}
+        dtypes = [dtype for _, _, dtype in self.specs]
+        return {i: arrays[i].astype(dtypes[i]) if dtypes[i] in AS_BYTES else arrays[i] for i in wanted}
 
 
 def read(path: Path) -> Checkpoint:
@@ -194,6 +191,8 @@ def last_order(folder: Path) -> int:
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
 
+    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
+
     Raises:
         CheckpointError: There are some, and none of them verifies.
     """
@@ -217,14 +216,9 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
-    """Return the checkpoint at a path: it, or the newest one of a run's folder that verifies.
+    """Return the checkpoint at a path, or the newest one of a folder that verifies, and why newer ones were skipped.
 
-    Args:
-        path: A checkpoint, a run's folder or a folder of checkpoints, or with `/best` or `/last` at the end.
-        argument: The name of the argument, for messages.
-
-    Returns:
-        The checkpoint, and why newer ones of the folder were skipped.
+    The path is that of a checkpoint, a run's folder or a folder of checkpoints, or has `/best` or `/last` at the end.
 
     Raises:
         CheckpointError: There is none, or it is damaged.
@@ -294,13 +288,7 @@ def sweep(folder: Path) -> None:
 def seal(folder: Path, order: int, known: Mapping[str, Any] | None = None) -> None:
     """Put every file of a folder onto the disk, and write the manifest after them.
 
-    Args:
-        folder: The folder.
-        order: A number that is larger for what was written later, whatever clocks say.
-        known: What `on_disk` has returned of some of the files.
-
-    Raises:
-        OSError: The disk is full, or the like.
+    `order` is larger for what was written later, whatever clocks say; `known` is what `on_disk` has returned of some.
     """
     known = known or {}
     paths = [path for path in sorted(_files(folder)) if path.relative_to(folder).as_posix() not in known]
@@ -322,19 +310,10 @@ def on_disk(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
 
 
 def verify(folder: Path, *, hashes: bool = True, index: int = 0, count: int = 1) -> dict[str, Any]:
-    """Refuse a folder whose files are not those of its manifest.
+    """Refuse a folder whose files are not those of its manifest; return by name the size and hash of every file.
 
-    Args:
-        folder: The folder.
-        hashes: Read the files too; otherwise only their sizes are compared.
-        index: Which share of the files is compared, of about as many bytes as any other.
-        count: How many shares there are. The first one also looks for files that the manifest lacks.
-
-    Returns:
-        By name the size and hash of every file.
-
-    Raises:
-        CheckpointError: Naming the file.
+    Without `hashes` only their sizes are compared. There are `count` shares of about as many bytes, of which the one of
+    this `index` is compared; the first one also looks for files that the manifest lacks.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder.")
@@ -372,11 +351,7 @@ def order_of(folder: Path) -> int | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object from a file of bounded size.
-
-    Raises:
-        CheckpointError: It is missing, too large or no JSON object.
-    """
+    """Return a JSON object from a file of bounded size."""
     return _parse(path, _bytes(path))
 
 
@@ -417,7 +392,7 @@ def fsync(path: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Return by name the size and hash of each file in a folder's manifest.
+    """Return by name the size and hash of each file in a folder's manifest, which is verified.
 
     Raises:
         CheckpointError: The file is not a manifest, is damaged, or names a file outside of the folder.
@@ -484,11 +459,8 @@ def _digest(path: Path) -> str:
 
 
 def _hash(path: Path) -> str:
-    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 PROBE = ".probe-"  # of a file that is written to see whether one can be
@@ -498,12 +470,9 @@ _without_locks: set[int] = set()  # file systems that were warned of
 
 
 class FolderLock:
-    """Holds a folder until it is closed, or until the process ends in whatever way.
+    """Holds a folder, which is created if it does not exist, until it is closed or the process ends in whatever way.
 
-    Args:
-        folder: The folder; it is created if it does not exist.
-        of_run: Whether it is the folder of a run: the first write raises if nothing can be written there. Otherwise it
-            is for checkpoints.
+    The folder is for checkpoints, or `of_run`: there the first write raises if nothing can be written.
 
     Raises:
         CheckpointError: Nothing can be written there, or another training holds it.
@@ -609,15 +578,8 @@ def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any
 
 @dataclass(frozen=True)
 class Resume:
-    """A checkpoint to begin with, and how much of it must fit.
-
-    Attributes:
-        checkpoint: A verified checkpoint.
-        strict: Refuse a checkpoint whose arrays are not exactly those of the engine. Otherwise those that fit are
-            taken, and the others named.
-        reset_optimizer: Leave the optimizer as it is at step 0.
-    """
+    """A checkpoint to begin with, and how much of it must fit."""
 
     checkpoint: Checkpoint
-    strict: bool = True
-    reset_optimizer: bool = False
+    strict: bool = True  # refuses other arrays than the engine's; otherwise those that fit are taken, the others named
+    reset_optimizer: bool = False  # leaves the optimizer as it is at step 0

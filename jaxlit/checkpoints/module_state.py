@@ -59,7 +59,7 @@ def match(
 def report(
     checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
 ) -> None:
-    """Refuse a checkpoint with arrays, the rows, that differ from those of a model, the owner, or warn of them.
+    """Refuse a checkpoint whose arrays, the rows, differ from those of a model, the owner; if not strict, warn.
 
     Raises:
         CheckpointError: Something differs, and `strict` is set.
@@ -92,11 +92,7 @@ def comparison(
 def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: bool = True) -> None:
     """Load the arrays of a checkpoint into a module's Variables and array attributes, each directly into its sharding.
 
-    Args:
-        module: The module.
-        checkpoint: The checkpoint.
-        strict: Refuse a checkpoint that does not fit. If False, load what fits, and warn about the rest.
-        draws: Load the states of random generators too.
+    If not `strict`, what fits is loaded, with a warning about the rest; with `draws` also states of random generators.
 
     Raises:
         CheckpointError: The checkpoint does not fit, or no array in it does.

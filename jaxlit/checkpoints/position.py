@@ -42,13 +42,9 @@ class Position:
         return self.epoch + self.cut
 
     def advance(self, data: Any, *, stepping: int, last: bool, batches: int = 1) -> None:
-        """Move after a dispatch of one or more batches; nothing else counts batches or steps.
+        """Move after a dispatch of batches, in which the optimizer took `stepping` steps; nothing else counts them.
 
-        Args:
-            data: The loader's state after it.
-            stepping: How many steps the optimizer took.
-            last: Whether it had the last batch of the epoch.
-            batches: How many batches it had.
+        `data` is the loader's state after it, `last` whether it had the last batch of the epoch.
         """
         self.batch_idx = self.batch_idx + batches
         self.total_batch_idx = self.total_batch_idx + batches
@@ -62,10 +58,6 @@ class Position:
         """End the epoch here; the loader may have more batches."""
         self.over = True
         self.data = data
-
-    def drop_window(self) -> None:
-        """Forget the batches of an unfinished window; `batch_idx` does not move back."""
-        self.filled = 0
 
     def advance_epoch(self, data: Any) -> None:
         """Move before the next epoch, whose loader continues from `data`."""
@@ -88,8 +80,7 @@ class Position:
     def go_back(self, was: "Position") -> bool:
         """Count optimizer steps from an earlier position on; the batches since then stay used.
 
-        Returns:
-            Whether that position was in this epoch: then its metrics continue.
+        Return whether that position was in this epoch: then its metrics continue.
         """
         self.global_step = was.global_step
         self.filled = 0
@@ -169,11 +160,7 @@ _OPTIONAL = {
 
 
 def check_state(state: Mapping[str, Any], place: str) -> None:
-    """Refuse a state in a file that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too.
-
-    Raises:
-        CheckpointError: Naming the value.
-    """
+    """Refuse a state in a file that is not what `jaxlit.loop.snapshot.take` makes; it may have other keys too."""
     if (version := state.get("format", 1)) != FORMAT:
         raise CheckpointError(
             f"{place} is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. Continue from it "

@@ -29,11 +29,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
-    """Return a path, or a URL whose file system is installed.
-
-    Raises:
-        ArgumentError: It is not, with what to install.
-    """
+    """Return a path, or a URL whose file system is installed; refuse any other URL."""
     if check.is_url(value):
         if re.search(r"://[^/@]*:[^/]*@", str(value)):
             raise ArgumentError(

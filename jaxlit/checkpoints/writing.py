@@ -55,7 +55,7 @@ class Saving(Background[None]):
         error = self._wait_with_peers() if has_peers else self.join() and self.error
         self.was_awaited, unwritten = True, _unwritten(self.path, error) if error else None
         # Process 0 hears of the problems of all, and all raise what it says. After a failure of the job none waits.
-        if has_peers and not team().over and (text := outcome(self._token, str(unwritten or ""))):
+        if has_peers and not team().over and (text := shared_by_first(f"written/{self._token}", str(unwritten or ""))):
             if unwritten is None or str(unwritten) != text:
                 unwritten = CheckpointError(text)
             raise raised_everywhere(unwritten)
@@ -65,8 +65,9 @@ class Saving(Background[None]):
     def _wait_with_peers(self) -> BaseException | None:
         """Wait, and return the error; the writer of a process whose disk is full leaves those of its peers waiting."""
         while not self.join(0.5):
-            if (problem := problem_of(self._token)) is not None:
-                return ProcessError(problem)
+            for process, problem in sent(f"saved/{self._token}").items():
+                if problem:
+                    return ProcessError(f"process {process}: {problem}")
             if team().seconds_left == 0.0:  # it waits for processes that have failed
                 return ProcessError("the job ended before")
         return self.error
@@ -78,19 +79,12 @@ class Saving(Background[None]):
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that all processes write together; its temporary folder exists.
+    """A checkpoint that all processes write together; its temporary folder exists."""
 
-    Attributes:
-        path: Where it will be.
-        order: A number that is larger than those of the existing checkpoints.
-        token: What no other temporary folder has in its name.
-        text: The state as JSON; of processes other than 0 only that of their loaders.
-    """
-
-    path: Path
-    order: int
-    token: str
-    text: bytes = b""
+    path: Path  # where it will be
+    order: int  # a number that is larger than those of the existing checkpoints
+    token: str  # what no other temporary folder has in its name
+    text: bytes = b""  # the state as JSON; of processes other than 0 only that of their loaders
 
     @property
     def temporary(self) -> Path:
@@ -101,15 +95,12 @@ class Draft:
         """Begin to write; in several processes all must come here.
 
         The arrays may be overwritten as soon as this returns. An older checkpoint at `path` stays until the new one is
-        complete.
-
-        Args:
-            arrays: By index in the state's "arrays"; those without elements are left out.
+        complete. The arrays are by index in the state's "arrays"; those without elements are left out.
 
         Raises:
             CheckpointError: It cannot be begun.
         """
-        hide_messages()
+        _count(1)  # hides orbax's messages until `show_messages` was called as often
         try:
             response = _begin_arrays(self.temporary / ARRAYS, arrays)
         except BaseException as error:
@@ -128,7 +119,9 @@ class Draft:
                 else:
                     hand_over(self.temporary, self.token, self.text)
             except BaseException as error:
-                give_up(self.token, error)
+                if jax.process_count() > 1:  # the other processes are sent the reason
+                    with contextlib.suppress(Exception):  # the error that led here is the one to raise
+                        send(f"saved/{self.token}", str(error).strip() or type(error).__name__)
                 if leads:
                     _discard(self.temporary)
                 show_messages(failed=True)
@@ -151,10 +144,8 @@ class Draft:
 def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Draft:
     """Make the temporary folder of a checkpoint; in several processes all must come here.
 
-    Args:
-        path: The checkpoint's folder.
-        take: Returns the state, as JSON values. It is called here so that an error of one process is that of all.
-        order: A number larger than those of the existing checkpoints; that of process 0 counts.
+    `take` returns the state, as JSON values. It is called here so that an error of one process is that of all. `order`
+    is larger than those of the existing checkpoints; that of process 0 counts.
 
     Raises:
         ArgumentError: `path` is something else than a checkpoint.
@@ -177,7 +168,8 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
         # The only agreement: the folder is made before it, so that its problem is known. Orbax begins with collectives,
         # in which the others would wait for a process that has one.
         token = agree_or_raise("a checkpoint begins", draft.token, problem)[0]
-        forget_outcomes()
+        if leads and jax.process_count() > 1:  # all processes have waited for earlier checkpoints
+            forget("written")
     except BaseException:
         if leads:
             _discard(draft.temporary)
@@ -220,7 +212,10 @@ def _begin_arrays(folder: Path, arrays: Mapping[int, jax.Array]) -> Any:
     # In the background, a folder that cannot be made would leave its threads waiting for ever.
     context.asynchronous.create_directories_asynchronously = False
     with context:
-        return ocp.save_async(str(folder), {str(i): x for i, x in arrays.items() if x.size})
+        stored = {str(i): x for i, x in arrays.items() if x.size}
+        kinds = {i: str(x.dtype) for i, x in stored.items()}
+        widened = {i: stored[i].astype(files.AS_BYTES[kind]) for i, kind in kinds.items() if kind in files.AS_BYTES}
+        return ocp.save_async(str(folder), stored | widened)
 
 
 def put(temporary: Path, path: Path, token: str) -> None:
@@ -257,11 +252,7 @@ def _unwritten(path: Path, error: BaseException) -> CheckpointError:
 
 
 def hand_over(folder: Path, token: str, loaders: bytes) -> None:
-    """Write the states of this process's loaders into a temporary folder, and give process 0 the hashes of its files.
-
-    Raises:
-        OSError: The disk is full, or the like.
-    """
+    """Write the states of this process's loaders into a temporary folder, and give process 0 hashes of its files."""
     (folder / LOADERS).mkdir(exist_ok=True)
     files.write(folder / loaders_of(jax.process_index()), loaders)
     text = json.dumps(files.on_disk(folder, _written(folder)))
@@ -269,20 +260,8 @@ def hand_over(folder: Path, token: str, loaders: bytes) -> None:
     send(f"saved/{token}", "")
 
 
-def give_up(token: str, error: BaseException) -> None:
-    """Send the other processes the reason why this one cannot write its part."""
-    if jax.process_count() > 1:
-        with contextlib.suppress(Exception):  # the error that led here is the one to raise
-            send(f"saved/{token}", str(error).strip() or type(error).__name__)
-
-
-def problem_of(token: str) -> str | None:
-    """Return the problem of a process that cannot write its part of a checkpoint, None if all can so far."""
-    return next((f"process {i}: {text}" for i, text in sent(f"saved/{token}").items() if text), None)
-
-
 def collect(folder: Path, token: str) -> dict[str, Any]:
-    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if there is only one.
+    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if it is alone.
 
     Raises:
         ProcessError: Another process could not hand over its files.
@@ -298,17 +277,6 @@ def collect(folder: Path, token: str) -> dict[str, Any]:
         entries |= files.read_json(path)
         path.unlink()
     return entries
-
-
-def outcome(token: str, problem: str) -> str:
-    """Return in every process what process 0 found to be the problem of a checkpoint, nothing if it is written."""
-    return shared_by_first(f"written/{token}", problem)
-
-
-def forget_outcomes() -> None:
-    """Delete the outcomes of earlier checkpoints; to be called once all processes have waited for these."""
-    if jax.process_count() > 1 and jax.process_index() == 0:
-        forget("written")
 
 
 def _written(folder: Path) -> list[Path]:
@@ -344,13 +312,8 @@ def _unraisable(event: Any) -> None:
         _previous(event)
 
 
-def hide_messages() -> None:
-    """Hide orbax's messages until `show_messages` was called as often."""
-    _count(1)
-
-
 def show_messages(*, failed: bool) -> None:
-    """Take back a `hide_messages`; a little later if the save failed, as its other writers have yet to end."""
+    """Show orbax's messages unless another save hides them; after a failure later, as other writers have yet to end."""
     if failed:
         late = threading.Timer(_LATE_S, _count, [-1])
         late.daemon = True

@@ -36,7 +36,7 @@ def each_attribute(module: nnx.Module, *, of: type = object) -> Iterator[tuple[s
     Yields:
         The path of the attribute, the dict that contains it, and its name there.
     """
-    for path, node in list(nnx.iter_graph(module)):
+    for path, node in list(nnx.iter_graph(module, graph=True)):
         if isinstance(node, nnx.Variable) or not (isinstance(node, of) and hasattr(node, "__dict__")):
             continue
         if not _OF_NNX.isdisjoint(path):
@@ -61,7 +61,7 @@ def list_changes(before: nnx.Module, after: nnx.Module) -> str:
 def _structure(module: nnx.Module) -> dict[str, Any]:
     """Return each attribute of a module and its parts by path: its value, or its type where it contains arrays."""
     attributes = {}
-    for path, node in nnx.iter_graph(module):
+    for path, node in nnx.iter_graph(module, graph=True):
         for name, value in vars(node).items() if isinstance(node, nnx.Pytree) else ():
             if name not in (_OF_NNX_LIST if isinstance(node, nnx.List) else _OF_NNX):
                 key = int(name) if isinstance(node, nnx.List) else name
@@ -232,7 +232,7 @@ def _hidden(value: Any) -> Iterator[tuple[Any, list[nnx.Variable]]]:
             parts = value.values() if isinstance(value, Mapping) else value
         elif isinstance(value, (nnx.Variable, nnx.Pytree)):
             if inside:
-                yield value, [x for _, x in nnx.iter_graph(value) if isinstance(x, nnx.Variable)]
+                yield value, [x for _, x in nnx.iter_graph(value, graph=True) if isinstance(x, nnx.Variable)]
         elif isinstance(value, functools.partial):
             inside, parts = True, (value.func, value.args, value.keywords)
         elif isinstance(value, MethodType):
@@ -312,5 +312,5 @@ def _layer_of(error: Exception) -> str | None:
     kind = type(layers[-1])
     name = f"{'nnx.' * kind.__module__.startswith('flax.nnx.')}{kind.__name__}"
     # None of a copy that a transform of nnx has made.
-    path = next((path for path, node in nnx.iter_graph(layers[0]) if node is layers[-1]), None)
+    path = next((path for path, node in nnx.iter_graph(layers[0], graph=True) if node is layers[-1]), None)
     return None if path == () else name if path is None else f"self.{leaf_name(path)} ({name})"

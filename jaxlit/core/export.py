@@ -72,7 +72,7 @@ def export(
     check.import_package("flatbuffers", owner="export", install="flatbuffers", kind=ArgumentError)
     name = f"{type(module).__name__}.predict_step"
     _check_plain(example, "example", "export", ArgumentTypeError)
-    pure = PureModule(nnx.graphdef(module), nnx.Param, module)
+    pure = PureModule(nnx.graphdef(module, graph=True), nnx.Param, module)
     arrays = pure.split(module)
     mesh = _mesh_of_one(module, arrays)
     explicit, split = sharding.explicit_axes(mesh), [axis for axis in sharding.BATCH_AXES if axis in mesh.axis_names]

@@ -260,12 +260,12 @@ def _label(key: Any, by_place: str) -> str:
 def names_in(module: nnx.Module, wrt: Any, key: Any) -> list[str]:
     """Return the names of the trained parameters in a group: a path, a pattern of paths, or an nnx filter."""
     fits = _fits(key)
-    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt)) if fits(path, x)]
+    return [leaf_name(path) for path, x in nnx.to_flat_state(nnx.state(module, wrt, graph=True)) if fits(path, x)]
 
 
 def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
     """Return the error text of a group without a parameter, see `names_in`: that it has none, and which there are."""
-    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt))]
+    paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt, graph=True))]
     inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
     hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
     return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_listed(inner or paths)}"

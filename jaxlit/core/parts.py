@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer, map_params, updates_of
 from jaxlit.errors import ModuleError, noting_place
-from jaxlit.programs.jaxpr import CALLS, inline, value_of, variables, walk, walk_back
+from jaxlit.programs.jaxpr import inline, is_call, value_of, variables, walk, walk_back
 from jaxlit.texts import leaf_name, named_leaves, shown
 
 
@@ -278,7 +278,7 @@ class _Program:
 
         closed = jax.make_jaxpr(updates)(params, params, state, loss)
         ends = {*variables(closed.jaxpr.outvars)}
-        if any(eqn.primitive.name in CALLS and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
+        if any(is_call(eqn) and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self.inputs = closed.jaxpr.invars[-len(leaves) :]

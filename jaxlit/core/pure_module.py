@@ -199,7 +199,7 @@ class PureModule:
         if replica.splits and replica.sync_batchnorm:
             sync_batchnorm(module, str(replica.axis))
         put_back = fold_keys(module, replica, None if training else batch_idx)
-        attributes, rows, nodes = AttributesOfStep(module), num_rows(batch), list(nnx.iter_graph(module))
+        attributes, rows, nodes = AttributesOfStep(module), num_rows(batch), list(nnx.iter_graph(module, graph=True))
         counts = [(path, x.step, x.step.get_value()) for path, x in nodes if isinstance(x, nnx.Optimizer)]
         metrics = {id(x): x.get_value() for _, x in nodes if isinstance(x, nnx.metrics.MetricState)}
         collector = Collector(stage, rows, step, epoch, metrics)
@@ -314,7 +314,7 @@ def retraced(trace: Any) -> Any:
 
 def _with_axis(module: nnx.Module) -> list[Any]:
     """Return the layers that name an axis to reduce over, as code for `jax.pmap` has them."""
-    layers = [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Module)]
+    layers = [x for _, x in nnx.iter_graph(module, graph=True) if isinstance(x, nnx.Module)]
     return [x for x in layers if isinstance(getattr(x, "axis_name", None), str)]
 
 
@@ -398,14 +398,14 @@ _NORMALIZING = (nnx.WeightNorm, nnx.SpectralNorm)
 def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
     owners, prefixes = {}, {}
-    for path, node in nnx.iter_graph(module):
-        if path and all(callable(getattr(type(node), name, None)) for name in ("update", "compute", "reset")):
+    for path, node in nnx.iter_graph(module, graph=True):
+        if path and hasattr(node, "update") and hasattr(node, "compute") and hasattr(node, "reset"):
             prefixes |= {f"{leaf_name(path)}{after}": "metric" for after in ".["}
         if isinstance(node, nnx.BatchNorm):
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}
         elif isinstance(node, _NORMALIZING):
             prefixes |= {leaf_name((*path, "scales")): "weightnorm"} if isinstance(node, nnx.WeightNorm) else {}
-            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance)}
+            owners |= {id(x): "normalizing" for _, x in nnx.iter_graph(node.layer_instance, graph=True)}
     return [
         Leaf(
             x.name,
@@ -428,7 +428,8 @@ def set_modes(module: nnx.Module, training: bool) -> None:
     has none yet is trained. A `train` method of the module's own is called.
     """
     if not training:
-        module.eval()
+        with nnx.set_graph_mode(True):  # it walks the module in flax's default, and a tree shares nothing
+            module.eval()
         return
     for node, name in _modes(module):
         if getattr(node, name) is None:
@@ -446,20 +447,20 @@ def is_in_eval_mode(module: nnx.Module) -> bool:
         return False
     if not all(getattr(node, name) for node, name in modes):
         return False
-    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module))
+    with_modes, graph = {id(node) for node, _ in modes}, list(nnx.iter_graph(module, graph=True))
     paths = [path[:-1] for path, node in graph if id(node) in with_modes]
     around = tuple(keys[0] for keys in itertools.takewhile(lambda keys: len({*keys}) == 1, zip(*paths, strict=False)))
     return all(path[: len(around)] == around for path, node in graph if isinstance(node, nnx.Param))
 
 
 def _modes(module: nnx.Module) -> list[tuple[Any, str]]:
-    nodes = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    nodes = [node for _, node in nnx.iter_graph(module, graph=True) if isinstance(node, nnx.Module)]
     return [(node, name) for node in nodes for name in _TRAINING if name in vars(node)]
 
 
 def sync_batchnorm(module: nnx.Module, axis: str) -> None:
     """Make each BatchNorm take its statistics over all replicas."""
-    for _, node in nnx.iter_graph(module):
+    for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
             node.axis_name = axis
 
@@ -472,7 +473,7 @@ def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None)
     """
     folded, keys = [], []
     differs = replica.splits and replica.count > 1
-    for _, variable in nnx.iter_graph(module):
+    for _, variable in nnx.iter_graph(module, graph=True):
         if not isinstance(variable, nnx.Variable) or not is_key(variable.get_value()):
             continue
         original = key = variable.get_value()

@@ -291,12 +291,11 @@ def batch_leaves(batch: Any) -> list[tuple[str, Any]]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    return "batch" + "".join(map(_subscript, path))
-
-
-def _subscript(entry: Any) -> str:
-    key = getattr(entry, "key", getattr(entry, "idx", None))
-    return f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"
+    name = "batch"
+    for entry in path:
+        key = getattr(entry, "key", getattr(entry, "idx", None))
+        name += f"[{key!r}]" if key is not None else f".{getattr(entry, 'name', leaf_name((entry,)))}"
+    return name
 
 
 class Agreement:

@@ -220,7 +220,12 @@ class Loaders:
         stage_limit = self._limits[stage]
         for idx, (loader, name) in enumerate(pairs):
             limit = _batches_of(stage_limit, loader, name, limit_name)
-            source = self._source(loader, name, stage, idx, limit)
+            if name not in self._validators:
+                options = {**self._transfer_hook(idx), **self._validator_options}
+                self._validators[name] = BatchValidator(name, **options)
+            may_continue = stage == "training" and not self._overfit
+            keep = limit if self._overfit else None
+            source = source_of(loader, name, may_continue=may_continue, overfit=self._overfit, keep=keep)
             sources.append((source, limit))
             if isinstance(stage_limit, int) and limit is not None and limit < stage_limit:
                 text = "Trainer(%s=%d) is more than %s has: an epoch takes its %d batches."
@@ -228,15 +233,6 @@ class Loaders:
             if stage != "training" and limit is None and source.is_endless:
                 raise ArgumentError(f"{name} is a loader without end. Pass Trainer({limit_name}=...).")
         return [(s, limit) for s, limit in sources if limit != 0 or s.length == 0 or stage == "training"]
-
-    def _source(self, loader: Any, argument: str, stage: str, idx: int, limit: int | None) -> Source:
-        """Return the source of a loader, and build its validator."""
-        if argument not in self._validators:
-            options = {**self._transfer_hook(idx), **self._validator_options}
-            self._validators[argument] = BatchValidator(argument, **options)
-        may_continue = stage == "training" and not self._overfit
-        keep = limit if self._overfit else None
-        return source_of(loader, argument, may_continue=may_continue, overfit=self._overfit, keep=keep)
 
     def _hook(self, name: str) -> Callable[..., Any] | None:
         """Return a hook of the DataModule, or else of the module, if it is overridden."""

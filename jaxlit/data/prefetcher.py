@@ -26,22 +26,13 @@ _AHEAD = 2  # batches that the thread keeps ready under prefetch="auto"
 
 @final
 class Batch(NamedTuple):
-    """What a dispatch takes: a batch of an epoch, ready for its step, or several.
+    """What a dispatch takes: a batch of an epoch, ready for its step, or several."""
 
-    Attributes:
-        arrays: What the step takes, on the devices; a `Stack` if there are several batches.
-        host: What hooks see: the batch of the loader, with its host keys; a sequence if there are several.
-        index: The number of the first batch in the epoch, from 0.
-        is_last: Whether the last batch is the last of the epoch.
-        position: The loader's state after the batch; a sequence if there are several.
-        count: How many batches.
-    """
-
-    arrays: Any
-    host: Any
-    index: int
-    is_last: bool
-    position: Any
+    arrays: Any  # what the step takes, on the devices; a `Stack` if there are several batches
+    host: Any  # what hooks see: the batch of the loader, with its host keys; a sequence if there are several
+    index: int  # the number of the first batch in the epoch, from 0
+    is_last: bool  # whether the last batch is the last of the epoch
+    position: Any  # the loader's state after the batch; a sequence if there are several
     count: int = 1
 
 
@@ -335,9 +326,8 @@ class _Thread(Background[None]):
         """Stop the thread; return whether it has ended within `patience` seconds and the iterator is free."""
         self.stop()
         self._tokens.put(None)
-        return self.join(
-            0.5 if self._control.interrupted else patience
-        )  # a thread that hangs in the loader ends with the process
+        # A thread that hangs in the loader ends with the process.
+        return self.join(0.5 if self._control.interrupted else patience)
 
     def _fill(self) -> None:
         item = None

@@ -405,7 +405,10 @@ class GrainSource(Source):
     def __init__(self, loader: Any, argument: str, **how: Any) -> None:
         super().__init__(loader, argument, **how)
         self._kind = kind_of(loader)
-        _mark_flags_parsed()
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
+            flags.FLAGS.mark_as_parsed()
 
     @property
     def is_fresh(self) -> bool:
@@ -423,12 +426,10 @@ class GrainSource(Source):
         if self._kind == "DataLoader":
             sampler = loader_parts(self.loader).sampler
             return len(sampler) > 2**60 if hasattr(sampler, "__len__") else False
-        for stage in _stages(self.loader):
-            if kind_of(stage) == "MapDataset" and len(stage) > 2**60:
-                return True
-            if repeats_without_end(stage):
-                return True
-        return False
+        return any(
+            (kind_of(stage) == "MapDataset" and len(stage) > 2**60) or repeats_without_end(stage)
+            for stage in _stages(self.loader)
+        )
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
         """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
@@ -487,14 +488,6 @@ def kind_of(loader: Any) -> str | None:
         if isinstance(loader, getattr(grain, kind)):
             return kind
     return None
-
-
-def _mark_flags_parsed() -> None:
-    """Let worker processes start in programs that absl did not start: they read absl's flags."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
 
 
 def _stages(dataset: Any) -> list[Any]:

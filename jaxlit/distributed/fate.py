@@ -59,13 +59,19 @@ def gather(client: Any, folder: str, size: int, seconds: float) -> list[str] | N
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
         return None
-    values = arrived(client, folder)
+    values = arrived(client, f"{folder}/value")
     return [values[process] for process in range(size)]
 
 
 def arrived(client: Any, folder: str) -> dict[int, str]:
-    """Return the values that have arrived, by process."""
-    return {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/value/")}
+    """Return the values that have arrived in a folder, by process."""
+    return {int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{folder}/")}
+
+
+def reach(address: str, timeout: float) -> None:
+    """Raise an OSError if nothing answers at an address, "host:port"."""
+    host, port = address.rsplit(":", 1)
+    socket.create_connection((host.strip("[]"), int(port)), timeout=timeout).close()
 
 
 class Failure(NamedTuple):
@@ -309,9 +315,8 @@ class Fate:
     def _aborted(self) -> int | None:
         """Return the exit code of a process that jax aborts as the job ends; None if that is not the reason."""
         if self.failure is None:
-            host, port = self._address.rsplit(":", 1)
             try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+                reach(self._address, 2.0)
                 return None
             except OSError:
                 gone = "process 0, which coordinates the job, is gone"

@@ -27,7 +27,7 @@ from jax.stages import Traced
 
 from jaxlit import checks as check
 from jaxlit.compat import clusters, coordination
-from jaxlit.distributed.fate import DEAD_AFTER_S, fate
+from jaxlit.distributed.fate import DEAD_AFTER_S, fate, reach
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, ProcessError
 from jaxlit.programs.jaxpr import described
@@ -160,12 +160,10 @@ def _check_seconds(dead_after: float, **of_jax: float) -> None:
 
 def _wait_for(address: str, timeout: float) -> None:
     # jax itself would end the process without naming the address.
-    host, port = address.rsplit(":", 1)
     end = time.monotonic() + timeout
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=1.0).close()
-            return
+            return reach(address, 1.0)
         except OSError as error:
             if time.monotonic() >= end:
                 raise ProcessError(_not_met(address, timeout)) from error
@@ -297,11 +295,8 @@ def same_job(
 ) -> None:
     """Raise a ProcessError in every process if an item differs between them; exchange only a digest if none does.
 
-    Args:
-        topic: What the items are of, for messages.
-        make_items: Returns what must be the same, a text by its name; not called in a single process.
-        most: How many items that differ are named, with their values, processes and hosts.
-        place: Returns where an item is in the user's code; places may differ.
+    `make_items`, which is not called in a single process, returns what must be the same, a text by its name. At most so
+    many are named, with their values, processes and hosts, and the place of each in the user's code, which may differ.
     """
     processes = team()
     if processes.size == 1:

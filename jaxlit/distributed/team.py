@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -64,18 +65,10 @@ class Team:
     announces = False
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
-        """Exchange a JSON value.
-
-        Args:
-            topic: What is agreed on, for messages.
-            value: This process's value.
-            timeout: Seconds to wait for the others.
-
-        Returns:
-            The value of each process, by its index.
+        """Exchange a JSON value, and return that of each process, by its index; the topic is for messages.
 
         Raises:
-            ProcessError: A process did not come in time, or is at another topic.
+            ProcessError: A process did not come within `timeout` seconds, or is at another topic.
             PeerError: A process has failed.
         """
         return [value]
@@ -87,13 +80,7 @@ class Team:
     def fail(self, error: BaseException, place: str, code: int | None = None) -> str:
         """End the other processes, which would wait for this one for ever, unless they raise the same error.
 
-        Args:
-            error: What this process has raised.
-            place: Where.
-            code: The exit code of this process; None for that of the error.
-
-        Returns:
-            The text that the others print.
+        Return the text that they print. The exit code of this process is by default that of the error.
         """
         return ""
 
@@ -111,7 +98,7 @@ class Team:
     @property
     def over(self) -> bool:
         """Whether a process has failed, so that none may wait for another."""
-        return False
+        return self.seconds_left is not None
 
     @property
     def seconds_left(self) -> float | None:
@@ -119,11 +106,7 @@ class Team:
         return None
 
     def same_error(self, topic: str, error: JaxlitError | None) -> None:
-        """Raise in every process the error of one of them; after a failure only that of this process.
-
-        Args:
-            topic: What the error is about, for messages.
-            error: The error of this process, if there is one.
+        """Raise in every process the error of one of them, if any has one; after a failure only this process's.
 
         Raises:
             JaxlitError: A process has an error.
@@ -182,7 +165,7 @@ class _MultiProcess(Team):
                 continue
             next_look = time.monotonic() + _LOOK_S
             ended = self._fate.ended()  # before `arrived`: the last process to arrive may end
-            present = arrived(client, folder)
+            present = arrived(client, f"{folder}/value")
             missing = ", ".join(str(process) for process in range(self.size) if process not in present)
             if gone := [process for process in ended if process not in present]:
                 raise ProcessError(f"Process {gone[0]} has ended, and does not come to '{topic}': look at its log.")
@@ -215,10 +198,6 @@ class _MultiProcess(Team):
 
     def check(self) -> None:
         self._fate.check()
-
-    @property
-    def over(self) -> bool:
-        return self._fate.failure is not None
 
     @property
     def seconds_left(self) -> float | None:
@@ -257,16 +236,10 @@ def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[An
 
 def computers(topic: str) -> list[Any]:
     """Return for each process an identifier of its computer; all processes must call this."""
-    return team().agree(f"{topic}: which computer", [socket.gethostname(), _boot_id()])
-
-
-def _boot_id() -> str:
     # Containers on one computer may share a name, and computers a name by mistake.
-    path = "/proc/sys/kernel/random/boot_id"
-    if not os.path.exists(path):
-        return ""
-    with open(path) as file:
-        return file.read().strip()
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    numbers = [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
+    return team().agree(f"{topic}: which computer", numbers)
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
@@ -299,7 +272,7 @@ def send(topic: str, text: str) -> None:
 
 def sent(topic: str) -> dict[int, str]:
     """Return the texts that have arrived, by process."""
-    return {int(key.rsplit("/", 1)[1]): text for key, text in _client().key_value_dir_get(f"jaxlit/{topic}/")}
+    return arrived(_client(), f"jaxlit/{topic}")
 
 
 def received(topic: str) -> list[str]:
@@ -369,9 +342,6 @@ class Decisions:
     Instead, the threads that watch the processes exchange in rounds how many calls of `decide`, or places, each process
     has made; all act at the first place that none has passed. During a round no process passes its next `decide`, and
     the process that asks waits in it: if all ask for the same at one place, as an early stopping does, they act there.
-
-    Args:
-        fate: The watcher of the processes; its thread calls this object.
     """
 
     def __init__(self, fate: Fate) -> None:
@@ -395,8 +365,7 @@ class Decisions:
     def decide(self, asked: Sequence[str]) -> list[str]:
         """Return what all processes do now; all call this at the same places.
 
-        Args:
-            asked: What this process asks for, in this and in earlier calls.
+        `asked` is what this process asks for, in this and in earlier calls.
 
         Raises:
             PeerError: A process has failed.

@@ -182,7 +182,7 @@ class lazy:
         rngs = kwargs.pop("rngs", seed if "rngs" in names else None)
         if rngs is None:
             return lambda: self.make(*args, **kwargs)
-        graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs)
+        graphdef, state = nnx.split(nnx.Rngs(rngs) if isinstance(rngs, int) else rngs, graph=True)
         state = nnx.as_pure(state)
         # The generator is rebuilt in the trace, so that drawing from it neither leaks nor changes the caller's.
         return lambda: self.make(*args, **kwargs, rngs=nnx.merge(graphdef, state, copy=True))
@@ -203,7 +203,7 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
                 raise
             if not isinstance(module, TrainModule):
                 raise ArgumentError(f"jl.lazy({model.name}): it must make a jl.TrainModule, got {shown(module)}.")
-            for node in [x for _, x in nnx.iter_graph(module) if isinstance(x, nnx.Pytree)]:
+            for node in [x for _, x in nnx.iter_graph(module, graph=True) if isinstance(x, nnx.Pytree)]:
                 for name, value in list(vars(node).items()):
                     if isinstance(value, Tracer):  # for nnx a static attribute, which would leave the trace
                         setattr(node, name, nnx.data(value))

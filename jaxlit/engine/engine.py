@@ -20,7 +20,7 @@ from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import StepTable, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, share_hparams
 from jaxlit.core.parts import Rates
-from jaxlit.core.pure_module import PureModule, Reads, Traced, reading
+from jaxlit.core.pure_module import PureModule, Reads, Traced, reading, set_modes
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
 from jaxlit.distributed.job import same_job
@@ -78,7 +78,7 @@ class Engine:
         self.module, self.strategy, self.debug, self.evaluates_only = module, strategy, debug, options is None
         self.nan_policy = "raise" if options is None else options.nan_policy
         self.precision, self._contents = precision, _contents(module, precision)
-        graphdef = nnx.graphdef(module)
+        graphdef = nnx.graphdef(module, graph=True)
         self.pure = PureModule(graphdef, options.optimizer.wrt if options else nnx.Param, module, precision)
         self._programs: dict[Any, CompiledProgram] = {}
         variables, init = self.pure.split(module), partial(init_state, optax.identity(), 0, precision)
@@ -372,7 +372,7 @@ class Engine:
 
             def on_module(params: Any, frozen: Any, model_state: Any, inputs: Any) -> Any:
                 module: Any = pure.merge(params, frozen, model_state)
-                module.eval()
+                set_modes(module, training=False)
                 share_hparams(module, origin)
                 with collecting(None), reading() as noted:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
@@ -400,7 +400,7 @@ class Engine:
 
     def _described(self, spec: StateSpec, variables: Any) -> dict[str, str]:
         """Return what processes of one training have in common before its state is made."""
-        nodes = [(path, x) for path, x in nnx.iter_graph(self.module) if not isinstance(x, nnx.Variable)]
+        nodes = [(path, x) for path, x in nnx.iter_graph(self.module, graph=True) if not isinstance(x, nnx.Variable)]
         items = {f"the type of module.{leaf_name(path)}".rstrip("."): type(x).__name__ for path, x in nodes}
         items["the optimizer"] = stable_text(spec.optimizer_kind)
         items["callbacks with arrays"] = ", ".join(self.extras)
@@ -430,7 +430,7 @@ def _contents(module: TrainModule, precision: Precision) -> tuple[Any, Any]:
         arrays.append((x.shape, precision.held if is_held else dtype))
     attributes: dict = copied({path: at[name] for path, at, name in each_attribute(module)})
     # A class in a notebook may be given other methods, and IPython's autoreload puts new code into the old function.
-    for cls in {cls for _, node in nnx.iter_graph(module) for cls in type(node).__mro__}:
+    for cls in {cls for _, node in nnx.iter_graph(module, graph=True) for cls in type(node).__mro__}:
         if cls.__module__.partition(".")[0] not in ("builtins", "flax", "jax", "jaxlit"):
             for name, method in vars(cls).items():
                 if hasattr(method, "__get__"):

@@ -23,15 +23,7 @@ _TIMED = range(4, 12)  # the single steps that are timed before that is decided
 
 
 class Dispatch:
-    """How many batches the loop takes at once.
-
-    Args:
-        run: The fit.
-
-    Attributes:
-        size: The batches of a dispatch, 1 while that is not decided.
-        decided: Whether it is.
-    """
+    """How many batches the loop takes at once: `size`, 1 while that is not `decided`."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -42,7 +34,7 @@ class Dispatch:
         self.size = 1
 
     def begin_epoch(self) -> None:
-        """Look at the argument and at the windows of the epoch.
+        """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window.
 
         Raises:
             ArgumentError: The strategy runs a step in parts, or a dispatch would cut a window.
@@ -107,11 +99,7 @@ class Dispatch:
 
 
 def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batches") -> None:
-    """Refuse dispatches that would cut an optimizer step.
-
-    Raises:
-        ArgumentError: Saying which sizes are possible.
-    """
+    """Refuse dispatches that would cut an optimizer step."""
     if isinstance(size, int) and size > 1 and size % window:
         raise ArgumentError(
             f"Trainer(steps_per_execution={size}) counts batches, and would cut an optimizer step of {window} "
@@ -121,35 +109,25 @@ def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batch
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs(Mapping[str, Any]):
-    """The `outputs` of one batch of a dispatch, on the host: they are read once for all of its batches.
+    """The `outputs` of one batch of a dispatch, on the host: they are read once for all of its batches."""
 
-    Args:
-        logs: The tables of the steps.
-        loss: The losses of windows' batches; None where a step takes one batch.
-        outputs: What else the steps returned.
-        is_row: Whether each output has one row for each row of the batch, a pytree like them.
-        step: Which step of the dispatch.
-        batch: Which batch.
-    """
-
-    logs: Any
-    loss: Any
-    outputs: dict[str, Any]
-    is_row: Any
-    step: int = 0
+    logs: Any  # the tables of the steps
+    loss: Any  # the losses of windows' batches; None where a step takes one batch
+    outputs: dict[str, Any]  # what else the steps returned
+    is_row: Any  # whether each output has one row for each row of the batch, a pytree like them
+    step: int = 0  # of the dispatch
     batch: int = 0
 
     def __getitem__(self, name: str) -> Any:
         i = self.batch
         if name != "loss":
-            return jax.tree.map(self._of_batch, self.is_row[name], self.outputs[name])
+            return jax.tree.map(
+                lambda is_row, x: fetch(x)[:, i] if is_row else fetch(x)[i], self.is_row[name], self.outputs[name]
+            )
         if self.loss is not None:
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
         return np.float32(total / weight)
-
-    def _of_batch(self, is_row: bool, x: Any) -> Any:
-        return fetch(x)[:, self.batch] if is_row else fetch(x)[self.batch]
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self.outputs))
@@ -190,15 +168,10 @@ def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
 
 
 def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
-    """Take the optimizer steps of several batches in one dispatch, then call the hooks that end each of them.
+    """Take the optimizer steps of several batches in one dispatch, then call the hooks that end each; return the rows.
 
-    Args:
-        run: The run, whose position moves with the hooks, from batch to batch; the arrays are those after all of them.
-        batch: The batches.
-        last: The `on_train_batch_end` of the last step; the steps before it have that of each step.
-
-    Returns:
-        The rows of the steps.
+    The position moves with the hooks, from batch to batch; the arrays are those after all of them. `last` is the
+    `on_train_batch_end` of the last step; the steps before it have that of each step.
     """
     position = run.position
     results = run.results

@@ -47,11 +47,7 @@ def sanity_check(run: Run) -> None:
 
 
 def evaluate(run: Run, stage: str, loaders: Sequence[Loader]) -> list[dict[str, float]]:
-    """Run the validation or test step over loaders.
-
-    Returns:
-        The metrics of each loader; none if the run was interrupted.
-    """
+    """Run the validation or test step over loaders; return the metrics of each, none if the run was interrupted."""
     evaluation = Evaluation()
     try:
         return _evaluate(run, stage, loaders, evaluation)
@@ -95,10 +91,8 @@ def end_loader(run: Run, idx: int, evaluation: Evaluation) -> None:
     evaluation.metrics.append({})
     values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(idx)]
     if evaluation.sums is not None:  # an empty loader has no metrics
-        values = [
-            *zip(evaluation.table.metrics, evaluation.table.read(fetch(evaluation.sums[0])), strict=True),
-            *values,
-        ]
+        of_steps = evaluation.table.read(fetch(evaluation.sums[0]))
+        values = [*zip(evaluation.table.metrics, of_steps, strict=True), *values]
     for metric, value in values:
         if metric.on_epoch:
             end = run.hooks.log.suffix(metric)
@@ -120,11 +114,7 @@ def _put(evaluation: Evaluation, metric: Metric, name: str, value: float, loader
 
 
 def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list[list[Any]]:
-    """Run the predict step over loaders.
-
-    Returns:
-        The outputs of each batch of each loader, as numpy; empty lists unless `keep`.
-    """
+    """Run the predict step over loaders; return the outputs of each batch of each, as numpy, if they are to `keep`."""
     run.begin("evaluation")
     run.control.num_predict_batches = [batches_or_inf(limit) for _, limit in loaders]
     run.hooks("on_predict_start")
@@ -136,11 +126,7 @@ def predict(run: Run, stage: str, loaders: Sequence[Loader], keep: bool) -> list
 
 
 def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evaluation, *, keep: bool) -> list[Any]:
-    """Run an evaluation step over one loader.
-
-    Returns:
-        With `keep` each batch's outputs as numpy.
-    """
+    """Run an evaluation step over one loader; return each batch's outputs as numpy, if they are to `keep`."""
     engine = run.engine
     hooks = run.hooks
     prefetcher = run.prefetcher

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ _HOOKS = {
 
 _logger = logging.getLogger("jaxlit")
 
-_OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+OF_CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 _OF_DATAMODULE = ("prepare_data", "setup", "teardown", "on_exception")
 # Hooks that are not given the module.
 _WITHOUT_MODULE = ("on_log", "on_trace")
@@ -37,38 +38,29 @@ _WITHOUT_MODULE = ("on_log", "on_trace")
 _BEFORE_TRAINING = ("setup", "log_hyperparams", "on_load_checkpoint", "on_fit_start")
 
 
+@dataclass(slots=True, eq=False)
 class TimedFunction:
-    """A hook of one callback, module or DataModule, and the time of its calls, without hooks that ran inside it.
+    """A hook of one callback, module or DataModule, and the time of its calls, without hooks that ran inside it."""
 
-    Args:
-        owner: The callback, module or DataModule.
-        function: Its method; it takes the trainer and the module first.
-    """
+    source: Any  # the callback, module or DataModule
+    function: Callable[..., Any]  # takes the trainer and the module first
+    calls: int = 0
+    seconds: float = 0.0  # of all calls
+    longest: float = 0.0  # seconds of the longest call
 
-    __slots__ = ("calls", "function", "longest", "owner", "seconds", "source")
-
-    def __init__(self, owner: Any, function: Callable[..., Any]) -> None:
-        self.owner = type(owner).__name__
-        self.source = owner
-        self.function = function
-        self.calls = 0
-        self.seconds = 0.0
-        self.longest = 0.0
+    @property
+    def owner(self) -> str:
+        """The name of the source's class."""
+        return type(self.source).__name__
 
 
+@dataclass(eq=False)
 class Hook:
-    """Every hook of one name; calling it calls them in order.
+    """Every hook of one name; calling it calls them in order."""
 
-    Args:
-        hooks: The hooks that it belongs to.
-        name: The name.
-        functions: Those of each owner.
-    """
-
-    def __init__(self, hooks: "Hooks", name: str, functions: list[TimedFunction]) -> None:
-        self.hooks = hooks
-        self.name = name
-        self.functions = functions
+    hooks: "Hooks"
+    name: str
+    functions: list[TimedFunction]  # of each owner
 
     def __bool__(self) -> bool:
         return bool(self.functions)
@@ -127,15 +119,9 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of the DataModule, the callbacks and the module that are overridden; nothing else is called.
+    """The hooks of the DataModule, the callbacks and the module, in this order, that are overridden.
 
-    Args:
-        trainer: The Trainer: hooks, and nothing else, are given it.
-        module: The module, whose hooks come after the callbacks'.
-        callbacks: The callbacks, in order.
-        log: What `self.log` fills in hooks.
-        datamodule: The DataModule, whose hooks come first.
-        position: How far the run is.
+    Hooks, and nothing else, are given the Trainer. `log` is what `self.log` fills in hooks.
     """
 
     def __init__(
@@ -160,18 +146,15 @@ class Hooks:
         for owner in (*callbacks, module, datamodule):
             _refuse_gone(owner)
             attributes = vars(owner) if isinstance(owner, Callback) else {}
-            for name in _OF_DATAMODULE if owner is datamodule else _OF_CALLBACK:
+            for name in _OF_DATAMODULE if owner is datamodule else OF_CALLBACK:
                 method = getattr(type(owner), name, None)
                 if name in attributes or (callable(method) and method is not getattr(Callback, name, None)):
                     _adapted(owner, name)  # a wrong signature is refused now, not in the middle of training
 
     def bind(self, name: str) -> Hook:
         """Return every hook of this name."""
-        if name not in self.bound:
-            self.bound[name] = Hook(self, name, self._find(name))
-        return self.bound[name]
-
-    def _find(self, name: str) -> list[TimedFunction]:
+        if name in self.bound:
+            return self.bound[name]
         owners: list[Any] = [c for c in self.callbacks if overrides(c, name) and self.may_run(c, name)]
         if callable(getattr(type(self.module), name, None)):
             owners.append(self.module)
@@ -180,16 +163,12 @@ class Hooks:
         # Loader hooks return something, so their users call them.
         if name in _OF_DATAMODULE and self.datamodule is not None:
             owners.insert(0, self.datamodule)
-        return [TimedFunction(owner, _adapted(owner, name)) for owner in owners]
+        functions = [TimedFunction(owner, _adapted(owner, name)) for owner in owners]
+        return self.bound.setdefault(name, Hook(self, name, functions))
 
     def __call__(self, name: str, *args: Any) -> None:
         """Call every hook of this name."""
         self.bind(name)(*args)
-
-    def call_one(self, callback: Callback, name: str, *args: Any) -> None:
-        """Call the hook of one callback only."""
-        functions = [function for function in self.bind(name).functions if function.source is callback]
-        Hook(self, name, functions)(*args)
 
     def functions(self) -> list[tuple[str, TimedFunction]]:
         """Return every (hook, function) that was bound so far."""
@@ -202,11 +181,7 @@ class Hooks:
     def disable_if_allowed(self, error: BaseException, owner: Any, hook: str, args: tuple[Any, ...] = ()) -> bool:
         """Disable the callback that has raised, with one warning, if it may fail; return whether the run continues.
 
-        Args:
-            error: What was raised; if the run ends, its place is noted on it.
-            owner: The callback, module or DataModule that raised.
-            hook: The hook.
-            args: Its arguments.
+        If it ends, the place is noted on the error, by the hook and its arguments.
         """
         position = self.position
         name = f"{type(owner).__name__}.{hook}"
@@ -222,7 +197,7 @@ class Hooks:
             self._disabled.append(owner)
             for other, function in self.functions():
                 if function.source is owner and other != "teardown":
-                    function.function = _nothing
+                    function.function = lambda *_: None
             _logger.warning(
                 "%s failed %s: %r. The logger is disabled for the rest of this run, and training continues; with "
                 "on_error='raise' it ends training.",
@@ -263,18 +238,10 @@ class Hooks:
         return first
 
     def take_writes(self, owner: str) -> None:
-        """Adopt, or refuse, what the running hook has written to the module so far.
-
-        Args:
-            owner: The name of the callback or method, for errors.
-        """
+        """Adopt, or refuse, what the running hook has written to the module so far; errors name the `owner`."""
         hook = self.log.hook
         if self.live is not None and self.live.touched:
             self.live.take_writes(owner, hook, adopt="_batch_" not in hook and hook not in _WITHOUT_MODULE)
-
-
-def _nothing(*_: Any) -> None:
-    """Take the place of a hook that is not called any more."""
 
 
 def _refuse_gone(owner: Any) -> None:
@@ -322,15 +289,9 @@ def _arguments(hook: str) -> list[str]:
 
 
 def fitting(owner: Any, hook: str, arguments: list[str] | None = None) -> Callable[..., Any]:
-    """Return a hook that can be called with these arguments; it may leave out `dataloader_idx`, as in Lightning.
+    """Return an owner's hook that can be called with arguments of these names, None for those of a callback's hook.
 
-    Args:
-        owner: The callback, module or DataModule.
-        hook: The hook.
-        arguments: The names of its arguments; None for those of a callback's hook.
-
-    Raises:
-        ModuleError: It takes others.
+    It may leave out `dataloader_idx`, as in Lightning; one that takes other arguments is refused.
     """
     method = getattr(owner, hook)
     arguments = _arguments(hook) if arguments is None else arguments

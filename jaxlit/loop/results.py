@@ -187,10 +187,7 @@ class Results:
 class Outputs(Mapping[str, Any]):
     """The `outputs` of a training step, device arrays; the loss is computed when it is asked for.
 
-    Args:
-        logs: The step's array, see `StepTable`.
-        loss: The loss of the batch in each replica, if the table is of a window.
-        outputs: What else the step returned.
+    `logs` is the step's table. If that is of a window, `loss` is the loss of the batch in each replica.
     """
 
     def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
@@ -286,12 +283,7 @@ class Total:
 
 
 class HostLog:
-    """Takes what `self.log` is given in hooks, adds it up on the host, and shows it in `results`.
-
-    Args:
-        results: The metrics of the run.
-        position: How far it is.
-    """
+    """Takes what `self.log` is given in hooks, adds it up on the host, and shows it in `results`."""
 
     def __init__(self, results: Results, position: Position) -> None:
         self._position = position
@@ -305,7 +297,7 @@ class HostLog:
         self._evaluation: dict[tuple[str, int | None], Total] = {}
 
     def add(self, metric: Metric, value: Any, batch_size: Any) -> None:
-        """Take one value.
+        """Take one value; refuse one that is no scalar number, or a name that is logged elsewhere or in another way.
 
         Raises:
             LogError: The value is not a scalar number, or the name is logged elsewhere or in another way.
@@ -338,11 +330,7 @@ class HostLog:
                 self._results.put_epoch(metric, total)
 
     def check_columns(self) -> None:
-        """Refuse what hooks have logged before the first step under a name that the step logs too.
-
-        Raises:
-            LogError: Naming it.
-        """
+        """Refuse what hooks have logged before the first step under a name that the step logs too."""
         for total in (*self.window.values(), *self.epoch.values()):
             self._check_column(total.metric, total.hook)
 

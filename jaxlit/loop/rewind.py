@@ -82,11 +82,7 @@ def _forget_later(run: Run) -> None:
 
 
 def _checkpoint_before(run: Run, what: str) -> Checkpoint:
-    """Return the newest checkpoint of this training that verifies; others of a folder may be of another training.
-
-    Raises:
-        NonFiniteError: There is none yet, or training diverges from it again and again.
-    """
+    """Return the newest checkpoint of this training that verifies; others of a folder may be of another training."""
     newest = None
     for written in reversed(run.checkpoints.written):
         with contextlib.suppress(CheckpointError):  # it failed, was damaged, or was deleted for a better one
@@ -111,9 +107,7 @@ def _checkpoint_before(run: Run, what: str) -> Checkpoint:
 def end_before_bad_step(run: Run, error: BaseException) -> None:
     """Put a run that an error has ended before its first step that was not finite, if there is one.
 
-    Args:
-        run: The run.
-        error: The error. A NonFiniteError also names what a second run of the step's batches shows.
+    A NonFiniteError also names what a second run of the step's batches shows.
     """
     engine = run.engine
     position = run.position
@@ -159,10 +153,9 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
 
 
 def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
-    """Run the batches of a step again on the last good parameters.
+    """Run the batches of a step again on the last good parameters, and return what is not finite.
 
-    Returns:
-        What is not finite, and the names of the optimizer's arrays that contain it, None if they are not known.
+    With it the names of the optimizer's arrays that contain it, None if they are not known.
     """
     engine = run.engine
     if run.times.team.size > 1 or run.control.interrupted:  # a user who interrupts waits for the end

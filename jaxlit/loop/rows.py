@@ -17,10 +17,7 @@ _logger = logging.getLogger("jaxlit")
 def rows_of_step(run: Run, step: int, *, last: bool = True) -> list[Row]:
     """Return the row of an optimizer step, to be read one step late, when its values are ready; nothing for no row.
 
-    Args:
-        run: The run.
-        step: The step, from 0.
-        last: Whether training stops after it if a stop was asked for: the last step has a row.
+    `last` is whether training stops after it if a stop was asked for: the last step has a row.
     """
     control = run.control
     log = run.hooks.log

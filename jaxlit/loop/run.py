@@ -57,11 +57,6 @@ class Accumulation:
     batches: int  # in this epoch
     argument_at_end: int | None = None  # the argument when the loops ended, which a teardown may set back
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Accumulation":
-        """Return that of a run that begins."""
-        return cls(settings.accumulate_grad_batches, settings.accumulate_grad_batches)
-
 
 @dataclass
 class Unchecked:
@@ -118,7 +113,6 @@ class Run:
         self.in_flight = Bound(self.settings.steps_in_flight(self.engine.strategy.mesh.size))
         self.tracing = Tracing(self.hooks, self.log_every if self.data.is_fit else 0)
         self.due = Due(self.hooks, self.tracing)
-        self._counted = 0.0  # seconds that are in a part
 
     @property
     def module(self) -> TrainModule:
@@ -146,9 +140,8 @@ class Run:
         before = self.part
         self.part = part
         elsewhere = sum(f.seconds for _, f in self.hooks.functions()) + self.prefetcher.seconds + self.in_flight.seconds
-        seconds = self.times.seconds - elsewhere - self._counted
+        seconds = self.times.seconds - elsewhere - sum(self.spent.values())
         self.spent[before] = self.spent.get(before, 0.0) + seconds
-        self._counted += seconds
         return before
 
     def settle(self, step: int) -> None:
@@ -234,11 +227,7 @@ class Run:
         return self.data.val_every - count % self.data.val_every
 
     def validation_is_due(self, last: bool) -> bool:
-        """Return whether to validate after a batch, where there is something to validate on.
-
-        Args:
-            last: Whether it is the last batch of the epoch.
-        """
+        """Return whether to validate after a batch, the `last` of its epoch or not; there are validation batches."""
         every = self.settings.check_val_every_n_epoch
         if every is not None and (self.position.epoch + 1) % every:
             return False
@@ -260,9 +249,7 @@ def place_of(hooks: Hooks, position: Position) -> str:
 class Tracing:
     """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
 
-    Args:
-        hooks: The hooks; each callback that overrides `trace_step` takes part.
-        log_every: The interval of those that name none.
+    Callbacks that name no interval have `log_every`.
 
     Attributes:
         every: The callbacks with their intervals.
@@ -336,7 +323,8 @@ class Tracing:
         seen = [x for x in self.seen if until is None or x[1] <= until]
         self.seen = self.seen[len(seen) :]
         for callback, step, values in seen:
-            self._hooks.call_one(callback, "on_trace", {name: fetch(x) for name, x in values.items()}, step)
+            others = [c for c in self._hooks.callbacks if c is not callback]
+            self._hooks.bind("on_trace").without(others)({name: fetch(x) for name, x in values.items()}, step)
 
 
 class StepHooks(NamedTuple):
@@ -357,10 +345,6 @@ class Wait(NamedTuple):
 
 class Due:
     """When something acts that does not act in each step, and the hooks of a step's batches.
-
-    Args:
-        hooks: The hooks of the run, of which callbacks with `due_in` have some steps only.
-        tracing: The callbacks inside the optimizer step.
 
     Attributes:
         next_step: The count of optimizer steps at which something is due next.

@@ -5,6 +5,7 @@ import datetime
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -22,26 +23,15 @@ _EVENTS = ("jaxpr_trace_duration", "jaxpr_to_mlir_module_duration", "backend_com
 _STEPS = {stage.program for stage in STAGES.values()} | {"train_step_traced", "micro_step", "train_steps"}
 
 
+@dataclass(eq=False)
 class RunData:
-    """The loaders of a run.
+    """The loaders of a run."""
 
-    Args:
-        loaders: Opens them.
-
-    Attributes:
-        loaders: See above.
-        train: The training loader of a fit, once it is open.
-        val: What a fit validates on, or validate, test or predict runs over, once it is open.
-        val_every: Batches between validations; None for the end of the epoch.
-        validates: Whether a validation loader has batches.
-    """
-
-    def __init__(self, loaders: Loaders) -> None:
-        self.loaders = loaders
-        self.train = list[Loader]()
-        self.val: Sequence[Loader] = ()
-        self.val_every: int | None = None
-        self.validates = False
+    loaders: Loaders
+    train: Sequence[Loader] = ()  # the training loader of a fit, once it is open
+    val: Sequence[Loader] = ()  # what a fit validates on, or validate, test or predict runs over, once it is open
+    val_every: int | None = None  # batches between validations; None for the end of the epoch
+    validates: bool = False  # whether a validation loader has batches
 
     @property
     def is_fit(self) -> bool:
@@ -216,8 +206,7 @@ class TimeLimits:
 class CompileLog(dict[str, float]):
     """Seconds of tracing, lowering and compiling of each kind of step, in the order of their first compile.
 
-    Args:
-        changed: Called after each change.
+    `changed` is called after each change.
     """
 
     def __init__(self, changed: Callable[[], None] = lambda: None) -> None:

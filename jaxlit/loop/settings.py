@@ -73,18 +73,11 @@ class Arguments:
 class Settings(Arguments):
     """The arguments of a `Trainer`, frozen; the properties follow from several of them.
 
-    Args:
-        **given: All arguments, as they were given.
-
-    Attributes:
-        arguments: The same.
-
     Raises:
-        ArgumentError: A value is out of its set, or does not fit another.
         ArgumentTypeError: A value has the wrong type.
     """
 
-    arguments: dict[str, Any]
+    arguments: dict[str, Any]  # as they were given
 
     def __init__(self, **arguments: Any) -> None:
         checked = {
@@ -122,9 +115,8 @@ class Settings(Arguments):
         if self.fast_dev_run:
             return dict.fromkeys(STAGES, self.fast_dev_run)
         limits = {name: getattr(self, stage.limit) for name, stage in STAGES.items()}
-        return limits | (
-            dict.fromkeys(("training", "validation"), self.overfit_batches) if self.overfit_batches else {}
-        )
+        overfitted = ("training", "validation") if self.overfit_batches else ()
+        return limits | dict.fromkeys(overfitted, self.overfit_batches)
 
     @property
     def clip(self) -> optax.GradientTransformation | None:
@@ -200,11 +192,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 
 
 def _check_combinations(s: Settings) -> None:
-    """Refuse values that do not fit each other.
-
-    Raises:
-        ArgumentError: Naming the two.
-    """
+    """Refuse values that do not fit each other."""
     if s.check_val_every_n_epoch is None and isinstance(s.val_check_interval, float):
         raise ArgumentError(
             f"Trainer(check_val_every_n_epoch=None, val_check_interval={s.val_check_interval}) counts across epochs, "

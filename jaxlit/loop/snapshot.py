@@ -36,10 +36,7 @@ _logger = logging.getLogger("jaxlit")
 def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
-    Args:
-        run: The fit.
-        ask: Whether `on_save_checkpoint` is called.
-        weights_only: Whether the arrays are those of the module alone, see `stored`.
+    `ask` is whether `on_save_checkpoint` is called, `weights_only` whether the arrays are the module's alone.
 
     Raises:
         CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.

@@ -169,9 +169,7 @@ def draw_rest_of_epoch(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
 def log_step(run: Run, rows: list[Row] | None) -> None:
     """Log the pending rows of the previous dispatch, and make the rows of this dispatch pending.
 
-    Args:
-        run: The run.
-        rows: The rows of a dispatch of several batches. None for a single batch: its row is made here, if one is due.
+    They are None for a single batch, whose row is made here, if one is due.
     """
     position = run.position
     step = run.position.global_step
@@ -263,7 +261,7 @@ def drop_window(run: Run) -> None:
     if run.position.over and run.position.filled:
         run.engine.clear_window()
         run.hooks.log.take_window()
-        run.position.drop_window()
+        run.position.filled = 0  # `batch_idx` does not move back
         run.unchecked.starts.clear()
 
 

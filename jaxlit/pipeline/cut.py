@@ -24,15 +24,10 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a program.
-
-    Attributes:
-        role: How the cut treats it.
-        update: The index of the output that replaces it, None if it does not change.
-    """
+    """An input of a program."""
 
     role: Role
-    update: int | None = None
+    update: int | None = None  # the index of the output that replaces it, None if it does not change
 
 
 @dataclass
@@ -49,21 +44,13 @@ class Piece:
 
 @dataclass
 class Cut:
-    """A program in pieces.
-
-    Attributes:
-        closed: The program.
-        pieces: The piece of each stage.
-        home_of: The stage that holds each input, None for those of the batch and those that nothing uses.
-        made_at: The stage that computes each output.
-        sizes: How many of the parts between marks each stage has.
-    """
+    """A program in pieces."""
 
     closed: ClosedJaxpr
-    pieces: list[Piece]
-    home_of: list[int | None]
-    made_at: list[int]
-    sizes: list[int]
+    pieces: list[Piece]  # of each stage
+    home_of: list[int | None]  # the stage that holds each input, None for those of the batch and unused ones
+    made_at: list[int]  # the stage that computes each output
+    sizes: list[int]  # how many of the parts between marks each stage has
 
     def runner(self, piece: Piece) -> Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]:
         """Return a function of a piece's (inputs, ins) to its (outs, results)."""
@@ -89,17 +76,11 @@ def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any) -> Cut:
-    """Cut a program into stages.
+    """Cut a program, its calls written out, into stages; `balance` is that of `segments_of`.
 
     What depends on the batch and on weights, or comes after a mark, is computed once: where the latest of its
     operands is. What depends on weights alone is computed where it is used, as late as possible; results of a few
     numbers such as a norm's, where the weights live. All else is computed again on each stage that uses it.
-
-    Args:
-        closed: The program, its calls written out.
-        inputs: What each of its inputs is.
-        num_stages: Stages.
-        balance: How marks become stages, see `segments_of`.
 
     Raises:
         ArgumentError: There are too few marks, one is where no program can be cut, or state is updated on one stage

@@ -6,7 +6,7 @@ more. `estimate` returns what a batch costs: operations and transfers from trace
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,10 +82,8 @@ class BatchRun:
     def run(self, order: Sequence[Task | FusedTask]) -> tuple[list[Any], list[Any], list[Any], list[list[Any]]]:
         """Run the tasks in an order in which none waits for a later one.
 
-        Returns:
-            The newest arrays of what the step writes, in the order of `MicrobatchStep.written`; the sum of each
-            parameter's gradients, in the order of `MicrobatchStep.params`; each microbatch's table; and by output those
-            of each microbatch.
+        Return the newest arrays of what the step writes, in the order of `MicrobatchStep.written`; the sum of each
+        parameter's gradients, in that of `MicrobatchStep.params`; each microbatch's table; and by output those of each.
         """
         run = {
             Kind.FWD: self.forward,
@@ -237,17 +235,11 @@ def _sum(arrays: list[jax.Array]) -> jax.Array:
 
 @dataclass(frozen=True)
 class Rows:
-    """An array of a batch of which each process has its own rows.
+    """An array of a batch of which each process has its own rows."""
 
-    Args:
-        local: Those of this process, (rows / processes, ...).
-        processes: How many there are.
-        sharding: Its sharding on the first rank.
-    """
-
-    local: np.ndarray
-    processes: int
-    sharding: NamedSharding
+    local: np.ndarray  # (rows / processes, ...), those of this process
+    processes: int  # how many there are
+    sharding: NamedSharding  # on the first rank
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -264,12 +256,10 @@ class Rows:
 
 
 class Places:
-    """The ranks of a pipeline.
+    """The ranks of a pipeline, given their meshes, which are of one shape and have the same axes.
 
-    Args:
-        meshes: The mesh of each, all of one shape and with the same axes.
-        home: The rank of the loss, on which numbers of several ranks are combined.
-        jit: Compiles a function for the devices of a rank, given (rank, function, name, **options of `jax.jit`).
+    `home` is the rank of the loss, on which numbers of several ranks are combined. `jit` compiles a function for the
+    devices of a rank, given (rank, function, name, **options of `jax.jit`).
     """
 
     def __init__(self, meshes: Sequence[Mesh], home: int, jit: Callable[..., Any]) -> None:
@@ -364,9 +354,7 @@ def _host() -> jax.Device | None:
 def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int]) -> Mesh | None:
     """Return a mesh of which each rank has some devices of every process; None where there is one process.
 
-    Args:
-        devices: The devices, as many of each process.
-        shape: The size of each axis, "stage" among them, one of them -1 at most.
+    The shape has the size of each axis, "stage" among them, one of them -1 at most.
 
     Raises:
         ArgumentError: There are more ranks than devices in a process.
@@ -451,19 +439,27 @@ def estimate(program: "Microbatched", leaves: Sequence[Any], batch: Any) -> Prog
     return ProgramCost(program.name, flops, memory, (send,) if sends[busiest] else ())
 
 
+def forwards(stages: Sequence[Stage], shapes: Sequence[Any]) -> Iterator[tuple[Any, list[Any], Saved]]:
+    """Yield each stage's forward pass, traced, its outs, and what it keeps, given the shapes of the step's inputs."""
+    sent: dict[Any, Any] = {}
+    for stage in stages:
+        inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
+        forward = stage.forward.trace(inputs, ins)
+        outs, _, residuals = abstract_batch(forward.out_info)
+        sent |= zip(stage.piece.outs, outs, strict=True)
+        yield forward, outs, stage.keep(inputs, ins, residuals)
+
+
 def _passes(program: "Microbatched", stage_set: StageSet, leaves: Sequence[Any], batch: Sequence[Any]) -> list[_Pass]:
     """Return the cost of a microbatch on each stage."""
     shapes = abstract_batch([*leaves, *batch])
     scale = None if program.passes.scale is None else shapes[program.passes.scale]
     rank_of, shape_of, passes = program.schedule.rank_of, dict[Any, Any](), list[_Pass]()
-    for k, stage in enumerate(stage_set.stages):
-        inputs, ins = [shapes[i] for i in stage.piece.inputs], [shape_of[x] for x in stage.piece.ins]
-        forward = stage.forward.trace(inputs, ins)
-        outs, _, residuals = abstract_batch(forward.out_info)
+    for k, (forward, outs, saved) in enumerate(forwards(stage_set.stages, shapes)):
+        stage = stage_set.stages[k]
         shape_of |= zip(stage.piece.outs, outs, strict=True)
-        saved = stage.keep(inputs, ins, residuals)
         totals = program.sums(shapes[i] for i in stage.params)
-        returned = (saved.inputs, saved.ins), residuals, [[outs[i]] for i in stage.outs]
+        returned = (saved.inputs, saved.ins), saved.residuals, [[outs[i]] for i in stage.outs]
         backward = stage.backward.trace(*returned, totals, np.float32(1), scale)
         # Each result to the stages that use it, and each gradient to the stage that computed its value.
         routes = [(var, user) for var in stage.piece.outs for user, _ in stage_set.users[var]]

@@ -49,7 +49,7 @@ class Placed:
     Args:
         fn: A function of pytrees of arrays to a pytree of arrays.
         places: The ranks.
-        name: The name of its programs.
+        name: That of its programs.
         follows: Run an operation on arrays of several ranks on that of its largest uncomputed array, such as a weight,
             or of the array computed last. False refuses it, unless the arrays are small.
         outputs: The sharding of each of the first leaves of the result.
@@ -88,8 +88,9 @@ class Placed:
         same_program(self.name, lambda: closed)
         closed, structure = inline(closed, selects=True), jax.tree.structure(result)
         names, inputs = closed.jaxpr.outvars, closed.jaxpr.invars
-        placing = _Placing(closed.jaxpr, ranks, self.places.home, self.name, follows=self._follows)
-        parts = _parts(closed.jaxpr, placing, {inputs[i] for i in self.donate})
+        home = self.places.home
+        slots = _slots_of(closed.jaxpr, ranks, home, self.name, follows=self._follows)
+        parts = _parts(closed.jaxpr, slots, home, {inputs[i] for i in self.donate})
         shardings = [*self._outputs, *[None] * (len(names) - len(self._outputs))]
         to = {x: s for x, s in zip(names, shardings, strict=True) if not isinstance(x, Literal)}
         programs = [self._compiled(part, closed, to) for part in parts]
@@ -133,77 +134,62 @@ class Placed:
         return self.places.jit(part.rank, body, name, out_shardings=shardings, donate_argnums=0)
 
 
-class _Placing:
-    """Finds where the operations of a program run.
+class _Slots(NamedTuple):
+    """Where the operations of a program run."""
 
-    Args:
-        jaxpr: The program.
-        ranks: The rank of each input, None for one that is sent to the ranks that use it.
-        home: See `Places`.
-        name: The name of the program.
-        follows: See `Placed`.
+    at: dict[Any, _Slot]  # of each value that has one
+    effects: dict[int, _Slot]  # of equations that print or call back, by their identity
 
-    Attributes:
-        at: The slot of each value that has one.
-        effects: That of equations that print or call back, by their identity.
-    """
 
-    def __init__(self, jaxpr: Any, ranks: Sequence[int | None], home: int, name: str, *, follows: bool) -> None:
-        self.home, self.name, self.follows = home, name, follows
-        self.at: dict[Any, _Slot] = {}
-        self.effects: dict[int, _Slot] = {}
-        self._held = set[Any]()  # values computed only from arrays with a rank
-        for x, rank in zip(jaxpr.invars, ranks, strict=True):
-            if rank is not None:
-                self.at[x] = _Slot(rank, 0)
-                self._held.add(x)
-        for eqn in jaxpr.eqns:
-            self._place(eqn)
+def _slots_of(jaxpr: Any, ranks: Sequence[int | None], home: int, name: str, *, follows: bool) -> _Slots:
+    """Return where operations run, given the rank of each input, None for one that is sent to the ranks that use it."""
+    at = {x: _Slot(rank, 0) for x, rank in zip(jaxpr.invars, ranks, strict=True) if rank is not None}
+    effects, held = dict[int, _Slot](), set(at)  # values that are computed only from arrays with a rank
 
-    def _place(self, eqn: Any) -> None:
-        operands = variables(eqn.invars)
-        placed = [x for x in operands if x in self.at]
-        slot = _Slot(self.home, 0)
-        if placed:
-            rank = self._rank_of(eqn, placed)
-            slot = _Slot(rank, max(self.at[x].turn + (self.at[x].rank != rank) for x in placed))
-            self.at |= dict.fromkeys(eqn.outvars, slot)
-            if len(placed) == len(operands) and self._held.issuperset(placed):
-                self._held |= {*eqn.outvars}
-        if eqn.effects:
-            self.effects[id(eqn)] = slot
-
-    def _rank_of(self, eqn: Any, operands: Sequence[Any]) -> int:
-        """Return where an operation runs."""
+    def rank_of(eqn: Any, operands: Sequence[Any]) -> int:
         arrays = [x for x in operands if x.aval.size > 1]
         for group in (operands, arrays):
-            if len(ranks := {self.at[x].rank for x in group}) == 1:
+            if len(ranks := {at[x].rank for x in group}) == 1:
                 return ranks.pop()
         if not arrays:
-            return self.home
-        if self.follows:
-            held = [x for x in arrays if x in self._held]
-            leader = max(held, key=_size) if held else max(arrays, key=lambda x: (self.at[x].turn, _size(x)))
-            return self.at[leader].rank
+            return home
+        if follows:
+            known = [x for x in arrays if x in held]
+            leader = max(known, key=_size) if known else max(arrays, key=lambda x: (at[x].turn, _size(x)))
+            return at[leader].rank
         large = [x for x in arrays if _size(x) > _SMALL]
-        if len(ranks := {self.at[x].rank for x in large}) > 1:
-            shapes = ", ".join(f"{x.aval.str_short()} of rank {self.at[x].rank}" for x in large)
+        if len(ranks := {at[x].rank for x in large}) > 1:
+            shapes = ", ".join(f"{x.aval.str_short()} of rank {at[x].rank}" for x in large)
             raise StateError(
-                f"{self.name}: the operation {eqn.primitive.name} combines large arrays of several ranks of the "
-                f"pipeline: {shapes}. Only small ones are sent to one rank: reduce each array first, as a norm does, "
-                "or train with strategy='fsdp'."
+                f"{name}: the operation {eqn.primitive.name} combines large arrays of several ranks of the pipeline: "
+                f"{shapes}. Only small ones are sent to one rank: reduce each array first, as a norm does, or train "
+                "with strategy='fsdp'."
             )
-        return ranks.pop() if ranks else self.home
+        return ranks.pop() if ranks else home
+
+    for eqn in jaxpr.eqns:
+        operands = variables(eqn.invars)
+        placed = [x for x in operands if x in at]
+        slot = _Slot(home, 0)
+        if placed:
+            rank = rank_of(eqn, placed)
+            slot = _Slot(rank, max(at[x].turn + (at[x].rank != rank) for x in placed))
+            at |= dict.fromkeys(eqn.outvars, slot)
+            if len(placed) == len(operands) and held.issuperset(placed):
+                held |= {*eqn.outvars}
+        if eqn.effects:
+            effects[id(eqn)] = slot
+    return _Slots(at, effects)
 
 
 def _size(x: Any) -> int:
     return math.prod(x.aval.shape) * x.aval.dtype.itemsize
 
 
-def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
+def _parts(jaxpr: Any, placed: _Slots, home: int, donate: set[Any]) -> list[_Part]:
     """Return the parts of a program, in an order in which each has what it needs."""
-    at, first = placing.at, _Slot(placing.home, 0)
-    slots = sorted({first, *at.values(), *placing.effects.values()}, key=lambda slot: (slot.turn, slot.rank))
+    at, first = placed.at, _Slot(home, 0)
+    slots = sorted({first, *at.values(), *placed.effects.values()}, key=lambda slot: (slot.turn, slot.rank))
     wanted: dict[_Slot, dict[Any, None]] = {slot: {} for slot in slots}
     inputs = set(jaxpr.invars)
     for x in variables(jaxpr.outvars):
@@ -213,7 +199,7 @@ def _parts(jaxpr: Any, placing: _Placing, donate: set[Any]) -> list[_Part]:
     for slot in reversed(slots):
 
         def takes(eqn: Any, used: list[Any], slot: Any = slot) -> bool:
-            return placing.effects.get(id(eqn)) == slot or any(at.get(x, slot) == slot for x in used)
+            return placed.effects.get(id(eqn)) == slot or any(at.get(x, slot) == slot for x in used)
 
         needed = dict(wanted[slot])
         eqns = walk_back(jaxpr.eqns, needed, takes)

@@ -470,11 +470,7 @@ def _needs(task: Task, num_stages: int, exists: Callable[[Task], bool]) -> list[
 
 
 def _check(schedule: Schedule, programs: list[list[Task | FusedTask]], count: int) -> set[Task]:
-    """Return all tasks of a schedule.
-
-    Raises:
-        ArgumentError: One is missing, occurs twice or is on another rank.
-    """
+    """Return all tasks of a schedule; refuse one of which any is missing, occurs twice or is on another rank."""
     owner = f"{schedule!r} with {count} microbatches"
     if len(programs) != schedule.num_ranks:
         raise ArgumentError(f"{owner} gives tasks for {len(programs)} ranks, and has {schedule.num_ranks}.")

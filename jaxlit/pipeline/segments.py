@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, did_you_mean
 from jaxlit.programs.costs import count_flops
-from jaxlit.programs.jaxpr import bodies, equations, follow
+from jaxlit.programs.jaxpr import bodies, equations, follow, params_of
 
 T = TypeVar("T")
 
@@ -61,31 +61,22 @@ def restart() -> None:
 
 def mark_of(eqn: Any) -> str | None:
     """Return the name of the mark that an equation is, None if it is none."""
-    if eqn.primitive.name != "name":
-        return None
-    return eqn.params["name"] if eqn.params["name"].startswith(_PREFIX) else None
+    name = params_of(eqn).get("name")
+    return name if isinstance(name, str) and name.startswith(_PREFIX) else None
 
 
 class Segments(NamedTuple):
-    """The stretches of a program between its marks.
+    """The stretches of a program between its marks."""
 
-    Attributes:
-        after: By the identity of each marking equation the stage of what is computed from it.
-        stages: The stage of each segment.
-    """
-
-    after: dict[int, int]
-    stages: list[int]
+    after: dict[int, int]  # by the identity of each marking equation the stage of what is computed from it
+    stages: list[int]  # of each segment
 
 
 def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
-    """Return the segments of a program, grouped into stages.
+    """Return the segments of a program, its calls written out, grouped into stages.
 
-    Args:
-        jaxpr: The program, its calls written out.
-        num_stages: Stages.
-        balance: "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
-            segments each stage has.
+    `balance` is "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
+    segments each stage has.
 
     Raises:
         ArgumentError: There are too few marks, or one is inside a loop.
@@ -175,9 +166,7 @@ def _by_cost(costs: list[int], stages: int) -> list[int]:
 class Layers:
     """The layers of a model after which a stage may end.
 
-    Args:
-        layers: The path of a list of modules, "blocks" or "encoder.blocks"; or paths of single ones; or None.
-        owner: The strategy's name, for errors.
+    They are given by the path of a list of modules, "blocks" or "encoder.blocks", by paths of single ones, or as None.
     """
 
     def __init__(self, layers: str | Sequence[str] | None, *, owner: str) -> None:
@@ -190,11 +179,7 @@ class Layers:
         self.layers, self.owner = layers, owner
 
     def mark(self, module: Any) -> Any:
-        """Let the layers of a module mark what they return, and return the module.
-
-        Args:
-            module: A copy of the user's module, made for one trace.
-        """
+        """Let the layers of a module, a copy for one trace, mark what they return, and return the module."""
         restart()
         for layer in self._layers(module):
             # By its class, as Python looks up __call__ there; its paths and its state stay what they are.

@@ -19,7 +19,7 @@ from jaxlit.core.replica import abstract_batch, num_rows
 from jaxlit.core.train_state import TrainState, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError, StateError
 from jaxlit.pipeline.cut import Cut, Input, Role, StateOnTwoStages, cut
-from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate
+from jaxlit.pipeline.executor import BatchRun, Microbatch, StageSet, estimate, forwards
 from jaxlit.pipeline.placed import Placed
 from jaxlit.pipeline.schedules import FusedTask, Kind, Schedule, Task, simulate
 from jaxlit.pipeline.segments import holds_mark
@@ -60,18 +60,6 @@ def layers_of(names: Sequence[str]) -> str:
     return ", ".join(layers) if len(layers) <= 3 else f"{layers[0]}, {layers[1]} ... {layers[-1]}"
 
 
-def residuals_of(stages: Sequence[Any], shapes: Sequence[Any]) -> list[int]:
-    """Return the bytes that each stage keeps of one microbatch, given the shapes of all inputs of the step."""
-    sent: dict[Any, Any] = {}
-    sizes = []
-    for stage in stages:
-        inputs, ins = [shapes[i] for i in stage.piece.inputs], [sent[x] for x in stage.piece.ins]
-        outs, _, residuals = jax.eval_shape(stage.forward, inputs, ins)
-        sent |= dict(zip(stage.piece.outs, outs, strict=True))
-        sizes.append(stage.keep(inputs, ins, residuals).nbytes)
-    return sizes
-
-
 class Placement(NamedTuple):
     """The ranks and stages of a module's arrays."""
 
@@ -82,14 +70,9 @@ class Placement(NamedTuple):
 
 
 def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: Any) -> Placement:
-    """Return the placement of each array of a module.
+    """Return the placement of each array of a module, given the abstract state and the user's step.
 
-    Args:
-        schedule: The rank of each stage.
-        balance: See `segments_of`.
-        state: The state, abstract.
-        closed: The user's step, see `Strategy.step_program`; None where it is not known: arrays are then distributed in
-            their order, by their bytes.
+    Where the step is not known, None, the arrays are distributed in their order, by their bytes.
     """
     module = state.variables
     leaves, treedef = jax.tree.flatten(module)
@@ -142,15 +125,10 @@ def _cut(closed: Any, inputs: Sequence[Input], num_stages: int, balance: Any, na
 
 
 class Microbatched:
-    """A compiled training program: a function of (leaves, batch) to what its `Program` returns.
+    """A compiled training program of a `Pipeline`: a function of (leaves, batch) to what its `Program` returns.
 
-    Args:
-        strategy: The pipeline, a `jaxlit.strategies.Pipeline`.
-        name: The name of its programs.
-        passes: The functions of a pass.
-        specs: The spec of each array of the state.
-        finish: The program after the last pass.
-        outputs: The outputs of the user's step: whether each has a row for each row of the batch.
+    `finish` is the program after the last pass. `outputs` are those of the user's step: whether each has a row for each
+    row of the batch.
     """
 
     def __init__(
@@ -184,7 +162,10 @@ class Microbatched:
         """Return the microbatches of a batch, and the programs of each; of the state only shapes are read."""
         self._shapes = self._shapes or [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         microbatches = self._split(batch)
-        return microbatches, [self._set(x, batch) for x in microbatches]
+        for x in microbatches:
+            if x.shape not in self._sets:
+                self._sets[x.shape] = self._build(x, jax.tree.structure(batch))
+        return microbatches, [self._sets[x.shape] for x in microbatches]
 
     def estimate(self, leaves: Sequence[Any], batch: Any) -> ProgramCost:
         """Return the cost of a call, given arrays or their shapes, dtypes and shardings."""
@@ -241,11 +222,6 @@ class Microbatched:
         shardings = [[sharding(rank, x, num_rows(xs)) for x in xs] for rank, xs in zip(ranks, groups, strict=True)]
         return self.places.put(groups, shardings)
 
-    def _set(self, microbatch: Microbatch, batch: Any) -> StageSet:
-        if microbatch.shape not in self._sets:
-            self._sets[microbatch.shape] = self._build(microbatch, jax.tree.structure(batch))
-        return self._sets[microbatch.shape]
-
     def _build(self, microbatch: Microbatch, treedef: Any) -> StageSet:
         strategy, passes, count = self.strategy, self.passes, len(self._shapes)
         replica = replace(strategy.replica, passes=microbatch.shape[1])
@@ -263,7 +239,8 @@ class Microbatched:
         cut = _cut(closed, inputs, self.schedule.num_stages, strategy.sizes, names)
         flow = flow_of(closed.jaxpr, passes.params)
         stages = [Stage(cut, x, flow, passes, self._jit_of(x.stage), strategy.remat) for x in cut.pieces]
-        self.residuals = self.residuals or (lambda: residuals_of(stages, [*self._shapes, *shapes]))
+        inputs_of_step = [*self._shapes, *shapes]
+        self.residuals = self.residuals or (lambda: [x.nbytes for _, _, x in forwards(stages, inputs_of_step)])
         return StageSet(cut, stages, count, len(passes.written))
 
     def _jit_of(self, stage: int) -> Callable[..., Any]:

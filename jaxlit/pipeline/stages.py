@@ -14,15 +14,10 @@ from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
 
 @dataclass(frozen=True)
 class Flow:
-    """The values that the gradient passes through.
+    """The values that the gradient passes through."""
 
-    Attributes:
-        values: The variables of a program that depend on a parameter and that its first output depends on.
-        params: The indices of the parameters of which that is true.
-    """
-
-    values: frozenset[Any]
-    params: frozenset[int]
+    values: frozenset[Any]  # the variables of a program that depend on a parameter and that its first output depends on
+    params: frozenset[int]  # the indices of the parameters of which that is true
 
 
 def flow_of(jaxpr: Any, params: Sequence[int]) -> Flow:
@@ -56,13 +51,8 @@ class Saved:
 class Stage:
     """The programs of one stage, for microbatches of one shape, compiled when they are first called.
 
-    Args:
-        cut: The program.
-        piece: The part of it that this stage computes.
-        flow: The values that the gradient passes through.
-        passes: The functions of a pass, which add up gradients.
-        jit: Compiles a function, given its name and options of `jax.jit`.
-        remat: A policy of `jax.checkpoint_policies` to compute the stage again by in the backward pass, or None.
+    `jit` compiles a function, given its name and options of `jax.jit`. `remat` is a policy of `jax.checkpoint_policies`
+    to compute the stage again by in the backward pass, or None.
     """
 
     def __init__(

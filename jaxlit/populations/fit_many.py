@@ -23,7 +23,7 @@ from jaxlit.checkpoints import files
 from jaxlit.checkpoints.files import Checkpoint, FolderLock, candidates, last_order, name_of, remove, sweep
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.core.module import TrainModule
-from jaxlit.core.train_state import Layout
+from jaxlit.core.train_state import Layout, Precision
 from jaxlit.data.batch_validator import BatchValidator
 from jaxlit.data.loaders import check_rows, each_loader, source_of
 from jaxlit.data.prefetcher import Prefetcher
@@ -45,11 +45,7 @@ _FORMAT = 1
 
 
 class Saves:
-    """Writes the checkpoints of a population, and keeps the newest.
-
-    Args:
-        root: The folder of the run.
-        resume: Whether to continue from its newest checkpoint.
+    """Writes the checkpoints of a population to the folder of a run, and keeps the newest; refuses a folder in use.
 
     Raises:
         ArgumentError: There are checkpoints, and `resume` is False.
@@ -89,7 +85,7 @@ class Saves:
         self._lock.close()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies, or None.
+        """Return the newest checkpoint that verifies; None if there is none, an error if there are others only.
 
         Raises:
             CheckpointError: There are checkpoints, and none of them can be used.
@@ -126,7 +122,7 @@ def described(programs: Programs) -> dict[str, Any]:
 
 
 def read_arrays(checkpoint: Checkpoint, programs: Programs) -> list[jax.Array]:
-    """Return the arrays of a checkpoint, each read directly onto the devices of its members.
+    """Return the arrays of a checkpoint, each read directly onto the devices of its members; refuse one of others.
 
     Raises:
         CheckpointError: It was written for other members or another module.
@@ -432,9 +428,10 @@ def _built(
 ) -> tuple[Programs, Layout, list[list[np.ndarray]]]:
     """Return the programs of all members, the layout of a module's arrays, and the arrays of each member."""
     check_variations(make_module, variations)
-    programs = Programs(members_mesh(len(variations), options.most_devices), *examples)
+    most_devices = None if isinstance(options.devices, str) else options.devices
+    programs = Programs(members_mesh(len(variations), most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
-    for built in build(make_module, variations, options.dtypes):
+    for built in build(make_module, variations, Precision(options.precision)):
         programs.add(built.member)  # traced before the next one is built
         layouts.append(built.layout)
         arrays.append(built.arrays)

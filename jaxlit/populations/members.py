@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.core.module import STAGES, TrainModule, is_overridden, share_hparams
 from jaxlit.core.optimizer import updates_of
@@ -31,6 +30,7 @@ from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
+from jaxlit.loop.hooks import OF_CALLBACK
 from jaxlit.programs.jaxpr import numbers_of
 from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
@@ -46,7 +46,6 @@ class Options:
     """How a population trains; the attributes are the arguments of `jl.fit_many`, see there.
 
     Raises:
-        ArgumentError: One is out of its set, or they do not fit each other.
         ArgumentTypeError: One is of another type.
     """
 
@@ -70,7 +69,7 @@ class Options:
         check.one_of("precision", self.precision, [x for x in PRECISIONS if x != "16-mixed"], owner=OWNER)
         check.require(self.resume in (None, "auto"), "resume", self.resume, "takes None or 'auto'", owner=OWNER)
         _require_type("early_stopping", self.early_stopping, EarlyStopping, "takes a jl.callbacks.EarlyStopping")
-        for name in ("check", "setup", "teardown", *(x for x in dir(EarlyStopping) if x.startswith("on_"))):
+        for name in ("check", *OF_CALLBACK):
             if self.early_stopping and getattr(type(self.early_stopping), name) is not getattr(EarlyStopping, name):
                 raise ArgumentError(
                     f"{OWNER}(early_stopping=...) calls no hooks and no check, which take a Trainer, and "
@@ -83,16 +82,6 @@ class Options:
         check.on_disk("default_root_dir", self.default_root_dir, owner=OWNER)
         if (count := jax.process_count()) > 1:
             raise ArgumentError(f"{OWNER} trains in one process, and there are {count}. Call it in one of its own.")
-
-    @property
-    def dtypes(self) -> Precision:
-        """The dtypes of the training."""
-        return Precision(self.precision)
-
-    @property
-    def most_devices(self) -> int | None:
-        """How many devices may be used; None for all."""
-        return None if isinstance(self.devices, str) else int(self.devices)
 
 
 def _require_type(name: str, value: Any, cls: Any, rule: str) -> None:
@@ -142,7 +131,7 @@ def name_of(index: int, variation: Mapping[str, Any]) -> str:
 
 
 def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
-    """Return the arguments of `make_module` for each member.
+    """Return the arguments of `make_module` for each member; refuse variations that it does not take.
 
     Raises:
         ArgumentTypeError: `make_module` cannot be called, or `variations` is no list of dicts.
@@ -242,7 +231,7 @@ def build(
         # Without arrays: otherwise those of all modules would stay in memory next to the training state.
         origin = merge(graphdef, jax.tree.map(abstract, state))
         share_hparams(origin, module)
-        pure = PureModule(nnx.graphdef(module), optimizer.wrt, origin, precision)
+        pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
         training = training_of(origin, pure, strategy, StepOptions(optimizer))
@@ -257,7 +246,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_module(module: Any, made_by: str) -> None:
-    """Refuse what a population cannot train.
+    """Refuse what a population cannot train: no module, or one with hooks, which see one training.
 
     Raises:
         ModuleError: `module` is not a module, or has hooks, which see one training.
@@ -266,8 +255,7 @@ def check_module(module: Any, made_by: str) -> None:
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
     if not is_overridden(module, "training_step"):
         raise ModuleError(f"{type(module).__name__} has no training_step. Define training_step(self, batch).")
-    hooks = [name for name in dir(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
-    hooks += ["configure_callbacks", "on_before_batch_transfer"]
+    hooks = [*OF_CALLBACK, "configure_callbacks", "on_before_batch_transfer"]
     if has := [name for name in hooks if callable(getattr(type(module), name, None))]:
         raise ModuleError(
             f"{OWNER} calls no hooks, which see one training, and {type(module).__name__} has {has[0]}. Leave it out, "
@@ -276,11 +264,7 @@ def check_module(module: Any, made_by: str) -> None:
 
 
 def check_same_state(first: Member, member: Member) -> None:
-    """Refuse a member whose arrays are not those of the first one.
-
-    Raises:
-        ArgumentError: Naming the array, with both shapes.
-    """
+    """Refuse a member whose arrays are not those of the first one."""
     spec, other = first.training.spec, member.training.spec
     arrays, other_arrays = ({name: f"{dtype}{list(shape)}" for name, shape, dtype in x.entries} for x in (spec, other))
     for name in arrays | other_arrays:
@@ -347,11 +331,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
 
 
 def check_same_logs(first: str, a: Kind, name: str, b: Kind) -> None:
-    """Refuse a member of kind `b` that logs other values than the first one, of kind `a`, or in another way.
-
-    Raises:
-        ArgumentError: Naming a value.
-    """
+    """Refuse a member of kind `b` that logs other values than the first one, of kind `a`, or in another way."""
     for step, values in a.logged.items():
         for x, y in itertools.zip_longest(values, b.logged[step]):
             if x != y:
@@ -366,13 +346,7 @@ def check_distinct(
 ) -> None:
     """Refuse two members of different variations that would be the same training.
 
-    Args:
-        members: The members.
-        arrays: The arrays of each member's module.
-        numbers: The numbers in which the programs differ, (members, ...) each.
-
-    Raises:
-        ArgumentError: Naming the members.
+    Given are the arrays of each member's module, and the numbers in which the programs differ, (members, ...) each.
     """
     seen = dict[str, int]()
     for i, member in enumerate(members):

@@ -17,7 +17,6 @@ from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import StepTable, Table
 from jaxlit.core.module import takes_loader
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica
 from jaxlit.core.train_state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import trace_step
@@ -56,14 +55,10 @@ def members_mesh(count: int, devices: int | None) -> Mesh:
 class Programs:
     """The programs of a population, one for each kind of batch.
 
-    Args:
-        mesh: The mesh that the members are spread over.
-        train_example: The shapes and dtypes of the first training batch.
-        val_example: Those of the first validation batch; None without a validation.
+    Given are the mesh that the members are spread over, and the shapes and dtypes of the first batches.
 
     Attributes:
         members: The members; their specs have the metrics of the training step.
-        mesh: The mesh that the members are spread over.
         numbers: The numbers in which the programs so far differ between members, (members, ...) each.
     """
 
@@ -75,7 +70,7 @@ class Programs:
         self._kinds = dict[int, Kind]()  # by the first member of each
 
     def add(self, member: Member) -> None:
-        """Add a member, before the next one is built.
+        """Add a member, before the next one is built; refuse other arrays or metrics than those of the first member.
 
         Raises:
             ArgumentError: Its arrays or metrics are not those of the first member.
@@ -95,11 +90,7 @@ class Programs:
         self.members.append(replace(member.with_spec((self.members or [member])[0].training.spec), like=like))
 
     def compile(self) -> None:
-        """Compare the programs of all members for the first batches; they are compiled when they are first called.
-
-        Raises:
-            ArgumentError: They differ in more than numbers, or in what a later member has changed.
-        """
+        """Compare the programs of all members for the first batches; they are compiled when they are first called."""
         for i, kind in self._kinds.items():
             member = self.members[i]
             if not kind.is_same(kind_of(member.training, self._examples(member))):
@@ -174,7 +165,7 @@ class Programs:
 
         def update(member: Member, leaves: list[Any], batch: Any) -> tuple[list[Any], jax.Array]:
             # Trace the user's step first: the optimizer step is built from the result of the trace.
-            self._inspect(member, _TRAINING, _trace_body, example)
+            self._inspect(member, _TRAINING, lambda pure, of, *args: pure.body("training", of).trace(*args), example)
             return member.training.step.update(member.strategy.replica, leaves, batch)[:2]
 
         states = (list(map(abstract, self.spec.arrays)),)
@@ -227,9 +218,6 @@ class Programs:
             states: Shapes and dtypes of one member's arrays; those of the first are overwritten.
             *shared: Shapes and dtypes of what all members share.
             stage: The stage and the loader of the step that is run for a batch, `shared[0]`; None for no step.
-
-        Raises:
-            ArgumentError: The members' programs differ in more than numbers.
         """
         leaves, treedef = jax.tree.flatten(shared)
         key = (name, treedef, *((x.shape, x.dtype) for x in leaves))
@@ -271,7 +259,3 @@ def _empty_sums(table: Table) -> list[np.ndarray]:
 
 def _inspect_evaluation(stage: tuple[str, int | None], pure: PureModule, *args: Any) -> None:
     inspect_evaluation(pure, *stage, *args)
-
-
-def _trace_body(pure: PureModule, replica: Replica, *args: Any) -> None:
-    pure.body("training", replica).trace(*args)

@@ -20,18 +20,24 @@ from jax.extend.source_info_util import user_context
 from jaxlit.texts import array_text, is_key, stable_text
 
 JITS = ("jit", "pjit", "closed_call", "core_call")
-REMATS = ("checkpoint", "remat", "remat2")
-# Equations that run one program, on their own inputs and in their order.
-CALLS = (*JITS, *REMATS, "custom_jvp_call", "custom_vjp_call")
 # A function of an equation and of what is known of its inputs to what is known of its outputs.
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
 COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier")
 _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
+def params_of(eqn: Any) -> dict[str, Any]:
+    """Return the parameters of an equation; a primitive of `jax.experimental.hijax` holds its own."""
+    return getattr(eqn.params.get("_prim"), "params", eqn.params)
+
+
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the programs that an equation runs, closed ones with their constants."""
-    return [x for param in eqn.params.values() for x in programs_in(param)]
+    found = []
+    for param in params_of(eqn).values():
+        if isinstance(param, (tuple, *_PROGRAMS)):
+            found += programs_in(param)
+    return found
 
 
 def programs_in(param: Any) -> list[Any]:
@@ -49,9 +55,19 @@ def bodies(eqn: Any) -> list[Any]:
     return [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
 
 
+def remat_of(eqn: Any) -> dict[str, Any]:
+    """Return the arguments of the `jax.checkpoint` that an equation is, {} for another; its name is not always one."""
+    return {name: x for name, x in params_of(eqn).items() if name in ("prevent_cse", "policy")}
+
+
+def is_call(eqn: Any) -> bool:
+    """Return whether an equation runs one program, on its own inputs and in their order."""
+    return eqn.primitive.name in (*JITS, "custom_jvp_call", "custom_vjp_call") or bool(remat_of(eqn))
+
+
 def called(eqn: Any) -> Any:
     """Return the program of a call, whose inputs and outputs are the equation's own; None for another equation."""
-    if eqn.primitive.name not in CALLS or not (inner := bodies(eqn)):
+    if not (inner := bodies(eqn)) or not is_call(eqn):
         return None
     same = (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars))
     return inner[0] if same else None
@@ -159,7 +175,7 @@ def inline(closed: Any, *, also: Callable[[Any], bool] = lambda _: False, select
 
     def rule(eqn: Any, args: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if name in JITS or (name in REMATS and also(eqn)):
+        if name in JITS or (remat_of(eqn) and also(eqn)):
             (inner,) = inner_jaxprs(eqn)
             return run(*parts_of(inner), args, rule)
         if name == "cond" and selects:
@@ -319,7 +335,7 @@ def flow(
     inputs: Sequence[int],
     *,
     gradient: bool = False,
-    special: Callable[[Any, list[int]], Sequence[int] | None] = lambda eqn, ins: None,
+    special: Callable[[Any, list[int]], Sequence[int] | None] | None = None,
 ) -> list[int]:
     """Return the bits of a program's outputs, given those of its inputs: an output has those of all that it depends on.
 
@@ -327,7 +343,8 @@ def flow(
     """
 
     def rule(eqn: Any, ins: list[int]) -> Sequence[int]:
-        if (outs := special(eqn, ins)) is None:
+        outs = None if special is None else special(eqn, ins)
+        if outs is None:
             outs = _flow_through(eqn, ins, partial(flow, gradient=gradient, special=special), gradient)
         if not gradient:
             return outs
@@ -355,7 +372,7 @@ def _flow_through(eqn: Any, ins: list[int], through: Callable[..., list[int]], g
         branches = zip(*(through(x, ins[1:]) for x in inner), strict=True)
         return [reduce(or_, x, 0 if gradient else ins[0]) for x in branches]
     # The backward pass of a custom rule is another function, which may read every input.
-    if (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
+    if inner and (body := called(eqn)) is not None and not (gradient and name.startswith("custom_")):
         return through(body, ins)
     return [reduce(or_, ins, 0)] * len(eqn.outvars)
 
@@ -453,7 +470,9 @@ def described(closed: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name(var)} = constant {array_text(x) if hasattr(x, 'dtype') else var.aval}", None
     for eqn in jaxpr.eqns:
         inputs = [name(x) for x in eqn.invars]
-        params = [f"{key}={_param_text(x)}" for key, x in eqn.params.items() if x is not None and not programs_in(x)]
+        params = [
+            f"{key}={_param_text(x)}" for key, x in params_of(eqn).items() if x is not None and not programs_in(x)
+        ]
         outputs = " ".join([f"{name(x)}:{x.aval}" for x in eqn.outvars])
         yield " ".join([outputs, "=", eqn.primitive.name, *inputs, *params]), eqn
         for program in inner_jaxprs(eqn):

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxlit.programs.jaxpr import JITS, REMATS, bind, bodies, equations, follow, inner_jaxprs, parts_of, rerun_scan, run
+from jaxlit.programs.jaxpr import JITS, bind, equations, follow, inner_jaxprs, parts_of, remat_of, rerun_scan, run
 from jaxlit.sharding import explicit_axes
 
 # What a backward pass computes again: gathered weights, and what only changes their layout.
 _LAYOUT = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "split", "copy")
 _RECOMPUTED = ("sharding_constraint", "reshard", *_LAYOUT)
-_ENTERED = (*JITS, *REMATS, "scan")
 
 
 class Stacked(NamedTuple):
@@ -64,7 +63,9 @@ def _moved(eqn: Any, ins: _Followed) -> Stacked | None:
 
 def _entered(eqn: Any) -> Any:
     """Return the program that an equation runs on its inputs, one by one, or on slices of them; else None."""
-    inner = bodies(eqn) if eqn.primitive.name in _ENTERED else []
+    if eqn.primitive.name not in (*JITS, "scan") and not remat_of(eqn):
+        return None
+    inner = [parts_of(x)[0] for x in inner_jaxprs(eqn)]
     return inner[0] if len(inner) == 1 and len(inner[0].invars) == len(eqn.invars) else None
 
 
@@ -168,10 +169,10 @@ class _Gathering:
             return self.run(inner, args, inside)
 
         if eqn.primitive.name != "scan":
-            return jax.checkpoint(body, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])(*args)
+            return jax.checkpoint(body, **remat_of(eqn))(*args)
         # A layer that its user wraps in a checkpoint gathers again in it; a policy from outside would undo that.
         # Effects cannot run twice: a layer that calls the host is not changed.
-        has_remat = any(x.primitive.name in REMATS for x in equations(parts_of(inner)[0]))
+        has_remat = any(map(remat_of, equations(parts_of(inner)[0])))
         if not eqn.effects and (self.policy is not None or not has_remat):
             body = jax.checkpoint(body, prevent_cse=False, policy=self.policy or _all_but_gathered)
         return rerun_scan(eqn, args, body)

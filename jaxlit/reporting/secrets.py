@@ -28,11 +28,6 @@ _USER = re.compile(r"(?<=://)[^\s/:@]*:[^\s/]*@")  # with a password
 _printed: set[str] = set()  # paths of secrets, in this run
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a name is that of a secret: `api_key`, `hfToken`, `DB_PASSWORD`, but not `pad_token`."""
-    return _SECRET.search(_WORD_END.sub("_", name).lower()) is not None
-
-
 def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return JSON values with secrets hidden, at any depth, and print their paths once in a run."""
     paths: list[str] = []
@@ -43,7 +38,8 @@ def redacted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def hide(value: Any, paths: list[str], path: str = "", name: str = "") -> Any:
     """Return a value with `PLACEHOLDER` in place of each secret, and append the paths of secrets to a list."""
-    if name and _may_be_secret(value) and is_secret(name):
+    # A name such as `api_key`, `hfToken` or `DB_PASSWORD`, but not `pad_token`.
+    if name and _may_be_secret(value) and _SECRET.search(_WORD_END.sub("_", name).lower()):
         paths.append(path)
         return PLACEHOLDER
     if isinstance(value, Mapping):

@@ -15,7 +15,6 @@ import jax
 
 _ASCII = str.maketrans("·…━─", "|.=-")
 _SHORTEST, _LONGEST = 6, 18  # cells of a bar
-_NUMBER_WIDTH = 10  # of a number with four significant digits, such as -1.234e-05
 
 
 def say(text: str, *, aside: bool = False) -> None:
@@ -147,11 +146,6 @@ def epoch_line(epoch: str, done: int, total: float, numbers: Sequence[str]) -> s
             break
     parts[-1:] = [gap.join(filter(None, [parts[-1], mark]))]
     return join([*parts, remark], " " * (len(epoch) + 2), between=gap)
-
-
-def number(value: float) -> str:
-    """Return a metric's number with four significant digits, 10 characters wide."""
-    return f"{value:<{_NUMBER_WIDTH}.4g}"
 
 
 def live_line(epoch: str, done: int, total: float, numbers: str) -> str:

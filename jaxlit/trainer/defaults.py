@@ -31,21 +31,15 @@ from jaxlit.texts import shown, to_json
 
 @dataclass(frozen=True)
 class TrainerCallbacks:
-    """The callbacks of a Trainer.
+    """The callbacks of a Trainer."""
 
-    Attributes:
-        callbacks: All of them, in order.
-        loggers: Those that were given as loggers.
-        default_checkpoint: The ModelCheckpoint that the Trainer has added, None if there is none.
-    """
-
-    callbacks: list[Callback]
-    loggers: list[Callback]
-    default_checkpoint: Callback | None
+    callbacks: list[Callback]  # all of them, in order
+    loggers: list[Callback]  # those that were given as loggers
+    default_checkpoint: Callback | None  # the ModelCheckpoint that the Trainer has added
 
 
 def all_callbacks(settings: Settings) -> TrainerCallbacks:
-    """Return the callbacks that a Trainer was given, and those that it adds.
+    """Return the callbacks that a Trainer was given, and those that it adds; refuse two that cannot go together.
 
     Raises:
         ArgumentError: Two of them cannot go together, or a setting needs one that is missing.
@@ -123,7 +117,7 @@ def without(callbacks: Sequence[Callback], others: Sequence[Callback]) -> list[C
 
 
 def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """Return callbacks that can go together, those of the Trainer and those that a module adds.
+    """Return callbacks, in order; refuse an object that is there twice, and two that would write to the same place.
 
     Raises:
         ArgumentError: An object is there twice, or two would draw or write to the same place.
@@ -177,13 +171,7 @@ def first_example(data: RunData) -> Any:
 
 
 def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
-    """Return how a fit takes its optimizer steps.
-
-    Args:
-        settings: The Trainer's arguments.
-        hooks: The hooks of the fit.
-        example: The shapes and dtypes of the first batch, of all processes; None where it is not known.
-    """
+    """Return how a fit takes its optimizer steps; the example is the first batch's shapes and dtypes, if known."""
     optimizer = optimizer_of(hooks.module)
     # A later epoch may need room for a window; a subclass need not know which.
     least = 1 if all(c.batches_per_step(0) is None for c in hooks.callbacks) else 2
@@ -201,7 +189,7 @@ def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
 
 
 def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
-    """Return the parts of the parameters that callbacks freeze for some epochs.
+    """Return the parts of the parameters that callbacks freeze for some epochs; refuse parts that overlap.
 
     Raises:
         ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
@@ -226,11 +214,7 @@ def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -
 
 
 def array_keepers(hooks: Hooks) -> dict[str, Callback]:
-    """Return the callbacks that keep arrays, by the keys of their states.
-
-    Raises:
-        ModuleError: One has only one of the two methods, or a method takes other arguments.
-    """
+    """Return the callbacks that keep arrays, by the keys of their states."""
     methods = ("init_arrays", "update_arrays")
     keepers = {}
     for key, callback in hooks.keyed().items():

@@ -123,15 +123,9 @@ def _exhausted(error: BaseException, run: Run | None) -> BaseException:
 
 
 def rescue(trainer: Any, run: Run | None, place: str) -> str:
-    """Write a checkpoint of a run that hangs, as after an error, from another thread.
+    """Write a checkpoint of a run that hangs, as after an error, from another thread; return what was saved, as a text.
 
-    Args:
-        trainer: Its Trainer.
-        run: The run, None before it has an engine.
-        place: Where it is.
-
-    Returns:
-        What was saved, as a text.
+    The run is None before it has an engine.
     """
     error = TimeoutError("nothing moved")
     failed = team().fail(error, place, EXIT_CODE)

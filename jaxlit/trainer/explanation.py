@@ -82,11 +82,7 @@ class Explanation:
 
 @out_of_meshes
 def explain(run: Run | None, compiles: Mapping[str, float]) -> Explanation:
-    """Return where the time of a run went, how its state is sharded, and what its programs cost.
-
-    Raises:
-        ArgumentError: There was none.
-    """
+    """Return where the time of a run went, how its state is sharded, and what its programs cost."""
     if run is None:
         raise ArgumentError("Trainer.explain has nothing to show. Call it after fit, or from on_fit_start on.")
     spent = [(f.owner, hook, f.calls, f.seconds, f.longest) for hook, f in run.hooks.functions() if f.calls]

@@ -308,7 +308,7 @@ def named_strategies(trainer: Any, strategy: Any, devices: int | None) -> list[t
 
 
 def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **changed: Any) -> Any:
-    """Return a separate Trainer for one compile.
+    """Return a separate Trainer for one compile; refuse a number of devices that is not that of the user's mesh.
 
     Raises:
         ArgumentError: The user's Trainer has a mesh of another number of devices.
@@ -365,16 +365,9 @@ def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any
 def cost_elsewhere(
     trial: Any, model: Any, batch: Any, num_batches: int | float, *, devices: int, timeout: float, logged: set[str]
 ) -> StepCost:
-    """Return what `cost_of_step` returns on as many simulated devices, in a separate process.
+    """Return what `cost_of_step` returns on as many simulated devices, in a process that is ended after `timeout` s.
 
-    Args:
-        trial: See `cost_of_step`.
-        model: See `cost_of_step`; a module is of shapes and dtypes.
-        batch: See `cost_of_step`.
-        num_batches: See `cost_of_step`.
-        devices: How many.
-        timeout: Seconds after which the process is ended.
-        logged: The warnings that were logged before; those of the process are logged and added.
+    What is raised there is raised here. Its warnings are logged, and added to `logged`, unless they are there already.
 
     Raises:
         ArgumentError: The module cannot be sent to another process, or the process took too long or was ended.
@@ -445,7 +438,7 @@ def copied(model: TrainModule | lazy) -> TrainModule | lazy:
     """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
     if isinstance(model, lazy):
         return model
-    copy = nnx.clone(model)
+    copy = nnx.clone(model, graph=True)
     share_hparams(copy, model)
     return copy
 

@@ -166,10 +166,7 @@ class TrainerProperties(Arguments):
         """The run's folder, made by the first write."""
         return self._session.folder.path
 
-    @property
-    def log_dir(self) -> Path:
-        """The run's folder, as `run_dir`."""
-        return self._session.folder.path
+    log_dir = run_dir
 
     @property
     def log_every_n_steps(self) -> int:
@@ -370,14 +367,10 @@ def _noting(name: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get
 
 
-def _setter(name: str) -> Callable[[Any, Any], None]:
-    """Return what sets an argument from now on."""
-    return lambda trainer, value: trainer._session.set(name, value)
-
-
 for _name in Arguments.__annotations__.keys() - vars(TrainerProperties).keys():
     _get = operator.attrgetter("_session.strategy.model_mesh" if _name == "mesh" else f"_session.settings.{_name}")
-    _argument = property(_get, _setter(_name), doc=f"The argument `{_name}`, as the runs use it.")
+    _doc = f"The argument `{_name}`, as the runs use it."
+    _argument = property(_get, lambda trainer, value, name=_name: trainer._session.set(name, value), doc=_doc)
     setattr(TrainerProperties, _name, _argument)
 for _name, _value in [*vars(TrainerProperties).items()]:
     if isinstance(_value, property) and _value.fget is not None:
@@ -385,11 +378,7 @@ for _name, _value in [*vars(TrainerProperties).items()]:
 
 
 def check_settable(trainer: Any, name: str, value: Any) -> None:
-    """Refuse to set what is fixed, what only runs change, and a misspelt attribute, which nothing would read.
-
-    Raises:
-        AttributeError: With what to do.
-    """
+    """Refuse to set what is fixed, what only runs change, and a misspelt attribute, which nothing would read."""
     known = getattr(type(trainer), name, None)
     what = f"Trainer.{name} is a result of the runs"
     text = "Set an argument of the Trainer instead, or call what changes it: fit, validate, test, predict, stop."

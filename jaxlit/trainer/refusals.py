@@ -55,7 +55,6 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], request: Reques
     """Refuse a fit that has no end, has arguments for a checkpoint but no checkpoint, or names two.
 
     Raises:
-        ArgumentError: Saying which.
         ProcessError: Something else was given in another process.
     """
     # First: what is refused in one process only would leave the others waiting.
@@ -81,11 +80,7 @@ def check_fit(settings: Settings, callbacks: Sequence[Callback], request: Reques
 
 
 def check_job(method: str, settings: Settings, model: Any, callbacks: Sequence[Callback] = ()) -> None:
-    """Refuse in every process a run that was given something else in one of them.
-
-    Raises:
-        ProcessError: It differs, with the names, the values and the processes.
-    """
+    """Refuse in every process a run that was given something else in one of them."""
     same_job(f"Trainer.{method}", partial(_items, settings, model, callbacks))
 
 
@@ -93,7 +88,6 @@ def check_model(model: Any, stage: Stage) -> None:
     """Refuse a model that is not a module, or has no step for the stage.
 
     Raises:
-        ArgumentTypeError: The model is not a module.
         ModuleError: The module has no such step.
     """
     if not isinstance(model, (TrainModule, lazy)):
@@ -133,11 +127,7 @@ def check_fitting(settings: Settings, module: TrainModule, resume: Resume | None
 
 
 def check_windows(settings: Settings, callbacks: Sequence[Callback], first_epoch: int) -> None:
-    """Refuse dispatches that would cut an optimizer step in this epoch or in a later one.
-
-    Raises:
-        ArgumentError: Saying which sizes are possible.
-    """
+    """Refuse dispatches that would cut an optimizer step in this epoch or in a later one."""
     check_size(settings.steps_per_execution, settings.accumulate_grad_batches)
     for callback in callbacks:
         for epoch in range(_LOOKED_AT)[first_epoch : settings.max_epochs]:
@@ -146,11 +136,7 @@ def check_windows(settings: Settings, callbacks: Sequence[Callback], first_epoch
 
 
 def check_end(settings: Settings, callbacks: Sequence[Callback], source: Source, limit: int | None) -> None:
-    """Refuse a fit on a loader without end that nothing else ends.
-
-    Raises:
-        ArgumentError: Naming what would end it.
-    """
+    """Refuse a fit on a loader without end that nothing else ends."""
     timed = settings.max_time is not None or any(c.limits_time for c in callbacks)
     if limit is None and settings.max_steps < 0 and not timed and source.is_endless:
         raise ArgumentError(
@@ -160,11 +146,7 @@ def check_end(settings: Settings, callbacks: Sequence[Callback], source: Source,
 
 
 def check_reload(settings: Settings, data: RunData) -> None:
-    """Refuse to make loaders again that no hook makes.
-
-    Raises:
-        ArgumentError: Saying where loaders would have to come from.
-    """
+    """Refuse to make loaders again that no hook makes."""
     every = settings.reload_dataloaders_every_n_epochs
     if every and not any(map(data.loaders.from_hook, ("training", "validation"))):
         raise ArgumentError(
@@ -183,11 +165,7 @@ def check_first_batches(settings: Settings, data: RunData, watchdog: Watchdog) -
 
 
 def check_window(checkpoint: Checkpoint, argument: int, settings: Settings) -> None:
-    """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window.
-
-    Raises:
-        CheckpointError: Naming the number that it needs.
-    """
+    """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window."""
     was = checkpoint.state["accumulate"]
     filled = checkpoint.state["position"]["filled"]
     accumulate = settings.accumulate_grad_batches
@@ -199,11 +177,7 @@ def check_window(checkpoint: Checkpoint, argument: int, settings: Settings) -> N
 
 
 def check_accumulation(engine: Engine | None, settings: Settings) -> None:
-    """Refuse to set windows of several batches in a fit whose state has no room for one.
-
-    Raises:
-        ArgumentError: Saying what to begin with.
-    """
+    """Refuse to set windows of several batches in a fit whose state has no room for one."""
     every = settings.accumulate_grad_batches
     if every > 1 and engine is not None and not engine.evaluates_only and engine.state.spec.index.window is None:
         raise ArgumentError(
@@ -214,7 +188,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
 
 
 def check_predictions(settings: Settings, return_predictions: bool) -> None:
-    """Refuse to return predictions that would mix rows of one process with rows of all.
+    """Refuse to return predictions that would mix host keys of one process with rows of all.
 
     Raises:
         ArgumentError: Several processes predict, and host keys would go into what is returned.

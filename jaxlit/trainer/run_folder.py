@@ -58,13 +58,9 @@ class RunFolder:
             local(self.url, "run")
 
     def claim(self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, fitting: bool) -> None:
-        """Make the folder this Trainer's.
+        """Make the folder this Trainer's; a fit refuses that of another run, unless it continues it.
 
-        Args:
-            files: What a Trainer's loggers would leave in it.
-            resume: `Trainer(resume=...)`.
-            checkpoint: The checkpoint that the run begins with.
-            fitting: Whether the run is a fit, which refuses a folder of another run.
+        `files` is what loggers would leave in it, `resume` is `Trainer(resume=...)`.
 
         Raises:
             ArgumentError: It is a file, or holds another run, which the fit does not continue.
@@ -124,15 +120,10 @@ def resolve_checkpoint(
 ) -> Checkpoint | None:
     """Return the checkpoint that a run begins with, verified; None to start again.
 
-    Args:
-        wanted: What was asked for: "auto", "last", "best" or a path; None for nothing.
-        argument: Where, for messages.
-        purpose: What it is for, for the line that names it.
-        callbacks: The Trainer's callbacks, whose folders are searched.
-        folder: That of the run.
+    `wanted` is "auto", "last", "best" or a path, None for nothing, `argument` where it was asked for, and `purpose` is
+    in the line that names it. The folders of the callbacks are searched.
 
     Raises:
-        ArgumentTypeError: `wanted` is not a str or a path.
         CheckpointError: There is no checkpoint, or none that verifies.
     """
     if wanted is None:
@@ -177,7 +168,6 @@ def resolve_weights(
     """Return what gives a module the weights that a fit begins with, None for nothing.
 
     Raises:
-        ArgumentTypeError: It is neither a path nor a function.
         CheckpointError: There is no such checkpoint, or none that verifies.
     """
     if callable(init_from):

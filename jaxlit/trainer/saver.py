@@ -103,9 +103,8 @@ class Saver:
             saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
-            if (
-                run.settings.nan_policy == "rollback" and not weights_only
-            ):  # only then: each Saving keeps its state.json in memory
+            # Only then: each Saving keeps its state.json in memory.
+            if run.settings.nan_policy == "rollback" and not weights_only:
                 run.checkpoints.written.append(saving)
         return saving
 

@@ -80,26 +80,17 @@ class Built(NamedTuple):
 class Session:
     """Runs the Trainer's verbs: everything that is set up is torn down, also after an error.
 
-    Args:
-        trainer: The Trainer, for hooks.
-        settings: The Trainer's arguments. Their `compile_cache` is used from now on: building a module compiles too.
-        trainer_callbacks: Its callbacks.
-        config: The arguments as they were passed, as JSON values.
+    The `compile_cache` of the settings is used from now on: building a module compiles too. `config` has the arguments
+    as they were passed, as JSON values.
 
     Attributes:
-        control: What changes during a run.
         callbacks: The callbacks of the newest run; before it those of the Trainer.
         added: Those of them that the run's module has added.
         takes: Whether a callback that a module adds takes part.
-        module: The module of the newest run.
-        loaders: The loaders of the newest run.
         current: The newest run, from before its first batch on.
         fitted: The newest fit, once it has a state; None once another one begins.
         running: Whether the newest run is not over.
         compiles: How long its steps took to compile.
-        position: How far training is.
-        results: The metrics.
-        saver: Writes checkpoints.
         media: Stores what no logger can.
     """
 
@@ -178,7 +169,7 @@ class Session:
             hooks, position = self.prepare(stage, module, loaders, resume)
             data = RunData(loaders)
             times = TimeLimits()
-            accumulation = Accumulation.of(self.settings)
+            accumulation = Accumulation(self.settings.accumulate_grad_batches, self.settings.accumulate_grad_batches)
             watchdog = ends.enter_context(self._watching(hooks, position))
             ends.enter_context(self._tearing_down(stage, hooks, position, times))
             self._set_up(stage, hooks, resume)
@@ -187,7 +178,10 @@ class Session:
             check_first_batches(self.settings, data, watchdog)  # before the engine, which may take minutes to compile
             engine = self._make_engine(hooks, data, is_ours)
             if resume is not None:
-                self._restore(engine, data, accumulation, resume)
+                if fits:
+                    check_window(resume.checkpoint, accumulation.argument, self.settings)
+                load_engine(engine, resume)
+                engine.pure.resumed = True
             if is_ours and (fits or resume is None):
                 self._built = Built(request.model, module, None if fits else self.settings.seed)
             run = self.current = Run(
@@ -410,12 +404,7 @@ class Session:
         accumulation: Accumulation,
         resume: Resume | None,
     ) -> None:
-        """Open the loaders; before the optimizer, whose schedule may ask how long training is.
-
-        Raises:
-            ArgumentError: Training would have no end, or a setting does not fit the loaders.
-            DataError: A loader cannot continue where the checkpoint was taken.
-        """
+        """Open the loaders; before the optimizer, whose schedule may ask how long training is."""
         settings = self.settings
         loaders = data.loaders
         if stage.method != "fit":
@@ -436,13 +425,7 @@ class Session:
             position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
 
     def _make_engine(self, hooks: Hooks, data: RunData, is_ours: bool) -> Engine:
-        """Return the engine of a run, with the arrays of the module.
-
-        Args:
-            hooks: The hooks.
-            data: The loaders, which are open.
-            is_ours: Whether it may overwrite the module's arrays.
-        """
+        """Return the engine of a run, with the arrays of the module, which it may overwrite if they are ours."""
         settings = self.settings
         module = hooks.module
         if is_ours:  # the engine gets its arrays, and may lose or overwrite them
@@ -471,13 +454,6 @@ class Session:
             engine = Engine(module, self.strategy, None, **arguments)
         self._evaluates = engine.evaluator(None if is_ours else module)
         return self._evaluates
-
-    def _restore(self, engine: Engine, data: RunData, accumulation: Accumulation, resume: Resume) -> None:
-        """Give the engine the arrays of a checkpoint."""
-        if data.is_fit:
-            check_window(resume.checkpoint, accumulation.argument, self.settings)
-        load_engine(engine, resume)
-        engine.pure.resumed = True
 
     def _prefetcher(self, data: RunData, position: Position, watchdog: Watchdog) -> Prefetcher:
         """Return what draws a run's batches and places them."""

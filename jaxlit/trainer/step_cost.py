@@ -15,11 +15,11 @@ from flax import nnx
 from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, trainer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import num_rows
-from jaxlit.core.train_state import Precision, StepOptions, TrainState
+from jaxlit.core.train_state import Precision, StepOptions
 from jaxlit.distributed.team import team
 from jaxlit.engine.compiled_program import CompiledProgram, is_exhausted, out_of_memory
 from jaxlit.engine.creation import lazy, shape_lazy
-from jaxlit.engine.training import training_of
+from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, JaxlitError, ModuleError, OutOfMemoryError
 from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run_data import RunData, make_loaders
@@ -90,13 +90,9 @@ class StepCost:
 
 
 def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches: int | float) -> StepCost:
-    """Compile a training step from shapes and dtypes alone, and return what it takes.
+    """Compile the training step of a trial (see `trial_of`) from shapes and dtypes alone, and return what it takes.
 
-    Args:
-        trial: A separate Trainer, see `trial_of`.
-        model: The module; no array of it is read.
-        batch: The shapes and dtypes of a batch, global rows.
-        num_batches: How many an epoch has, inf for an unknown number.
+    No array of the model is read. An epoch has `num_batches` of the batch's global rows, inf for an unknown number.
     """
     strategy = trial.strategy
     module = shape_lazy(model, strategy, trial.seed)[0] if isinstance(model, lazy) else shapes_of(model)
@@ -106,77 +102,64 @@ def cost_of_step(trial: Any, model: TrainModule | lazy, batch: Any, num_batches:
     hooks, _ = trial._session.prepare(STAGES["training"], module, loaders, None)
     trial._session.control.num_training_batches = num_batches
     options = step_options(trial.settings, hooks, batch)
-    return AbstractStep(module, strategy, options, Precision(trial.precision)).compiled(batch)
+    return compiled_cost(abstract_training(module, strategy, options, Precision(trial.precision)), batch)
 
 
-class AbstractStep:
-    """A training step before its arrays exist.
+def abstract_training(module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> Training:
+    """Return how a module is trained, before its arrays exist: they may be shapes and dtypes."""
+    pure = PureModule(nnx.graphdef(module, graph=True), options.optimizer.wrt, module, precision)
+    return training_of(module, pure, strategy, options)
 
-    Args:
-        module: The module; its arrays may be shapes and dtypes.
-        strategy: The strategy, set up.
-        options: How optimizer steps are taken.
-        precision: The dtypes.
+
+def cost_of_state(training: Training) -> StepCost:
+    """Return what the state and the gradients take; no step is traced."""
+    state, shardings = training.spec.tree, training.spec.grad_shardings
+    devices = training.spec.strategy.mesh.devices
+    grads = state.params
+    if shardings is not None:
+        grads = jax.tree.map(lambda x, to: x.update(sharding=to), grads, shardings)
+    parts = {
+        "parameters": (state.params, state.frozen),
+        "optimizer": state.opt_state,
+        "window": state.window,
+        "other": (state.model_state, state.counters, state.sums, state.loss_scale, state.extras, state.window_start),
+        "gradients": grads,
+    }
+    held: dict[str, Any] = {name: bytes_per_device(jax.tree.leaves(tree)) for name, tree in parts.items()}
+    return StepCost(**held, devices=devices.size, device=devices.flat[0].device_kind)
+
+
+def compiled_cost(training: Training, batch: Any) -> StepCost:
+    """Compile the step, and return what it takes.
+
+    Raises:
+        OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
     """
-
-    def __init__(self, module: TrainModule, strategy: Strategy, options: StepOptions, precision: Precision) -> None:
-        pure = PureModule(nnx.graphdef(module), options.optimizer.wrt, module, precision)
-        self.strategy = strategy
-        self._training = training_of(module, pure, strategy, options)
-
-    @property
-    def state(self) -> StepCost:
-        """What the state and the gradients take; no step is traced."""
-        state = self._training.spec.tree
-        devices = self.strategy.mesh.devices
-        parts = {
-            "parameters": (state.params, state.frozen),
-            "optimizer": state.opt_state,
-            "window": state.window,
-            "other": (
-                state.model_state,
-                state.counters,
-                state.sums,
-                state.loss_scale,
-                state.extras,
-                state.window_start,
-            ),
-        }
-        held: dict[str, Any] = {name: bytes_per_device(jax.tree.leaves(tree)) for name, tree in parts.items()}
-        held["gradients"] = _gradients(state, self._training.spec.grad_shardings)
-        return StepCost(**held, devices=devices.size, device=devices.flat[0].device_kind)
-
-    def compiled(self, batch: Any) -> StepCost:
-        """Compile the step, and return what it takes.
-
-        Raises:
-            OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
-        """
-        training = self._training.trace(batch)
-        placed = self.strategy.shard_batch(batch)
-        program = CompiledProgram("train_step", self.strategy.compile(training.train))
-        try:
-            cost = program.note_arguments(training.spec.arrays, placed).cost
-        except Exception as error:
-            if is_exhausted(error):
-                raise out_of_memory(error, "while the step was compiled", state=training.spec.tree) from error
-            raise
-        self._training = training  # with the metrics that the step logs
-        costs = {name: getattr(cost, name) for name in ("memory", "flops", "collectives")}
-        strategy = self.strategy
-        parts = 1 if strategy.mesh.size == 1 or strategy.replica.passes > 1 else strategy.num_replicas
-        undivided = parts if num_rows(batch) % parts else 0
-        costs |= {"undivided": undivided, "per_replica": strategy.per_replica}
-        return replace(self.state, batch=_bytes(placed), **costs)
+    strategy = training.spec.strategy
+    training = training.trace(batch)  # with the metrics that the step logs
+    placed = strategy.shard_batch(batch)
+    program = CompiledProgram("train_step", strategy.compile(training.train))
+    try:
+        cost = program.note_arguments(training.spec.arrays, placed).cost
+    except Exception as error:
+        if is_exhausted(error):
+            raise out_of_memory(error, "while the step was compiled", state=training.spec.tree) from error
+        raise
+    parts = 1 if strategy.mesh.size == 1 or strategy.replica.passes > 1 else strategy.num_replicas
+    return replace(
+        cost_of_state(training),
+        batch=_bytes(placed),
+        memory=cost.memory,
+        flops=cost.flops,
+        collectives=cost.collectives,
+        undivided=parts if num_rows(batch) % parts else 0,
+        per_replica=strategy.per_replica,
+    )
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Name the place in the user's code that raised an error other than a JaxlitError.
-
-    Raises:
-        ModuleError: In place of such an error.
-    """
+    """Raise a ModuleError in place of an error that is no JaxlitError, with the place in the user's code."""
     try:
         yield
     except JaxlitError:
@@ -201,7 +184,7 @@ def shapes_of(module: TrainModule) -> TrainModule:
 
 def bytes_of_module(module: TrainModule | lazy) -> int:
     """Return the bytes of a module's arrays on the device that has the most of them; a lazy module has no arrays."""
-    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module))
+    leaves = [] if isinstance(module, lazy) else jax.tree.leaves(nnx.state(module, graph=True))
     return bytes_per_device(x for x in leaves if isinstance(x, jax.Array))
 
 
@@ -210,14 +193,6 @@ def _bytes(placed: Any) -> int:
     leaves = jax.tree.leaves(placed)
     shards = [x.shape if x.sharding is None else x.sharding.shard_shape(x.shape) for x in leaves]
     return sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shards, leaves, strict=True))
-
-
-def _gradients(state: TrainState, shardings: Any) -> int:
-    """Return the bytes of all gradients on the device that holds the most."""
-    if shardings is None:
-        return bytes_per_device(jax.tree.leaves(state.params))
-    split = jax.tree.map(lambda x, to: x.update(sharding=to), state.params, shardings)
-    return bytes_per_device(jax.tree.leaves(split))
 
 
 def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strategy:
@@ -229,7 +204,11 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
     # Devices of one kind may report other limits.
     limit = min(team().agree("the memory of a device", max(auto.limit(bytes_of_module(hooks.module)) or 0, 0)))
     module = shapes_of(hooks.module)
-    example = _example(data)
+    source, _ = data.training
+    validator = data.loaders.validator_of(source)
+    if validator.example is None and source.first is not None:  # a hook of the user's prepares it
+        validator(copy.deepcopy(source.first))  # which the hook may change in place
+    example = first_example(data)
     attach(module, trainer_of(hooks.module))
     options = step_options(settings, hooks, example)
     like: StepCost | None = None  # what the newest that was compiled takes
@@ -240,14 +219,14 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
     for name, strategy in auto.candidates().items():
         strategy.setup(auto.mesh.size)
         try:
-            step = AbstractStep(module, strategy, options, Precision(settings.precision))
+            training = abstract_training(module, strategy, options, Precision(settings.precision))
         except ArgumentError:  # `remat` of a step without a scan
             continue
-        needs: float = _least(step, None if name == last else like)
+        needs: float = _least(cost_of_state(training), None if name == last else like)
         text = f"needs at least {size(needs)} of {size(limit)} per device"
         if needs <= limit and example is not None and name != last:
             try:
-                like = step.compiled(example)
+                like = compiled_cost(training, example)
                 needs = like.total
                 text = f"needs {size(like.total)} of {size(limit)} per device"
             except OutOfMemoryError:
@@ -264,21 +243,11 @@ def choose(auto: Auto, settings: Settings, hooks: Hooks, data: RunData) -> Strat
     return chosen
 
 
-def _example(data: RunData) -> Any:
-    """Return the shapes and dtypes of the first batch, as a hook of the user's prepares it."""
-    source, _ = data.training
-    validator = data.loaders.validator_of(source)
-    if validator.example is None and source.first is not None:
-        validator(copy.deepcopy(source.first))  # which the hook may change in place
-    return first_example(data)
-
-
-def _least(step: AbstractStep, like: StepCost | None) -> int:
+def _least(state: StepCost, like: StepCost | None) -> int:
     """Return the bytes that a step takes at least, given what the step of another candidate takes.
 
     Its temporaries are the same, but for the gradients, which may be split otherwise, and for updates of their size.
     """
-    state = step.state
     if like is None:
         return state.held
     temporaries = like.temporaries - 2 * like.gradients + state.gradients

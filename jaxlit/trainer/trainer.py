@@ -387,16 +387,9 @@ class Trainer(TrainerProperties):
             JaxlitError: An argument or the data cannot be used, or no strategy can train the module; it says why.
 
         Example:
-            >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
-            >>> from flax import nnx
-            >>> class Line(jl.TrainModule):
-            ...     def __init__(self):
-            ...         self.slope = nnx.Param(jnp.zeros(()))
-            ...     def training_step(self, batch):
-            ...         return jnp.mean((self.slope * batch - 1) ** 2)
-            ...     def configure_optimizers(self):
-            ...         return optax.sgd(0.1)
-            >>> plan = jl.Trainer(max_steps=1).plan(Line(), [np.ones(8, np.float32)], strategies=["single"], devices=1)
+            >>> import jaxlit as jl
+            >>> model, data = jl.testing.Line(), jl.testing.line_data()
+            >>> plan = jl.Trainer(max_steps=1).plan(model, data, strategies=["single"], devices=1)
             >>> plan.rows()[0]["parameters"]
             4
         """

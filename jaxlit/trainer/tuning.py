@@ -6,14 +6,14 @@ The batch is found by compiling the step, not by running out of memory.
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxlit import checks as check
-from jaxlit.callbacks.base import Callback
+from jaxlit.callbacks.base import Callback, hyperparams_named
 from jaxlit.core.module import TrainModule
 from jaxlit.core.replica import abstract_batch, num_rows, with_rows
 from jaxlit.data.loaders import DataModule
@@ -45,16 +45,11 @@ class LRFinder:
             loss of the step itself.
 
     Example:
-        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
-        >>> from flax import nnx
-        >>> class Line(jl.TrainModule):
-        ...     def __init__(self, lr=0.1):
-        ...         self.lr, self.slope = lr, nnx.Param(jnp.zeros(()))
-        ...     def training_step(self, batch):
-        ...         return jnp.mean((self.slope * batch["x"] - 3 * batch["x"]) ** 2)
+        >>> import jaxlit as jl, optax
+        >>> class Line(jl.testing.Line):
         ...     def configure_optimizers(self):
         ...         return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr)
-        >>> model, data = Line(), [{"x": np.ones(8, np.float32)}]
+        >>> model, data = Line(), jl.testing.line_data()
         >>> found = jl.lr_find(jl.Trainer(max_epochs=2), model, data, min_lr=1e-4, update_attr=True)
         >>> 1e-4 < found.suggestion() < 1.0 and model.lr == found.suggestion()
         True
@@ -196,14 +191,7 @@ class _RangeTest(Callback):
         self._least = math.inf
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
-        known = list(trainer.hyperparams)
-        self._names = [x for x in known if x == self._hyperparam or x.startswith(f"{self._hyperparam}/")]
-        if not self._names:
-            raise ArgumentError(
-                f"jl.lr_find(hyperparam={self._hyperparam!r}): the optimizer keeps no such hyperparameter. It keeps: "
-                f"{', '.join(known) or 'none'}. Build it in configure_optimizers as "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)."
-            )
+        self._names = hyperparams_named(self._hyperparam, trainer, "jl.lr_find")
         trainer.hyperparams.update(dict.fromkeys(self._names, self.rates[0]))
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -238,11 +226,7 @@ def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
 
 
 def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
-    """Return the object whose attribute is the rate, and the attribute's name.
-
-    Raises:
-        ArgumentError: There is none, as with a module that is still to be built.
-    """
+    """Return the object whose attribute is the rate, and the attribute's name; a lazy module has none."""
     for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
         if name in vars(model):
             return model, name
@@ -302,17 +286,10 @@ def scale_batch_size(
             arrays take all memory.
 
     Example:
-        >>> import jax.numpy as jnp, jaxlit as jl, numpy as np, optax
-        >>> from flax import nnx
-        >>> class Line(jl.TrainModule):
-        ...     def __init__(self):
-        ...         self.slope = nnx.Param(jnp.zeros(()))
-        ...     def training_step(self, batch):
-        ...         return jnp.mean((self.slope * batch - 1) ** 2)
-        ...     def configure_optimizers(self):
-        ...         return optax.sgd(0.1)
+        >>> import jaxlit as jl
         >>> trainer = jl.Trainer(strategy="single", max_steps=1, logger=False)
-        >>> found = jl.scale_batch_size(trainer, Line(), [np.ones(8, np.float32)], memory_bytes=10_000)
+        >>> model, data = jl.testing.Line(), jl.testing.line_data()
+        >>> found = jl.scale_batch_size(trainer, model, data, memory_bytes=10_000)
         >>> found.memory <= 10_000 and found.accumulate_grad_batches
         1
     """
@@ -364,20 +341,17 @@ def _scaled(trainer: Any, tries: Callable[[Any, int], "_Tries"], wanted: int | N
     return name, strategy, tried, *_part_of(wanted, tried.largest(), tried.unit)
 
 
+@dataclass(eq=False)
 class _Tries:
     """What steps with batches of several sizes take.
 
-    Args:
-        cost: A function of the rows of a batch to the bytes of a step.
-        unit: Rows come in multiples of it.
-        limit: The bytes that a device may use.
+    `cost` is a function of a batch's rows, a multiple of `unit`, to the bytes of a step; a device has `limit` of them.
     """
 
-    def __init__(self, cost: Callable[[int], int], unit: int, limit: int) -> None:
-        self.cost = cost
-        self.unit = unit
-        self.limit = limit
-        self.tried: dict[int, float] = {}
+    cost: Callable[[int], int]
+    unit: int
+    limit: int
+    tried: dict[int, float] = field(default_factory=dict)
 
     def needs(self, rows: int) -> float:
         """Return the bytes of a step; infinite if there is too little memory to compile it."""

@@ -130,7 +130,13 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
             raise ArgumentTypeError(f"save_weights takes the path of a file, *.safetensors, got {shown(path)}.")
         path = Path(os.path.abspath(check.on_disk("path", path, owner="save_weights")))
         leaves = [(weight.name, weight.array) for weight in weights_of(module)]
-        _check_leaves(leaves)
+        for name, x in leaves:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                raise CheckpointError(f"save_weights: {name} is a shape without an array. Load weights into it first.")
+            if np.dtype(x.dtype) not in NAMES:
+                raise CheckpointError(
+                    f"save_weights: {name} is {x.dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
+                )
     except JaxlitError as error:
         problem = error
     team().same_error("saving weights", problem)
@@ -218,16 +224,6 @@ def _gathered(x: Any) -> np.ndarray:
     return fetch(x)
 
 
-def _check_leaves(leaves: list[tuple[str, Any]]) -> None:
-    for name, x in leaves:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            raise CheckpointError(f"save_weights: {name} is a shape without an array. Load weights into it first.")
-        if np.dtype(x.dtype) not in NAMES:
-            raise CheckpointError(
-                f"save_weights: {name} is {x.dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
-            )
-
-
 class Weight(NamedTuple):
     """A weight of a module, by its name in files."""
 
@@ -238,7 +234,7 @@ class Weight(NamedTuple):
 
 
 def weights_of(module: nnx.Module) -> Iterator[Weight]:
-    """Yield the weights of a module.
+    """Yield the weights of a module; refuse two of one name.
 
     Every Variable is a weight except random generators, metrics, decoding caches and intermediates that layers sow.
 

@@ -190,7 +190,7 @@ def write_safetensors(
     arrays: Iterable[np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file array by array, given their specs; an existing file stays until the new one is complete.
+    """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete.
 
     Raises:
         OSError: The file cannot be written.

@@ -108,17 +108,11 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Assigned:
-    """The arrays that rules assign to the leaves of a module.
+    """The arrays that rules assign to the leaves of a module."""
 
-    Attributes:
-        arrays: The array for each leaf; includes leaves that the module does not have.
-        origins: The name, dtype and shape of the source arrays for each leaf.
-        idle: The expressions that matched no name.
-    """
-
-    arrays: dict[str, np.ndarray | Stacked]
-    origins: dict[str, list[str]]
-    idle: list[str]
+    arrays: dict[str, np.ndarray | Stacked]  # for each leaf; includes leaves that the module does not have
+    origins: dict[str, list[str]]  # the name, dtype and shape of the source arrays for each leaf
+    idle: list[str]  # the expressions that matched no name
 
 
 def assign(

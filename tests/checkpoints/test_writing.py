@@ -71,6 +71,17 @@ def value_of(path):
     return value
 
 
+@pytest.mark.parametrize("dtype", thinned(["uint4", "uint2", "int4"], "uint4", full=["uint2", "int4"]))
+def test_integers_of_a_few_bits_come_back(state, dtype):
+    array = jnp.arange(4, dtype=jnp.int32).astype(dtype)
+    saved = state | {"arrays": [["module.a", [4], dtype]]}
+    writing.prepare(Path("few"), lambda: saved, 1).write({0: array}).wait()
+    for wanted in (None, jax.ShapeDtypeStruct((4,), dtype, sharding=array.sharding)):
+        result = files.read(Path("few")).arrays({0: wanted})[0]
+        assert result.dtype == dtype
+        assert np.asarray(result).astype(int).tolist() == np.asarray(array).astype(int).tolist()
+
+
 def test_arrays_may_be_deleted_once_write_returns(state):
     array = jnp.arange(6.0).reshape(2, 3)
     expected = np.array(array)

@@ -181,9 +181,14 @@ class Tied(Linear):
         return self.decode(jnp.tanh(self.encode(x)))
 
 
-@pytest.mark.parametrize("strategy", thinned(THREE, "fsdp"))
-def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str) -> None:
-    trainer = fit(jl.lazy(Tied, rngs=0) if strategy == "fsdp" else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy)
+@pytest.mark.parametrize(("strategy", "graph_mode"), [("fsdp", True), ("single", False), ("shard_map", False)])
+def test_tied_weights_are_one_leaf_and_train_as_one(strategy: str, graph_mode: bool) -> None:
+    """Where nnx's own default is its tree mode, in which `nnx.split` takes no shared Variable, as well."""
+    with nnx.set_graph_mode(graph_mode):
+        trainer = fit(
+            jl.lazy(Tied, rngs=0) if strategy == "fsdp" else Tied(rngs=nnx.Rngs(0)), random(), strategy=strategy
+        )
+        trainer.validate(trainer.module, random())
     assert len(jax.tree.leaves(trainer.state.params)) == 3
     assert trainer.module.encode.kernel is trainer.module.decode.kernel
     assert_same(trainer.module, HandLoop(Tied(rngs=nnx.Rngs(0)))(*random()).module)

@@ -1,7 +1,6 @@
 """What processes decide together and tell each other, and what one does while the others wait."""
 
 import contextlib
-import io
 import os
 import signal
 import socket
@@ -22,7 +21,6 @@ from kit.threads import as_processes
 from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
-from jaxlit.distributed import team as exchange
 from jaxlit.distributed.team import Decisions, once_per_node, team
 from jaxlit.errors import CheckpointError, DataError, ProcessError
 
@@ -266,8 +264,8 @@ def test_agree_names_the_process_that_does_not_come(monkeypatch):
 )
 def test_work_is_done_once_a_computer_while_the_others_wait(names, boots, leaders, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: names[jax.process_index()])
-    monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(exchange, "open", lambda path: io.StringIO(boots[jax.process_index()]), raising=False)
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    monkeypatch.setattr(Path, "read_text", lambda path: boots[jax.process_index()])
     done, returned = [], threading.Event()
 
     def download():

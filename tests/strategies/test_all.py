@@ -280,3 +280,38 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else(strategy: str) ->
     )
     assert result == [(2.0**14, 0, 0), (2.0**13, 0, 0), (2.0**13, 4, -0.5), (2.0**13, 6, -1.25)]
     assert trainer.global_step == 4
+
+
+class Layers(jl.TrainModule):
+    """A scan over layers, each in `nnx.remat`, and a place where a pipeline may cut."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        keys = jax.random.split(rngs(), 8)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)))(keys)
+        self.out = nnx.Linear(8, 1, rngs=rngs)
+
+    def training_step(self, batch: Any) -> jax.Array:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x: jax.Array, layer: nnx.Linear) -> jax.Array:
+            return nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)
+
+        return jnp.mean((self.out(jl.pipeline_yield(run(batch["x"], self.layers))) - 1.0) ** 2)
+
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.1)
+
+
+REMATTED = {"fsdp": splitting("fsdp"), "shard_map": "shard_map", "pipeline": jl.strategies.Pipeline(2, microbatches=2)}
+
+
+@pytest.mark.parametrize("strategy", thinned(REMATTED, "fsdp", "shard_map", full=["pipeline"]))
+def test_a_checkpoint_is_entered_whatever_its_primitive_is_called(strategy: str) -> None:
+    modules = []
+    for is_new in (False, True):
+        jax.config.update("jax_remat3", is_new)
+        try:
+            modules.append(Layers(rngs=nnx.Rngs(0)))
+            fit(modules[-1], sized(16, 16, features=8), strategy=REMATTED[strategy], **BARE)
+        finally:
+            jax.config.update("jax_remat3", False)
+    assert_same(*modules, rtol=1e-6)

@@ -330,6 +330,9 @@ def test_axis_types_are_asked_for_by_word() -> None:
     strategy = jl.strategies.DDP(mesh={"batch": 4, "model": 2}, axis_types="explicit")
     assert fit(jl.lazy(Words, rngs=nnx.Rngs(0)), texts(1), strategy=strategy, **CHEAP).mesh == mesh
     assert jl.sharding.mesh({"batch": -1}).axis_types == (AxisType.Auto,)
+    tensor = jl.strategies.TensorParallel(fsdp=4, tp=2, axis_types="explicit")
+    decoder = jl.lazy(Decoder, rngs=nnx.Rngs(0))
+    assert fit(decoder, texts(1), strategy=tensor, **CHEAP).mesh == mesh_of(fsdp=4, tp=2)
     mixed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
     assert fit(jl.lazy(Words, rngs=nnx.Rngs(0)), texts(1), mesh=mixed, strategy="ddp", **CHEAP).mesh == mixed
     refuses(jl.errors.ArgumentError, lambda: jl.strategies.FSDP(axis_types="manual"), "axis_types")  # type: ignore[arg-type]
