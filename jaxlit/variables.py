@@ -93,7 +93,7 @@ def merge(graphdef: Any, *states: Any) -> Any:
     values = jax.tree.map(_value_of, states, is_leaf=_is_constant)
     module = nnx.merge(graphdef, *values, copy=True)
     if any(map(_is_entries, jax.tree.leaves(values, is_leaf=_is_entries))):
-        for _, x in nnx.iter_graph(module):
+        for _, x in nnx.iter_graph(module, graph=True):
             if is_variable(x) and _is_entries(x.get_raw_value()):
                 x.set_raw_value(x.get_raw_value().mapping)
     shapes = {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(states) if _is_shape(x)}
