@@ -10,6 +10,7 @@ from sweeps.packages import PACKAGES, QUICK, batches_of, by_hand, trained
 MODULES = {PACKAGES[name].module.partition(".")[0]: name for name in QUICK}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # packages call what flax has deprecated
 @pytest.mark.parametrize("module", needing(*MODULES))
 def test_a_model_of_a_package_trains_as_by_hand(module: str, caplog: pytest.LogCaptureFixture) -> None:
     name = MODULES[module]
