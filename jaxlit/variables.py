@@ -90,15 +90,15 @@ def merge(graphdef: Any, *states: Any) -> Any:
     It has shapes where the states have shapes, but for arrays in pytrees: there nnx takes a shape for no array, and
     they are zeros of numpy that take no memory.
     """
-    values = jax.tree.map(_value_of, states, is_leaf=_is_constant)
+    values = jax.tree.map(_value_of, states, is_leaf=is_constant)
     module = nnx.merge(graphdef, *values, copy=True)
     if any(map(_is_entries, jax.tree.leaves(values, is_leaf=_is_entries))):
         for _, x in nnx.iter_graph(module, graph=True):
             if is_variable(x) and _is_entries(x.get_raw_value()):
                 x.set_raw_value(x.get_raw_value().mapping)
-    shapes = {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(states) if _is_shape(x)}
+    shapes = {leaf_name(path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(states) if is_shape(x)}
     for leaf in leaves_of(module) if shapes else ():
-        if leaf.name in shapes and (leaf.variable is not None or isinstance(leaf.place, ArrayAttribute)):
+        if leaf.name in shapes and leaf.variable is not None:
             leaf.place.set_raw_value(shapes[leaf.name])
     return module
 
@@ -113,23 +113,35 @@ def _is_entries(x: Any) -> bool:
 
 
 def _value_of(x: Any) -> Any:
-    if _is_shape(x) and not is_key(x):
+    if is_shape(x) and is_key(x):
+        data = jax.eval_shape(jax.random.key_data, x)
+        return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=impl_of(x))
+    if is_shape(x):
         return np.broadcast_to(np.zeros((), x.dtype), x.shape)
     return x.value if isinstance(x, Constant) else x
 
 
-def _is_shape(x: Any) -> bool:
+def impl_of(key: Any) -> Any:
+    """Return the implementation of a random key, or of the shape of one, of which only a trace knows it."""
+    impls: list[Any] = []
+    jax.eval_shape(lambda x: impls.append(jax.random.key_impl(x)), key)
+    return impls[0]
+
+
+def is_shape(x: Any) -> bool:
+    """Return whether a value is the shape and dtype of an array."""
     return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def numbers_in(states: Sequence[Any]) -> dict[str, bool | int | float]:
     """Return the constants of states that are numbers, by their paths: a checkpoint has them."""
-    leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_constant)
-    constants = {leaf_name(path[1:]): x.value for path, x in leaves if _is_constant(x)}
+    leaves = jax.tree_util.tree_leaves_with_path(states, is_leaf=is_constant)
+    constants = {leaf_name(path[1:]): x.value for path, x in leaves if is_constant(x)}
     return {name: x for name, x in constants.items() if isinstance(x, (bool, int, float))}
 
 
-def _is_constant(x: Any) -> bool:
+def is_constant(x: Any) -> bool:
+    """Return whether a value is a `Constant`."""
     return isinstance(x, Constant)
 
 

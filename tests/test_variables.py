@@ -15,6 +15,7 @@ from kit.trainers import STRATEGIES, fit, thinned
 
 import jaxlit as jl
 from jaxlit.errors import StateError
+from jaxlit.texts import is_key
 
 DATA = [{"x": x} for x in np.random.default_rng(0).normal(size=(6, 8, 4)).astype(np.float32)]
 
@@ -29,10 +30,11 @@ class Stats:
 
 class Plain(nnx.Module, pytree=False):
     def __init__(self) -> None:
-        self.scales, self.bias = [jnp.ones(4), jnp.full(4, 2.0)], nnx.Param(jnp.zeros(()))
+        self.scales, self.bias = [jnp.ones(4), jnp.full(2, 2.0)], nnx.Param(jnp.zeros(()))
+        self.shift = jnp.arange(4.0)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.scales[0] + self.bias[...]
+        return x * self.scales[0] + self.bias[...] + self.shift
 
 
 def counts(m: Any, x: jax.Array) -> jax.Array:
@@ -44,6 +46,11 @@ def counts_in_a_dict(m: Any, x: jax.Array) -> jax.Array:
     value = m.extra.get_value()
     m.extra.set_value(value | {"a": value["a"] + 1})
     return x * value["a"] * value["b"]["c"]
+
+
+def draws(m: Any, x: jax.Array) -> jax.Array:
+    key, m.extra["k"] = jax.random.split(m.extra["k"])
+    return x + jax.random.normal(key, (4,))
 
 
 # What an attribute holds, and what the model does with it.
@@ -64,6 +71,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "a Param of a dict": (lambda: nnx.Param({"a": jnp.ones(4)}), lambda m, x: x * m.extra.get_value()["a"]),
     "a Param in a pytree": (lambda: nnx.data(Stats(nnx.Param(jnp.ones(4)))), lambda m, x: x * m.extra.mean[...]),
     "no pytree": (Plain, lambda m, x: m.extra(x)),
+    "a key in a dict that steps split": (lambda: nnx.data({"k": jax.random.key(1)}), draws),
 }
 
 
@@ -77,6 +85,9 @@ class Model(jl.TrainModule):
 
     def training_step(self, batch: Any) -> jax.Array:
         return jnp.mean((self(batch["x"]) - 1) ** 2)
+
+    def predict_step(self, batch: Any) -> jax.Array:
+        return self(batch["x"])
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.adam(0.05)
@@ -93,6 +104,8 @@ def assert_alike(model: Any, expected: Any) -> None:
     for name, x in wanted.items():
         if isinstance(x, str):
             assert found[name] == x
+        elif is_key(x):
+            assert (jax.random.key_data(found[name]) == jax.random.key_data(x)).all()
         else:
             np.testing.assert_allclose(found[name], x, rtol=2e-5, atol=1e-6, err_msg=name)
 
@@ -158,6 +171,10 @@ def test_a_number_is_that_of_the_checkpoint() -> None:
     model.extra.set_value(0.75)
     fit(model, DATA, default_root_dir="run")
     assert Model.load_from_checkpoint("run").extra.get_value() == 0.75
+    other = Model("a number")
+    predicted = jl.Trainer(logger=False).predict(other, DATA[:1], ckpt_path="run")
+    np.testing.assert_allclose(predicted[0], model(DATA[0]["x"]), rtol=1e-5)
+    assert other.extra.get_value() == 0.5
     resumed = Model("a number")
     fit(resumed, DATA, default_root_dir="run", resume="auto", max_epochs=2)
     assert resumed.extra.get_value() == 0.75
@@ -190,7 +207,27 @@ def test_own_loops_and_populations_take_it(kind: str) -> None:
     assert_alike(best, expected)
 
 
-@pytest.mark.parametrize("kind", thinned(KINDS, "a dataclass", "a number as data"))
+def test_members_of_a_population_have_numbers_and_metrics_of_their_own() -> None:
+    class Scaled(Model):
+        def __init__(self, scale: float) -> None:
+            super().__init__("None")
+            self.scale, self.metric = nnx.Variable(scale), Precision()
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.layer(x * self.scale.get_value())
+
+        def validation_step(self, batch: Any) -> None:
+            self.metric.update(self(batch["x"]) > 0)
+            self.log("so_far", self.metric.compute(), reduce_fx="max")
+
+    found = jl.fit_many(Scaled, [{"scale": 0.5}, {"scale": 2.0}], DATA, DATA[:3], max_epochs=1)
+    for i, scale in enumerate((0.5, 2.0)):
+        trainer = fit(alone := Scaled(scale), DATA, DATA[:3], num_sanity_val_steps=0)
+        assert_alike(found.module(i).layer, alone.layer)
+        assert found.metrics[i]["so_far"] == pytest.approx(trainer.callback_metrics["so_far"])
+
+
+@pytest.mark.parametrize("kind", thinned(KINDS, "a dataclass", "a number as data", "no pytree"))
 def test_it_is_planned_and_built_lazily(kind: str) -> None:
     plan = jl.Trainer(logger=False).plan(jl.lazy(Model, kind), DATA, devices=8, strategies=["fsdp"])
     assert plan.plans[0].total > 0

@@ -362,11 +362,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def patiently(work: Callable, *arguments: Any) -> Any:
-    """Return `work(*arguments)`, tried again where a network file system asks for patience.
-
-    Raises:
-        OSError: The error is of another kind, or stays.
-    """
+    """Return `work(*arguments)`, tried again where a network file system asks for patience."""
     for wait in _WAITS_S:
         try:
             return work(*arguments)

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit.checkpoints.files import Checkpoint
 from jaxlit.errors import CheckpointError
 from jaxlit.texts import is_key, shown, table
-from jaxlit.variables import arrays_of, is_array, leaves_of
+from jaxlit.variables import arrays_of, impl_of, is_array, leaves_of
 
 _logger = logging.getLogger("jaxlit")
 
@@ -104,7 +104,7 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
             generators.add(name)
             continue
         is_shape = isinstance(value, jax.ShapeDtypeStruct)
-        impl = _impl_of(value) if is_key(value) else None
+        impl = impl_of(value) if is_key(value) else None
         data = value if is_shape else jnp.asarray(value)
         if impl is not None:
             data = jax.eval_shape(jax.random.key_data, value) if is_shape else jax.random.key_data(value)
@@ -134,13 +134,6 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         array = jnp.asarray(array, data.dtype)
         place.set_raw_value(array if impl is None else jax.random.wrap_key_data(array, impl=impl))
     load_numbers(module, checkpoint)
-
-
-def _impl_of(key: Any) -> Any:
-    """Return the implementation of a random key, or of the shape of one, of which only a trace knows it."""
-    impls: list[Any] = []
-    jax.eval_shape(lambda x: impls.append(jax.random.key_impl(x)), key)
-    return impls[0]
 
 
 def load_numbers(module: Any, checkpoint: Checkpoint) -> None:

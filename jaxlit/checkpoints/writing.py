@@ -96,9 +96,6 @@ class Draft:
 
         The arrays may be overwritten as soon as this returns. An older checkpoint at `path` stays until the new one is
         complete. The arrays are by index in the state's "arrays"; those without elements are left out.
-
-        Raises:
-            CheckpointError: It cannot be begun.
         """
         _count(1)  # hides orbax's messages until `show_messages` was called as often
         try:

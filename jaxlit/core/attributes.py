@@ -18,7 +18,7 @@ from flax.errors import CallCompactUnboundModuleError, TraceContextError
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
 from jaxlit.sharding import note_mesh
-from jaxlit.texts import leaf_name
+from jaxlit.texts import leaf_name, shown
 from jaxlit.variables import fits, is_array
 
 # What train() and eval() set: a step may switch a part of its module.
@@ -146,10 +146,11 @@ class AttributesOfStep:
             before, after = self._before.get(path, _NOTHING), attributes[name]
             if same(before, after) or _is_next(before, after):
                 continue
-            if training and before is not _NOTHING and not any(isinstance(x, jax.Array) for x in _leaves(after)):
+            has_array = any(isinstance(x, jax.Array) for x in _leaves(after))
+            if training and before is not _NOTHING and before is not None and not has_array:
                 raise StateError(
-                    f"{step} changed the attribute {path}. A step is traced once, so the change would happen once and "
-                    "be lost: make it an nnx.Variable, return it as an output, or log it with self.log."
+                    f"{step} changed the attribute {path} to {shown(after)}. A step is traced once, so the "
+                    "change would happen once and be lost: make it an nnx.Variable, return it, or log it by self.log."
                 )
             names.append(path)
         return names
@@ -215,8 +216,9 @@ def hide_values(module: nnx.Module) -> None:
     """Leave shapes in the Variables that `check_hidden` finds: the trace that has made their arrays ends."""
     for _, attributes, key in each_attribute(module, of=nnx.Pytree):
         for variable in [x for _, variables in _hidden(attributes[key]) for x in variables]:
-            x = variable.get_raw_value()
-            variable.set_raw_value(jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x)
+            leaves, treedef = jax.tree.flatten(variable.get_raw_value())
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x for x in leaves]
+            variable.set_raw_value(treedef.unflatten(shapes))
 
 
 def _hidden(value: Any) -> Iterator[tuple[Any, list[nnx.Variable]]]:

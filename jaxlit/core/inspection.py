@@ -121,11 +121,16 @@ def _some(names: Sequence[str]) -> str:
 
 def _check_hidden(pure: PureModule, stage: str, closed: Any) -> None:
     """Refuse a step whose constants are arrays of Variables that nnx does not see in the module."""
-    if not (constants := {id(x) for x in jaxpr.numbers_of(closed) if isinstance(x, jax.Array)}):
+    if not (constants := [x for x in jaxpr.numbers_of(closed) if isinstance(x, (jax.Array, np.ndarray))]):
         return
+
+    def is_used(value: Any) -> bool:  # a numpy array becomes another one in a trace
+        pairs = itertools.product(jax.tree.leaves(value), constants)
+        return any(x is y or (isinstance(x, np.ndarray) and np.array_equal(x, y)) for x, y in pairs)
+
     watcher = watchers.pop(id(pure.origin), None)  # the module as the trace has seen it, without newer arrays
     try:
-        check_hidden(pure.origin, f"{pure.name}.{STAGES[stage].step}", lambda x: id(x) in constants)
+        check_hidden(pure.origin, f"{pure.name}.{STAGES[stage].step}", is_used)
     finally:
         if watcher is not None:
             watchers[id(pure.origin)] = watcher
@@ -253,7 +258,8 @@ class Seen:
         before: What the two were before the step; compared is what it has added.
     """
 
-    def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0)) -> None:
+    def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0), later: Any = None) -> None:
+        self.later = later
         rounding = float(jnp.finfo(whole.dtype).eps) if jnp.issubdtype(whole.dtype, jnp.inexact) else 0
         self.parts, self.whole = (
             x.astype(complex) - np.asarray(y).astype(complex) for x, y in zip((parts, whole), before, strict=True)
@@ -269,7 +275,9 @@ class Seen:
         """Return the first action that makes the batch's value of the replicas', in total, or ""."""
         if self.parts.shape[1:] != self.whole.shape:
             return ""
-        return next((x for x in actions if x in _MADE and self.near(total(_MADE[x](self.parts))).all()), "")
+        seen = [self, *[self.later] * (self.later is not None and bool(np.isfinite(self.later.parts).all()))]
+        known = (x for x in actions if x in _MADE)
+        return next((x for x in known if all(s.near(total(_MADE[x](s.parts))).all() for s in seen)), "")
 
 
 Measure = Callable[[frozenset[int], int | None], list[Any]]
@@ -305,8 +313,10 @@ def reduction_of(
     if parts := frozenset(i for i in written if actions[i] == "sum"):
         bits, seen = traces.dependence(parts), None if measure is None else measure(parts, None)
     for i in written:
+        if actions[i] and i not in parts:
+            continue
         adds_up = (bits[i] in (CONSTANT, LINEAR) or leaves[i].assumed == "sum") and (not seen or seen[i].fits("sum"))
-        if not actions[i] or (i in parts and not adds_up):
+        if not actions[i] or not adds_up:
             _refuse(traces, leaves[i], why)
     if parts:
         _check_reads(traces, leaves, parts, bits, seen)

@@ -26,7 +26,7 @@ from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
 from jaxlit.errors import JaxlitError, ModuleError, StateError
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
-from jaxlit.variables import Constant, ModuleLeaf, arrays_of, fits, is_array, leaves_of, merge, split
+from jaxlit.variables import Constant, ModuleLeaf, arrays_of, fits, is_array, is_shape, leaves_of, merge, split
 
 _logger = logging.getLogger("jaxlit")
 
@@ -214,7 +214,7 @@ class PureModule:
                 if isinstance(error, NameError) and names - self.unbound:
                     self.unbound.update(names)
                     raise _UnboundError from error
-                check_hidden(module, name, lambda x: isinstance(x, jax.ShapeDtypeStruct))  # of a lazy module
+                check_hidden(module, name, lambda x: any(map(is_shape, jax.tree.leaves(x))))  # of a lazy module
                 note_step_error(error, name, batch)
                 raise
         loss, outputs = read_output(output, stage, self.name)

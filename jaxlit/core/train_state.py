@@ -18,6 +18,7 @@ from jaxlit.core.optimizer import Optimizer, on_real_parts
 from jaxlit.core.parts import Part
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
+from jaxlit.variables import impl_of
 
 
 @jax.tree_util.register_dataclass
@@ -133,11 +134,7 @@ class Layout:
 
     def __init__(self, tree: Any) -> None:
         leaves, self.treedef = jax.tree.flatten(tree)
-        keys = [i for i, x in enumerate(leaves) if is_key(x)]
-        impls = []
-        # In a trace, as jax knows no implementation of a mere shape.
-        jax.eval_shape(lambda *xs: impls.extend(map(jax.random.key_impl, xs)), *(leaves[i] for i in keys))
-        self.key_impls = dict(zip(keys, impls, strict=True))
+        self.key_impls = {i: impl_of(x) for i, x in enumerate(leaves) if is_key(x)}
 
     def flatten(self, tree: Any) -> list[jax.Array]:
         """Return the leaves of `tree`, keys as raw data."""

@@ -230,10 +230,6 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
     return module, strategy.typed(init, ())
 
 
-def _typed(strategy: Strategy, x: jax.Array, used: NamedSharding) -> jax.Array:
-    return renamed(x, strategy.model_mesh) if x.sharding == used else x
-
-
 def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     """Build a lazy module straight into the shards of the strategy."""
     shapes, init = shape_lazy(model, strategy, seed)
@@ -245,7 +241,8 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     used, _, used_rest = strategy.used_sharding(shardings, pure)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
     if strategy.explicit_axes:  # with the types that tell an array that the module has split from one split by size
-        arrays = jax.tree.map(partial(_typed, strategy), arrays, (used, used_rest))
+        mesh = strategy.model_mesh
+        arrays = jax.tree.map(lambda x, of: renamed(x, mesh) if x.sharding == of else x, arrays, (used, used_rest))
     built = merge(graphdef, *arrays)
     share_hparams(built, shapes)
     return built

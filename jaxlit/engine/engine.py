@@ -325,7 +325,7 @@ class Engine:
         inspect = partial(inspect_evaluation, pure, stage, loader)
         trace_step(pure, spec, (stage, loader), inspect, batch, (self.state.unflatten(), placed))
         sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
-        sums += [spec.array_specs[i] for i in self._carried(pure, stage, loader)]
+        sums += [spec.array_specs[i] for i in spec.places(pure.trace_of(stage, loader).carried)]
         entry = EACH if pure.table(stage, loader).has_steps else None
         program = Program(
             name=STAGES[stage].program,
@@ -347,18 +347,13 @@ class Engine:
         table = spec.stacked(self.eval_trace(stage, loader).table.empty_sums())
         # The count of batches is a token as well: waiting for it is waiting for the step.
         sums = jax.device_put([table, np.int32(0)], [spec.replica_sharding, self.strategy.replicated])
-        carried = self._carried(self._evaluations[stage, loader].pure, stage, loader)
+        carried = spec.places(self.eval_trace(stage, loader).carried)
         return [*sums, *(jnp.copy(self.state.leaves[i]) for i in carried)]  # which the first step gives away
 
     def eval_metrics(self, stage: str, sums: list[jax.Array], loader: int | None = None) -> dict[int, jax.Array]:
         """Return the metrics that the module holds after a loader's batches, by their index in the state."""
-        carried = self._carried(self._evaluations[stage, loader].pure, stage, loader)
+        carried = self.state.spec.places(self.eval_trace(stage, loader).carried)
         return dict(zip(carried, sums[2:], strict=True))
-
-    def _carried(self, pure: PureModule, stage: str, loader: int | None) -> list[int]:
-        """Return the indices in the state of the metrics that an evaluation step writes."""
-        indices = jax.tree.leaves(self.state.spec.index.variables)
-        return [indices[i] for i in pure.trace_of(stage, loader).carried]
 
     def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
         """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""

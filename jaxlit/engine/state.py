@@ -108,6 +108,11 @@ class StateSpec:
         """What the strategy makes of a user's step."""
         return partial(self.strategy.wrap_body, stored=self.shardings.variables, used=self.used)
 
+    def places(self, numbers: Iterable[int]) -> list[int]:
+        """Return the indices of leaves of the module's variables, given their numbers among these."""
+        indices = jax.tree.leaves(self.index.variables)
+        return [indices[i] for i in numbers]
+
     def sharding(self, i: int) -> NamedSharding:
         """Return the sharding of an array."""
         return self.arrays[i].sharding  # type: ignore[return-value]
@@ -249,11 +254,6 @@ class State:
         return [leaves[i] for i in self.spec.eval_index]
 
     @property
-    def is_restored(self) -> bool:
-        """Whether no array is missing, as after a restore that failed."""
-        return all(x is not None for x in self.leaves)
-
-    @property
     def is_complete(self) -> bool:
         """Whether no array is missing or deleted, as after a step or a restore that failed."""
         return not any(x is None or x.is_deleted() for x in self.leaves)
@@ -298,7 +298,7 @@ class State:
             self.put(i, array)
 
     def module_leaves(self, module: TrainModule) -> list[tuple[str, Any, int]]:
-        """Return the (name, place, index) of each array of the module, see `ArrayOf`."""
+        """Return the (name, place, index) of each array of the module, see `ModuleLeaf`."""
         indices = jax.tree.leaves(self.spec.index.variables)
         pairs = zip(arrays_of(module, self.spec.wrt, nnx.Param, ...), indices, strict=True)
         return [(x.name, x.place, i) for x, i in pairs]

@@ -318,13 +318,15 @@ def _measuring(
     def step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
         return run_drawing_alike(program, [*state, *rows])
 
-    def run(states: list[list[Any]], batch: Any, order: jax.Array) -> list[list[Any]]:
+    def run(before: list[list[Any]], batch: Any, order: jax.Array, moves: jax.Array) -> list[list[Any]]:
         x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
         results = []
-        for program, state, size in (traces.program, states[0], n), (traces.longer, states[1], 1):
+        for program, (*variables, counters), size in (traces.program, before[0], n), (traces.longer, before[1], 1):
+            later = jnp.where(moves[-1] > 0, counters.at[:2].set(1000), counters)  # the step and the epoch
+            state = [*(_moved(y, i, moves[i]) for i, y in enumerate(variables)), later]
             split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
             leaves = jax.vmap(partial(step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
-            results.append([leaves[i] if bits[i] else leaves[i][:1] for i in wanted])
+            results.append([(leaves[i] if bits[i] else leaves[i][:1], state[i] if i in states else 0) for i in wanted])
         return results
 
     program = strategy.on_state(run)
@@ -332,16 +334,26 @@ def _measuring(
     @cache
     def measure(parts: frozenset[int], repeated: int | None) -> list[Any]:
         # Each replica's part of a sum is 1, which shows what a step does to a part.
-        before = [[jnp.full_like(x, k) if i in parts else x for i, x in enumerate(leaves)] for k in (1, n)]
         first, count = (0, rows) if repeated is None else (repeated * share, share)
         order = (first + np.arange(n * share) % count) % rows
+        before = [[jnp.full_like(x, k) if i in parts else x for i, x in enumerate(leaves)] for k in (1, n)]
         seen = dict.fromkeys(range(others[-1].stop))
-        for i, *pair in zip(wanted, *jax.tree.map(fetch, program(before, batch, order)), strict=True):
-            old = [fetch(x[i]) for x in before] if i in states else (0, 0)
-            seen[i] = Seen(np.broadcast_to(pair[0], (n, *pair[0].shape[1:])), pair[1][0], traces.rtol, old)
+        for size in (0.3, 0):  # as the state may be after some steps, where what begins at 0 shows; then as it is
+            moves = np.array([0 if i in parts else size for i in range(len(leaves))], np.float32)
+            results = jax.tree.map(fetch, program(before, batch, order, moves))
+            for i, (x, old), (y, old_whole) in zip(wanted, *results, strict=True):
+                values = np.broadcast_to(x, (n, *x.shape[1:])), y[0]
+                seen[i] = Seen(*values, traces.rtol, (old, old_whole), seen[i])
         return list(seen.values())
 
     return measure
+
+
+def _moved(x: jax.Array, i: int, size: jax.Array) -> jax.Array:
+    """Return an array with numbers of a size added."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return x + (size * jnp.cos(jnp.arange(x.size) + i)).reshape(x.shape).astype(x.dtype)
 
 
 def _arguments(params: Any, frozen: Any, model_state: Any, counters: Any, batch: Any) -> Any:

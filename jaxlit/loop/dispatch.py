@@ -34,11 +34,7 @@ class Dispatch:
         self.size = 1
 
     def begin_epoch(self) -> None:
-        """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window.
-
-        Raises:
-            ArgumentError: The strategy runs a step in parts, or a dispatch would cut a window.
-        """
+        """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window."""
         steps_per_execution = self._run.settings.steps_per_execution
         strategy = self._run.engine.strategy
         if steps_per_execution != self._steps_per_execution:

@@ -83,11 +83,7 @@ def _evaluate(run: Run, stage: str, loaders: Sequence[Loader], evaluation: Evalu
 
 
 def end_loader(run: Run, idx: int, evaluation: Evaluation) -> None:
-    """Show a loader's metrics, of its steps and of its batch hooks.
-
-    Raises:
-        LogError: A name has two values.
-    """
+    """Show a loader's metrics, of its steps and of its batch hooks."""
     evaluation.metrics.append({})
     values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(idx)]
     if evaluation.sums is not None:  # an empty loader has no metrics

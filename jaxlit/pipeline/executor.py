@@ -355,9 +355,6 @@ def mesh_within_processes(devices: Sequence[jax.Device], shape: Mapping[str, int
     """Return a mesh of which each rank has some devices of every process; None where there is one process.
 
     The shape has the size of each axis, "stage" among them, one of them -1 at most.
-
-    Raises:
-        ArgumentError: There are more ranks than devices in a process.
     """
     by_process: dict[int, list[jax.Device]] = {}
     for device in devices:

@@ -85,11 +85,7 @@ class Saves:
         self._lock.close()
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that verifies; None if there is none, an error if there are others only.
-
-        Raises:
-            CheckpointError: There are checkpoints, and none of them can be used.
-        """
+        """Return the newest checkpoint that verifies; None if there is none, an error if there are others only."""
         first_error: CheckpointError | None = None
         for path in candidates(self.folder):
             try:
@@ -282,7 +278,7 @@ def validate(run: Run, source: Source) -> None:
         if eval_step is None or prefetcher.example is not example:
             example = prefetcher.example
             eval_step = programs.eval_step(example)
-        sums = eval_step(programs.eval_sums() if sums is None else sums, evaluated, batch.arrays)
+        sums = eval_step(programs.eval_sums(run.leaves) if sums is None else sums, evaluated, batch.arrays)
         run.in_flight.drain(sums[1])
     if sums is None:
         raise source.empty()

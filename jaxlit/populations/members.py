@@ -36,7 +36,7 @@ from jaxlit.programs.lifting import is_same
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.texts import array_text, is_key, shown, stable_text
-from jaxlit.variables import merge, split
+from jaxlit.variables import is_constant, merge, split
 
 OWNER = "jl.fit_many"
 
@@ -246,11 +246,7 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_module(module: Any, made_by: str) -> None:
-    """Refuse what a population cannot train: no module, or one with hooks, which see one training.
-
-    Raises:
-        ModuleError: `module` is not a module, or has hooks, which see one training.
-    """
+    """Refuse what a population cannot train: no module, or one with hooks, which see one training."""
     if not isinstance(module, TrainModule):
         raise ModuleError(f"{OWNER}: {made_by} must return a jl.TrainModule, got {shown(module)}.")
     if not is_overridden(module, "training_step"):
@@ -275,7 +271,8 @@ def check_same_state(first: Member, member: Member) -> None:
                 f"{member.name}. Leave out what changes shapes, layers or the kind of optimizer, and call jl.fit_many "
                 "once for each."
             )
-    if spec.optimizer_kind != other.optimizer_kind or spec.layout.treedef != other.layout.treedef:
+    structures = {jax.tree.structure(x.tree, is_leaf=is_constant) for x in (spec, other)}  # numbers may differ
+    if spec.optimizer_kind != other.optimizer_kind or len(structures) > 1:
         raise ArgumentError(
             f"{OWNER}: all members must have the same kind of optimizer, and it is {spec.optimizer_kind} in "
             f"{first.name} and {other.optimizer_kind} in {member.name}. Call jl.fit_many once for each."

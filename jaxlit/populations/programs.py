@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -84,10 +85,11 @@ class Programs:
             for stage, example in self._examples(member).items():
                 inspect = inspect_step if stage == _TRAINING else partial(_inspect_evaluation, stage)
                 self._inspect(member, stage, inspect, example)
-            member = member.with_spec(member.training.spec.with_metrics(member.pure.table(*_TRAINING)))
+        table = (self.members or [member])[0].pure.table(*_TRAINING)
+        member = member.with_spec(member.training.spec.with_metrics(table))
         like = next((i for i, other in self._kinds.items() if kind.is_same(other)), member.index)
         self._kinds.setdefault(like, kind)
-        self.members.append(replace(member.with_spec((self.members or [member])[0].training.spec), like=like))
+        self.members.append(replace(member, like=like))
 
     def compile(self) -> None:
         """Compare the programs of all members for the first batches; they are compiled when they are first called."""
@@ -139,9 +141,15 @@ class Programs:
         """Put a copy of an array for each member onto the devices."""
         return self.place(np.broadcast_to(x, (len(self.members), *x.shape)))
 
-    def eval_sums(self) -> list[jax.Array]:
-        """Return the sums of the metrics before the first validation batch, and the count of batches."""
-        return list(map(self.repeat, _empty_sums(self.val_table)))
+    @property
+    def _carried(self) -> tuple[int, ...]:
+        """The metrics that the validation step writes, see `Traced`."""
+        return self.members[0].pure.trace_of(*_validation(self.members[0])).carried
+
+    def eval_sums(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the metrics before the first validation batch, the count of batches, and the module's metrics."""
+        carried = (jnp.copy(leaves[i]) for i in self.spec.places(self._carried))
+        return [*map(self.repeat, _empty_sums(self.val_table)), *carried]
 
     def place_batch(self, batch: Any) -> Any:
         """Put a batch onto all devices; a single device takes host arrays."""
@@ -175,12 +183,14 @@ class Programs:
         """Return a function of (metrics so far, arrays of the state, batch) to the metrics, of all members."""
 
         def add(member: Member, sums: list[Any], leaves: list[Any], batch: Any) -> list[Any]:
-            spec = member.training.spec
-            step = eval_step(member.pure, *_validation(member), spec.eval_layout, spec.wrap)
+            spec, stage = member.training.spec, _validation(member)
+            member.pure.trace_of(*stage).carried = self._carried  # of the first member, which is inspected
+            step = eval_step(member.pure, *stage, spec.eval_layout, spec.wrap)
             return step(member.strategy.replica, leaves, sums, batch)[0]
 
         leaves = [abstract(self.spec.arrays[i]) for i in self.spec.eval_index]
-        states = list(map(abstract, _empty_sums(self.val_table))), leaves
+        carried = (self.spec.arrays[i] for i in self.spec.places(self._carried))
+        states = list(map(abstract, (*_empty_sums(self.val_table), *carried))), leaves
         return self._program("eval_step", add, states, example, stage=_validation(self.members[0]))
 
     def _inspect(self, member: Member, stage: tuple[str, int | None], inspect: Callable[..., None], batch: Any) -> None:

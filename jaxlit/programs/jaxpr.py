@@ -460,6 +460,10 @@ def described(closed: Any) -> Iterator[tuple[str, Any]]:
     jaxpr, consts = parts_of(closed)
     numbers = dict[Any, str]()
 
+    def text(x: Any) -> str:
+        # A function has other parts in its text that no program depends on: its wrappers, and their addresses.
+        return getattr(x, "__qualname__", type(x).__name__) if callable(x) else stable_text(repr(x))
+
     def name(atom: Any) -> str:
         if isinstance(atom, core.Literal):
             return array_text(atom.val) if np.ndim(atom.val) else str(atom.val)
@@ -470,16 +474,9 @@ def described(closed: Any) -> Iterator[tuple[str, Any]]:
         yield f"{name(var)} = constant {array_text(x) if hasattr(x, 'dtype') else var.aval}", None
     for eqn in jaxpr.eqns:
         inputs = [name(x) for x in eqn.invars]
-        params = [
-            f"{key}={_param_text(x)}" for key, x in params_of(eqn).items() if x is not None and not programs_in(x)
-        ]
+        params = [f"{key}={text(x)}" for key, x in params_of(eqn).items() if x is not None and not programs_in(x)]
         outputs = " ".join([f"{name(x)}:{x.aval}" for x in eqn.outvars])
         yield " ".join([outputs, "=", eqn.primitive.name, *inputs, *params]), eqn
         for program in inner_jaxprs(eqn):
             yield from described(program)
     yield f"outputs {' '.join(map(name, jaxpr.outvars))}", None
-
-
-def _param_text(x: Any) -> str:
-    # A function has other parts in its text that no program depends on: its wrappers, and their addresses.
-    return getattr(x, "__qualname__", type(x).__name__) if callable(x) else stable_text(repr(x))

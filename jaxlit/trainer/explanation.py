@@ -111,7 +111,7 @@ def step_flops(run: Run | None) -> dict[str, Flops]:
 
 
 def _parts(run: Run, engine: Engine) -> tuple[StatePart, ...]:
-    if not engine.state.is_restored:
+    if any(x is None for x in engine.state.leaves):  # as after a restore that failed
         return ()
     state = engine.state.spec.tree
     rows = state_rows(run.hooks.callbacks, state, run.module, engine.strategy.notes)

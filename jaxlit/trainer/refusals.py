@@ -52,11 +52,7 @@ class Request(NamedTuple):
 
 
 def check_fit(settings: Settings, callbacks: Sequence[Callback], request: Request) -> None:
-    """Refuse a fit that has no end, has arguments for a checkpoint but no checkpoint, or names two.
-
-    Raises:
-        ProcessError: Something else was given in another process.
-    """
+    """Refuse a fit that has no end, has arguments for a checkpoint but no checkpoint, or names two."""
     # First: what is refused in one process only would leave the others waiting.
     check_job("fit", settings, request.model, callbacks)
     check.boolean("strict", request.strict)
@@ -85,11 +81,7 @@ def check_job(method: str, settings: Settings, model: Any, callbacks: Sequence[C
 
 
 def check_model(model: Any, stage: Stage) -> None:
-    """Refuse a model that is not a module, or has no step for the stage.
-
-    Raises:
-        ModuleError: The module has no such step.
-    """
+    """Refuse a model that is not a module, or has no step for the stage."""
     if not isinstance(model, (TrainModule, lazy)):
         hint = " Pass an instance, or jl.lazy(cls, ...)." if isinstance(model, type) else ""
         if isinstance(model, nnx.Module):
@@ -103,12 +95,7 @@ def check_model(model: Any, stage: Stage) -> None:
 
 
 def check_fitting(settings: Settings, module: TrainModule, resume: Resume | None, request: Request) -> None:
-    """Refuse a checkpoint that has seen more than is asked for, and validation data that no step takes.
-
-    Raises:
-        ArgumentError: The checkpoint has seen more epochs.
-        ModuleError: There is no validation step.
-    """
+    """Refuse a checkpoint that has seen more than is asked for, and validation data that no step takes."""
     if resume is not None:
         checkpoint = resume.checkpoint
         seen = checkpoint.state["epoch"]

@@ -65,6 +65,7 @@ from jaxlit.trainer.refusals import (
 from jaxlit.trainer.run_folder import RunFolder, resolve_checkpoint, resolve_weights
 from jaxlit.trainer.saver import Saver
 from jaxlit.trainer.step_cost import choose
+from jaxlit.variables import is_array, leaves_of
 
 _logger = logging.getLogger("jaxlit")
 
@@ -160,9 +161,13 @@ class Session:
             check_fitting(self.settings, module, resume, request)
         if load_weights is not None:  # before the engine: the optimizer and callbacks may keep copies of parameters
             load_weights(module)
-        if fits and resume is not None:
-            load_numbers(module, resume.checkpoint)
         with contextlib.ExitStack() as ends:  # from here on what has begun is ended, the newest first
+            if resume is not None:
+                if not fits:  # the module keeps its own
+                    for leaf in leaves_of(module):
+                        if not is_array(leaf.value):
+                            ends.callback(leaf.place.set_raw_value, leaf.value)
+                load_numbers(module, resume.checkpoint)
             if fits:
                 self._hold_folder(ends)
             ends.enter_context(self._as_newest_run(module))

@@ -378,6 +378,25 @@ def test_a_loss_that_may_not_be_a_mean_is_warned_of(caplog: pytest.LogCaptureFix
         jl.strategies.PMap(loss_reduction="max")
 
 
+LATER: dict[str, Callable[[Any, Any], Any]] = {
+    "a weight that grows": lambda m, b: m.errors(b).mean() + jnp.minimum(m.global_step / 100, 1) * m.errors(b).sum(),
+    "a later epoch": lambda m, b: jnp.where(m.current_epoch > 0, m.errors(b).sum(), m.errors(b).mean()),
+    "a head that begins at 0": lambda m, b: m.errors(b).mean() + (jnp.exp(b["x"] @ m.head) - 1).sum(),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_a_loss_that_is_a_mean_in_the_first_step_only_is_not_silent(case: str, caplog: Any) -> None:
+    module = Line(LATER[case])
+    module.head = nnx.Param(jnp.zeros(3))
+    try:
+        fit_replicas(module, "shard_map")
+    except ModuleError as error:
+        assert "over the rows" in str(error)
+    else:
+        assert "the loss may differ from one device" in caplog.text
+
+
 BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
     "a floor": lambda x, n: x.sum() / max(n, 4),
     "a branch": lambda x, n: x.mean() if n >= 8 else 2 * x.mean(),
