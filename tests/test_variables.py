@@ -57,7 +57,7 @@ def draws(m: Any, x: jax.Array) -> jax.Array:
 KINDS: dict[str, tuple[Any, Any]] = {
     "None": (lambda: nnx.Variable(None), lambda m, x: x),
     "a number": (lambda: nnx.Variable(0.5), lambda m, x: x * m.extra.get_value()),
-    "a tuple": (lambda: nnx.Cache((2, 4)), lambda m, x: x.reshape(-1, *m.extra.get_value()).sum(1)),
+    "a tuple": (lambda: nnx.Cache((2, 2)), lambda m, x: x.reshape(-1, *m.extra.get_value()).reshape(x.shape)),
     "a number as data": (lambda: nnx.data(3), lambda m, x: x * m.extra),
     "a text": (lambda: nnx.Variable("relu"), lambda m, x: getattr(jax.nn, m.extra.get_value())(x)),
     "a dataclass": (lambda: nnx.data(Stats(jnp.arange(4.0))), lambda m, x: x + m.extra.mean**m.extra.power),
@@ -161,7 +161,7 @@ def test_it_is_saved_restored_and_resumed(kind: str) -> None:
     jl.save_weights(resumed, "x.safetensors")
     loaded = Model(kind)
     jl.load_weights(loaded, "x.safetensors", strict=False)
-    names = {name for name, x in leaves(loaded).items() if not isinstance(x, str) and "rngs" not in name}
+    names = {name for name, x in leaves(loaded).items() if not (isinstance(x, str) or is_key(x) or "rngs" in name)}
     for name in names if kind != "a number as data" else ():
         np.testing.assert_allclose(leaves(loaded)[name], leaves(resumed)[name], err_msg=name)
 

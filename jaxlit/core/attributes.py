@@ -149,8 +149,9 @@ class AttributesOfStep:
             has_array = any(isinstance(x, jax.Array) for x in _leaves(after))
             if training and before is not _NOTHING and before is not None and not has_array:
                 raise StateError(
-                    f"{step} changed the attribute {path} to {shown(after)}. A step is traced once, so the "
-                    "change would happen once and be lost: make it an nnx.Variable, return it, or log it by self.log."
+                    f"{step} changed the attribute {path} to {shown(after)}. A step is traced once, so the change "
+                    "would happen once and be lost: make it an nnx.Variable, return it as an output, or log it "
+                    "with self.log."
                 )
             names.append(path)
         return names

@@ -261,9 +261,9 @@ class Seen:
     def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0), later: Any = None) -> None:
         self.later = later
         rounding = float(jnp.finfo(whole.dtype).eps) if jnp.issubdtype(whole.dtype, jnp.inexact) else 0
-        self.parts, self.whole = (
-            x.astype(complex) - np.asarray(y).astype(complex) for x, y in zip((parts, whole), before, strict=True)
-        )
+        kind = complex if jnp.iscomplexobj(whole) else float  # an infinite complex number has no mean
+        pairs = zip((parts, whole), before, strict=True)
+        self.parts, self.whole = (x.astype(kind) - np.asarray(y).astype(kind) for x, y in pairs)
         sizes = [np.abs(x[np.isfinite(x)]).max(initial=0) for x in (self.parts, self.whole, whole)]
         self.tolerance = rtol * max(sizes[:2]) + rounding * sizes[2]
 

@@ -22,7 +22,7 @@ from jaxlit.texts import array_text, is_key, stable_text
 JITS = ("jit", "pjit", "closed_call", "core_call")
 # A function of an equation and of what is known of its inputs to what is known of its outputs.
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
-COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier")
+COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier", "stop_gradient")
 _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
@@ -415,8 +415,8 @@ def dependence(jaxpr: Any, inputs: Sequence[int], grows: set[Any] | None, axis: 
             return [CONSTANT] * len(eqn.outvars)
         if called(eqn) is not None or name == "scan" or (name == "cond" and not ins[0]):
             return None
-        if overwrites(eqn):
-            return ins[2:]
+        if name in COPIES or overwrites(eqn):
+            return ins if name in COPIES else ins[2:]
         outs = [ROWS if (bits == ROWS or draws(eqn)) and x in (grows or ()) else LINEAR for x in eqn.outvars]
         is_linear = LINEAR not in outs or (grows is not None and not bits & OTHER and _is_linear(eqn, ins))
         return outs if is_linear else [OTHER] * len(outs)

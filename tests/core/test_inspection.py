@@ -186,6 +186,7 @@ WRITES: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "decayed counts by label": (lambda old, b: 0.9 * old + jax.nn.one_hot(b["label"], 4).sum(0), [1.0] * 4),
     "whole counts by label": (lambda old, b: old.at[b["label"]].add(1), [0] * 4),
     "a running mean": (lambda old, b: 0.9 * old + 0.1 * b["x"].mean(0), [0.0] * 3),
+    "a mean without a gradient": (lambda old, b: 0.5 * old + jax.lax.stop_gradient(b["x"].mean(0)), [0.0] * 3),
     "a mean that the rows' number divides": (lambda old, b: b["x"].sum(0) / b["x"].shape[0], [0.0] * 3),
     "what the rows do not touch": (lambda old, b: jnp.sort(old)[::-1] * 0.5, [3.0, 1.0, 2.0]),
 }

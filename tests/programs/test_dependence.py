@@ -33,6 +33,7 @@ def dependence_of(step: Step, held: Any = 0.0, given: int = CONSTANT) -> tuple[i
 LINEAR_IN_ROWS: dict[str, tuple[Step, Any]] = {
     "a sum of any function": (lambda w, b: w + jnp.exp(b["x"]).sum(), 0.0),
     "a decayed mean": (lambda w, b: 0.9 * w + 0.1 * b["x"].mean(0), [1.0, 2.0, 3.0]),
+    "a sum without a gradient": (lambda w, b: w + jax.lax.stop_gradient(b["x"].sum(0)), [1.0, 2.0, 3.0]),
     "a count, from integers to floats": (lambda w, b: w + (b["x"] > 0).sum(), 0.0),
     "counts by label": (lambda w, b: w.at[b["label"]].add(1), [0, 1, 2, 3]),
     "sums by label": (lambda w, b: w.at[b["label"]].add(b["x"].sum(1)), [0.0] * 4),
