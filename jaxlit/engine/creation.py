@@ -240,7 +240,7 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     shardings = strategy.state_sharding(replace(blank, opt_state=()), pure, None)
     used, _, used_rest = strategy.used_sharding(shardings, pure)
     arrays = strategy.create_state(init, (shardings.params, shardings.model_state))
-    if strategy.explicit_axes:  # with the types that tell an array that the module has split from one split by size
+    if strategy.explicit_axes:  # with types, which differ between what the module has split and what its size has
         mesh = strategy.model_mesh
         arrays = jax.tree.map(lambda x, of: renamed(x, mesh) if x.sharding == of else x, arrays, (used, used_rest))
     built = merge(graphdef, *arrays)

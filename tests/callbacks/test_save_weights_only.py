@@ -81,12 +81,17 @@ def test_no_training_continues_from_it(given: dict[str, Any]) -> None:
 def test_a_run_that_is_to_be_resumed_saves_more_than_weights() -> None:
     with pytest.raises(ArgumentError, match=r"nothing to continue from .*ModelCheckpoint\(dirpath"):
         trained(resume="auto")
-    both = [ModelCheckpoint(save_weights_only=True, dirpath="weights", every_n_train_steps=1), ModelCheckpoint()]
+    both = [ModelCheckpoint(save_weights_only=True, dirpath="weights"), ModelCheckpoint()]
     trained(*both, resume="auto")
-    assert_same(params_of(Net.load_from_checkpoint("weights")), params_of(Net.load_from_checkpoint("run")))
+    shutil.copytree("run/checkpoints", "before")
+    expected = params_of(trained(*both, resume="auto", max_epochs=2).module)
+    assert_same(params_of(Net.load_from_checkpoint("weights")), expected)
+    shutil.rmtree("run/checkpoints")
+    shutil.move("before", "run/checkpoints")  # killed after the first of the two had written
     # The run's own folder has fewer batches: the resume takes it all the same, as nothing continues from the other.
-    trainer = trained(*both, resume="auto", max_epochs=2)
+    trainer = trained(*both, ckpt_path="last", max_epochs=2)
     assert trainer.global_step == 6
+    assert_same(params_of(trainer.module), expected, rtol=0, atol=0)
 
 
 def test_a_run_with_weights_but_no_full_checkpoint_yet_starts_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Meshes with Explicit axes: models as flax's tutorials and bonsai shard them, beside loops by hand."""
+"""Meshes with Explicit axes: models as flax's tutorials and bonsai shard them, next to loops by hand."""
 
 from collections.abc import Callable
 from typing import Any
