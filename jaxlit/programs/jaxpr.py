@@ -27,8 +27,12 @@ _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 
 def params_of(eqn: Any) -> dict[str, Any]:
-    """Return the parameters of an equation; a primitive of `jax.experimental.hijax` holds its own."""
-    return getattr(eqn.params.get("_prim"), "params", eqn.params)
+    """Return the parameters of an equation; one of `jax.experimental.hijax` has a single one, which holds them."""
+    if len(eqn.params) == 1:
+        (holder,) = eqn.params.values()
+        params = getattr(holder, "params", None)
+        return params if isinstance(params, dict) else eqn.params
+    return eqn.params
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kit.by_hand import HandLoop, assert_same
 from kit.inside import lowered
 from kit.journal import Losses
+from kit.modules import Linear
 from kit.refusals import refuses
 from kit.trainers import fit, thinned
 
@@ -22,23 +23,11 @@ from jaxlit.programs.costs import count_collectives
 from jaxlit.sharding import explicit_axes
 
 
-class Model(jl.TrainModule):
-    """A model whose `loss` is trained, validated and returned as a prediction."""
+class Model(Linear):
+    """A model of classes."""
 
     def loss(self, batch: Any) -> jax.Array:
         return optax.softmax_cross_entropy_with_integer_labels(self(batch["x"]), batch["y"]).mean()
-
-    def training_step(self, batch: Any) -> jax.Array:
-        return self.loss(batch)
-
-    def validation_step(self, batch: Any) -> None:
-        self.log("val", self.loss(batch))
-
-    def predict_step(self, batch: Any) -> jax.Array:
-        return self(batch["x"])
-
-    def configure_optimizers(self) -> optax.GradientTransformation:
-        return optax.sgd(0.1, momentum=0.9)
 
 
 class Vision(Model):

@@ -259,14 +259,6 @@ PACKAGES = {
         imports=LIGHT,
         **OWN_DRAWS,
     ),
-    "artifex VQVAE": Package(
-        ARTIFEX,
-        "artifex.generative_models.core.configuration.vae_config",
-        functools.partial(autoencoder, quantized=True),
-        lambda model, batch: model.loss_fn(batch["x"], model(batch["x"]))["total_loss"],
-        uniform,
-        imports=LIGHT,
-    ),
     "artifex RealNVP": Package(
         ARTIFEX,
         "artifex.generative_models.models.flow.real_nvp",
@@ -420,6 +412,8 @@ PACKAGES = {
         imports="chex",
     ),
 }
+_QUANTIZED: dict[str, Any] = {"make": functools.partial(autoencoder, quantized=True), "differs": (), "reason": ""}
+PACKAGES["artifex VQVAE"] = PACKAGES["artifex"]._replace(**_QUANTIZED)
 QUICK = ("metrax", "qwix", "e3nn", "jraphx", "bijx")  # in the extra `interop`
 
 
