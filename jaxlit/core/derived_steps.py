@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.log import loss_of
+from jaxlit.core.log import loss_of, weight_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, reduced
-from jaxlit.core.step import TrainStep, count_bad, over_rows
+from jaxlit.core.replica import Replica, num_rows, reduced
+from jaxlit.core.step import TrainStep, count_bad, mean_of
 from jaxlit.core.train_state import Layout, TrainState, Window
 
 
@@ -169,6 +169,8 @@ class MicrobatchStep:
         objective = self.step.objective(replica, old, old.frozen, old.model_state, replica.constrain_batch(batch))
         value, (loss, aux) = objective(old.params)
         new, table, outputs = self.step.after_batch(replica, old, loss, aux, 1.0)
+        if self.step.is_weighted:  # `add` multiplies by rows
+            value = value * (weight_of(table) / num_rows(batch))
         flat = self.step.layout.flatten(self.step.only_finite(old, new))
         return value, [flat[i] for i in self.written], table, outputs
 
@@ -177,17 +179,14 @@ class MicrobatchStep:
         grad = grad if scale is None else grad / scale[0].astype(grad.dtype)
         return total + rows.astype(total.dtype) * grad.astype(total.dtype)
 
-    def finish(
-        self, leaves: list, written: list, grads: list, rows: jax.Array, table: jax.Array, outputs: Any
-    ) -> tuple:
+    def finish(self, leaves: list, written: list, grads: list, table: jax.Array, outputs: Any) -> tuple:
         """Return what the program returns, after the last pass.
 
         Args:
             leaves: The flat state as it was before the batch.
             written: What is at the `written` indices after it.
             grads: The sum of `add` for each parameter.
-            rows: () float32, rows of the batch.
-            table: Its table.
+            table: The batch's table.
             outputs: Its outputs, which are handed on.
         """
         step = self.step
@@ -203,15 +202,14 @@ class MicrobatchStep:
         loss = None if old.window is None else loss_of(table)
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
-            rows = old.window.rows + rows
             table = step.table.combine(old.window.metrics, table)
-            window = Window(total, rows, table)
+            window = Window(total, table)
             window = window if self.end == "micro" else step.empty_window(window)
             new = replace(new, window=window, window_start=old.next_start())
         if self.end == "micro":
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs
-        new_leaves, logs, *seen = step.apply(old, new, over_rows(total, rows, old.params), table)
+        new_leaves, logs, *seen = step.apply(old, new, mean_of(total, table, old.params), table)
         return new_leaves, logs, loss, outputs, *seen
 
 

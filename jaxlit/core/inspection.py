@@ -201,6 +201,7 @@ class StepTraces:
         step: The name for messages, `Model.training_step`.
         metrics: What it logs.
         rtol: The relative difference of numbers that are taken for equal.
+        is_weighted: Whether the loss comes with its weight.
     """
 
     replica: Replica
@@ -212,6 +213,7 @@ class StepTraces:
     step: str
     metrics: Sequence[Metric]
     rtol: float
+    is_weighted: bool
 
     @cached_property
     def places(self) -> list[range]:
@@ -280,6 +282,10 @@ class Seen:
         return next((x for x in known if all(s.near(total(_MADE[x](s.parts))).all() for s in seen)), "")
 
 
+SAY_WEIGHT = (
+    "A loss that is a mean over something else, such as tokens that are no padding, takes its weight along: "
+    "{'loss': loss, 'total_weight': mask.sum()}. "
+)
 Measure = Callable[[frozenset[int], int | None], list[Any]]
 
 
@@ -331,10 +337,8 @@ def reduction_of(
     if unclear:
         _logger.warning(
             "%s: %s may differ from one device. On the first batch it is not a mean or a sum over rows, or rows that "
-            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees the entire batch.",
-            traces.step,
-            ", ".join(unclear),
-            traces.replica.count,
+            "depend on no other row, and each of %d replicas sees its own rows. %sstrategy='ddp' sees all rows.",
+            *(traces.step, ", ".join(unclear), traces.replica.count, SAY_WEIGHT if unclear[0] == "the loss" else ""),
         )
     return Reduction(tuple(actions), parts)
 
@@ -392,7 +396,10 @@ def _check_reads(
 
 def _is_unclear_loss(traces: StepTraces, measure: Measure, place: int) -> bool:
     """Return whether a loss may differ from one device; refuse one that is not what the strategy takes it for."""
-    loss, wanted, n = measure(frozenset(), None)[place], traces.replica.loss_reduction, traces.replica.count
+    seen, wanted, n = measure(frozenset(), None), traces.replica.loss_reduction, traces.replica.count
+    loss = seen[place]
+    if traces.is_weighted:
+        return not loss.fits("keep", total=partial(_weighted_mean, seen[traces.places[2][0]].parts))
     if loss.fits(wanted):
         return False
     kind, parts = loss.fits("sum", "mean"), loss.parts

@@ -104,6 +104,7 @@ class Collector:
     metrics: dict[str, Metric] = field(default_factory=dict)
     values: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    by_rows: dict[str, Any] = field(default_factory=dict)  # the values that weigh as many as there are rows
     # A value made inside scan, vmap, grad or another jit may not leave it: only the trace in which
     # the step itself runs may log.
     trace: Any = field(default_factory=jax.extend.core.get_opaque_trace_state)
@@ -139,6 +140,7 @@ class Collector:
             check_value(name, value, batch_size, step)
             self.values[name] = jnp.asarray(value, jnp.float32)
             self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, jnp.float32)
+            self.by_rows |= {} if batch_size is not None else {name: value}
         self.metrics[name] = metric
 
     def _take(self, metric: Metric, value: Any, batch_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -354,9 +356,17 @@ class Table:
         return table
 
 
+NO_WEIGHT = 1e-30  # of a loss that is a mean over nothing: next to any other it vanishes, and nothing is divided by 0
+
+
+def weight_of(table: jax.Array) -> jax.Array:
+    """Return the weight of the loss, () float32, of a training step's table: rows, or the step's `total_weight`."""
+    return table[1, 0]
+
+
 def loss_of(table: jax.Array) -> jax.Array:
     """Return the loss, () float32, of a training step's table."""
-    return table[0, 0] / table[1, 0]
+    return table[0, 0] / weight_of(table)
 
 
 _RATE, _BAD_STEP = 1.0, 0.0  # kinds of columns after those of the metrics

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.attributes import AttributesOfStep, check_hidden, copied, note_step_error, same
-from jaxlit.core.log import Collector, Metric, Table, collecting
+from jaxlit.core.log import NO_WEIGHT, Collector, Metric, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
 from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
@@ -113,6 +113,7 @@ class Traced:
     program: Any = None  # of the first trace, with the places of its equations in the user's code
     carried: tuple[int, ...] = ()  # the leaves of metrics that an evaluation step writes
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
+    is_weighted: bool = False  # whether a training step returns the `total_weight` of its loss
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
@@ -217,7 +218,7 @@ class PureModule:
                 check_hidden(module, name, lambda x: any(map(is_shape, jax.tree.leaves(x))))  # of a lazy module
                 note_step_error(error, name, batch)
                 raise
-        loss, outputs = read_output(output, stage, self.name)
+        loss, weight, outputs = read_output(output, stage, self.name)
         # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
         stepped = next((leaf_name(path) for path, x, before in counts if x.get_value() is not before), None)
         left = [] if stepped is not None else attributes.dropped(module, name, training=training)
@@ -226,10 +227,19 @@ class PureModule:
         self._tell_dropped(name, left + sown)
         new = _keep_dtypes(state, step_state, new) if training else _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
+        traced.is_weighted = weight is not None
+        if traced.is_weighted and replica.loss_reduction == "sum":
+            raise ModuleError(
+                f"{name} returns a total_weight, that of a mean, under loss_reduction='sum'. Return the sum alone, or "
+                "leave loss_reduction out."
+            )
         self._note(stage, loader, list(collector.metrics.values()), traced)
+        if weight is not None:
+            collector.weights |= {key: weight for key, x in collector.by_rows.items() if x is loss}
+            loss, weight = jnp.where(weight == 0, 0, loss), jnp.where(weight == 0, NO_WEIGHT, weight)
         loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
         if training:
-            values, weights = [loss, *values], [jnp.float32(rows), *weights]
+            values, weights = [loss, *values], [jnp.float32(rows) if weight is None else weight, *weights]
         return loss, (new, values, weights, outputs)
 
     def _kept(self, state: Any, module: nnx.Module, step: str) -> tuple[Any, list[str]]:
@@ -336,7 +346,7 @@ def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) ->
             f"{name} logs {sorted(new - old or new)} for a batch of {now.rows} rows but {sorted(old - new or old)} for "
             "the first batch. Log the same metrics, with the same arguments, for every batch."
         )
-    old, new = jax.tree.structure(first.outputs), jax.tree.structure(now.outputs)
+    old, new = ((jax.tree.structure(x.outputs), "a total_weight" if x.is_weighted else "none") for x in (first, now))
     if old != new:
         raise ModuleError(
             f"{name} returned {new} for a batch, and {old} for the first one. Return the same structure for every "
@@ -367,17 +377,17 @@ def _written(step_state: Any, new: Any) -> dict[int, jax.Array]:
     return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
 
 
-def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
-    """Return the loss, zero in an evaluation, and the other outputs of what a step returned.
+def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Return the loss, zero in an evaluation, its weight if it has one, and the other outputs of what a step returned.
 
     Raises:
         ModuleError: A training step returned no scalar floating loss, or an output is no array.
     """
     step = f"{name}.{STAGES[stage].step}"
-    loss, outputs = jnp.zeros(()), output
+    loss, weight, outputs = jnp.zeros(()), None, output
     if stage == "training":
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
-        loss = outputs.pop("loss", output)
+        loss, weight = outputs.pop("loss", output), outputs.pop("total_weight", None)
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{step} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
@@ -388,7 +398,15 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
     for path, leaf in named_leaves(outputs):
         if not (hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float))):
             raise ModuleError(f"{step} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
-    return loss, jax.tree.map(jnp.asarray, outputs)
+    if weight is not None:
+        kind = getattr(weight, "dtype", type(weight))
+        if jnp.shape(weight) or not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
+            raise ModuleError(
+                f"{step} must return as total_weight a real () number, what its loss is a mean over, got "
+                f"{shown(weight)}. Return, for example, {{'loss': loss, 'total_weight': mask.sum()}}."
+            )
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+    return loss, weight, jax.tree.map(jnp.asarray, outputs)
 
 
 # Layers that normalize their parameters in place at each call, in evaluation too.
@@ -463,6 +481,22 @@ def sync_batchnorm(module: nnx.Module, axis: str) -> None:
     for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
             node.axis_name = axis
+            node.__class__ = SyncBatchNorm if type(node) is nnx.BatchNorm else type(node)
+
+
+class SyncBatchNorm(nnx.BatchNorm):
+    """A BatchNorm whose mask counts over all replicas: flax takes the mean of their means, of however many rows."""
+
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
+        """Normalize the rows of this replica."""
+        averages = self.use_running_average if use_running_average is None else use_running_average
+        if mask is None or averages:
+            return super().__call__(x, use_running_average, mask=mask)
+        axis, self.axis_name = str(self.axis_name), None
+        rows = [jax.lax.all_gather(y, axis, tiled=True) for y in (x, jnp.broadcast_to(mask, x.shape))]
+        outputs = super().__call__(rows[0], use_running_average, mask=rows[1])
+        self.axis_name = axis
+        return jax.lax.dynamic_slice_in_dim(outputs, jax.lax.axis_index(axis) * len(x), len(x))
 
 
 def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:

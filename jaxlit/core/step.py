@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.core.log import StepTable, Table, loss_of
+from jaxlit.core.log import NO_WEIGHT, StepTable, Table, loss_of, weight_of
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, identity, num_rows, reduced, scatter_state
+from jaxlit.core.replica import Replica, identity, reduced, scatter_state
 from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
 from jaxlit.errors import noting_place
 from jaxlit.programs.jaxpr import bind, indices, run, sources
@@ -70,12 +70,8 @@ class TrainStep:
         """
         old = self.layout.unflatten(leaves)
         if old.window is None:
-            new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
+            new, grads, table, outputs = self._gradient_of_all(replica, old, batch)
             loss = None  # it is in the table
-            # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
-            grads = self.constrain_grads(replica.pmean(grads))
-            if replica.splits:
-                table = self.table.reduce(table, replica.psum, str(replica.axis))
         else:
             new, loss, outputs = self._accumulate(replica, old, batch)
             assert new.window is not None
@@ -83,8 +79,7 @@ class TrainStep:
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
-            total = self.constrain_grads(replica.psum(new.window.grads))
-            grads = over_rows(total, replica.psum(new.window.rows), old.params)
+            grads = mean_of(self.constrain_grads(replica.psum(new.window.grads)), table, old.params)
             new = replace(new, window=self.empty_window(new.window))
         new_leaves, logs, *seen = self.apply(old, new, grads, table)
         return new_leaves, logs, loss, outputs, *seen
@@ -119,10 +114,8 @@ class TrainStep:
             the counters; the table; and for each parameter how many numbers of its gradient over all replicas are not
             finite.
         """
-        state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
-        if replica.splits:
-            table = self.table.reduce(table, replica.psum, str(replica.axis))
-        bad = replica.psum(count_bad(self.constrain_grads(replica.pmean(grads))))
+        state, grads, table, _ = self._gradient_of_all(replica, self.layout.unflatten(leaves), batch)
+        bad = replica.psum(count_bad(grads))
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
@@ -139,6 +132,21 @@ class TrainStep:
         """The training metrics."""
         return self.pure.table("training")
 
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses come with a `total_weight`."""
+        return self.pure.trace_of("training").is_weighted
+
+    def _gradient_of_all(
+        self, replica: Replica, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Any, jax.Array, Any]:
+        """Return the state after the batch, the gradients and the table of all replicas, and the outputs."""
+        state, grads, table, _, outputs = self._gradient(replica, state, batch, 1.0)
+        # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
+        if replica.splits:
+            table = self.table.reduce(table, replica.psum, str(replica.axis))
+        return state, self.constrain_grads(replica.pmean(grads)), table, outputs
+
     def _gradient(
         self, replica: Replica, state: TrainState, batch: Any, share: float
     ) -> tuple[TrainState, Any, jax.Array, jax.Array, Any]:
@@ -150,20 +158,28 @@ class TrainStep:
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
         state, table, outputs = self.after_batch(replica, state, loss, aux, share)
+        if self.is_weighted:  # a mean over nothing may be NaN, and counts nothing
+            counts = weight_of(table) > NO_WEIGHT
+            grads = jax.tree.map(lambda g: jnp.where(counts | jnp.isfinite(g), g, 0), grads)
         return state, grads, table, loss, outputs
 
     def objective(self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any) -> Callable:
         """Return a function of the parameters to what is differentiated, and (the loss, the step's other results)."""
         body = self.wrap(self.pure.body("training", replica))
         rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
-        factor = replica.loss_factor
         scale = state.loss_scale
 
         def objective(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
-            loss = loss if factor == 1 else loss * factor
+            factor, total = replica.loss_factor, loss
+            if replica.splits and self.is_weighted:
+                # Here, and not in the gradients: in a collective, as of BatchNorm, those of all replicas meet.
+                factor = aux[2][0] / replica.pmean(aux[2][0])
+                total = loss * factor
+            elif factor != 1:
+                total = loss = loss * factor
             # The scaled loss is differentiated, the plain one is logged.
-            return loss if scale is None else loss * scale[0], (loss, aux)
+            return total if scale is None else total * scale[0], (loss, aux)
 
         return objective
 
@@ -180,11 +196,14 @@ class TrainStep:
         new, grads, table, loss, outputs = self._gradient(replica, old, batch, replica.share)
         window = old.window
         assert window is not None
-        weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
+        weight = weight_of(table)
+        if replica.splits and self.is_weighted:  # see `objective`
+            loss, weight = loss * weight / replica.pmean(weight), replica.pmean(weight)
         grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(self.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        return replace(self.only_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
+        window = Window(self.constrain_grads(grads), self.table.combine(window.metrics, table))
+        new = replace(self.only_finite(old, new), window=window, window_start=old.next_start())
+        return new, loss, outputs
 
     def only_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
@@ -203,7 +222,6 @@ class TrainStep:
         """Return a window of no batch."""
         return Window(
             jax.tree.map(jnp.zeros_like, window.grads),
-            jnp.zeros_like(window.rows),
             jnp.broadcast_to(self.table.empty(), window.metrics.shape),
         )
 
@@ -325,9 +343,9 @@ class TrainStep:
         return layout.encode(table, rates, state.bad_step)
 
 
-def over_rows(total: Any, rows: jax.Array, params: Any) -> Any:
-    """Return the gradients of a window, in the parameters' dtypes, given their sum over its rows."""
-    return jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), total, params)
+def mean_of(total: Any, table: jax.Array, params: Any) -> Any:
+    """Return the gradients of a window, in the parameters' dtypes, given their weighted sum and its table."""
+    return jax.tree.map(lambda g, p: (g / weight_of(table)).astype(p.dtype), total, params)
 
 
 def count_bad(grads: Any) -> jax.Array:

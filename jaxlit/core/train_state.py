@@ -30,8 +30,7 @@ class Window:
     dim of size `num_replicas`, and reduce it once, in the update step.
     """
 
-    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, see `sum_dtype`
-    rows: jax.Array  # () float32, rows so far
+    grads: nnx.State[Any, Any]  # sum of weighted gradients, the shape of the parameters, see `sum_dtype`
     metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
 
 

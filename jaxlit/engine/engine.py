@@ -231,7 +231,7 @@ class Engine:
         """Drop the batches of an accumulation window that will not be completed."""
         state, index = self.state, self.state.spec.index
         if (window := index.window) is not None:
-            for i in jax.tree.leaves((window.grads, window.rows)):
+            for i in jax.tree.leaves(window.grads):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
             state.put(window.metrics, state.spec.stacked(self.training_table.empty()))
         if (start := index.window_start) is not None:

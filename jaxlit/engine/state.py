@@ -208,7 +208,7 @@ def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> Tr
     """Return a strategy's shardings with those of jaxlit's bookkeeping, which no rule on shapes should meet."""
     replicated, window, start = strategy.replicated, shardings.window, abstract.window_start
     if window is not None:
-        window = replace(window, rows=_replica_sharding(strategy), metrics=_replica_sharding(strategy))
+        window = replace(window, metrics=_replica_sharding(strategy))
     if start is not None:
         start = WindowStart(replicated, {name: shardings.module[name] for name in start.arrays})  # type: ignore[arg-type]
     return replace(

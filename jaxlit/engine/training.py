@@ -19,18 +19,18 @@ import numpy as np
 
 from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
-from jaxlit.core.inspection import Measure, Seen, StepTraces, inspect_step, reduction_of
+from jaxlit.core.inspection import SAY_WEIGHT, Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
+from jaxlit.core.replica import Replica, identity, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import run_drawing_alike
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, run_drawing_alike
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
 from jaxlit.texts import is_key
 
@@ -65,6 +65,10 @@ class Training:
         """
         spec, inspect = self.spec, partial(inspect_step, self.pure, twice=debug)
         trace_step(self.pure, spec, ("training", None), inspect, batch, arrays)
+        is_weighted, replica = self.pure.trace_of("training").is_weighted, spec.strategy.replica
+        has_parts = self.options.accumulate > 1 or replica.passes > 1
+        if has_parts and arrays is not None and not (is_weighted or replica.splits):
+            _check_mean(self.pure, spec, batch, arrays)
         return replace(self, spec=spec.with_metrics(self.pure.table("training")))
 
     @cached_property
@@ -251,7 +255,8 @@ def trace_step(
         why = "it could not be traced with more rows, which would show it"
     elif arrays is not None:
         try:
-            measure = _measuring(strategy, traces, bits, batch, arrays, traced.changed)
+            wanted = [*itertools.compress(traces.places[0], traced.changed), *itertools.chain(*traces.places[1:])]
+            measure = _measuring(strategy, traces, bits, batch, arrays, wanted)
             measure(frozenset(), None)
         except Exception as error:  # of what jax.vmap or the devices cannot run
             measure, why = None, f"it could not be run outside of training: {str(error).splitlines()[0]}"
@@ -263,7 +268,12 @@ def trace_step(
 
 
 def _trace_replicas(
-    pure: PureModule, replica: Replica, states: Any, key: tuple[str, int | None], batch: Any
+    pure: PureModule,
+    replica: Replica,
+    states: Any,
+    key: tuple[str, int | None],
+    batch: Any,
+    under: Callable[[Callable], Callable] = identity,
 ) -> StepTraces:
     """Return the program of a step for the rows of one replica, and for those of the batch, on a single replica."""
     (stage, loader), rows = key, -(-num_rows(batch) // replica.count)
@@ -274,7 +284,7 @@ def _trace_replicas(
 
     def trace(replicas: int, rows: int) -> tuple[Any, Any]:
         axis_env = [(str(replica.axis), replicas)]
-        return jax.make_jaxpr(run, axis_env=axis_env, return_shape=True)(*states, with_rows(batch, rows))
+        return jax.make_jaxpr(under(run), axis_env=axis_env, return_shape=True)(*states, with_rows(batch, rows))
 
     program, results = trace(replica.count, rows)
     longer, rows_of = None, pure.trace_of(stage, loader).rows_of
@@ -283,10 +293,31 @@ def _trace_replicas(
         pairs = zip(jax.tree.leaves(results[3]), jax.tree.leaves(more[3]), strict=True)
         have_rows = [is_row(y, rows * replica.count) and x.shape[1:] == y.shape[1:] for x, y in pairs]
         rows_of = pure.trace_of(stage, loader).rows_of = tuple(map(and_, rows_of, have_rows))
-    step, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    step, traced = f"{pure.name}.{STAGES[stage].step}", pure.trace_of(stage, loader)
+    metrics, is_weighted = traced.table.metrics, traced.is_weighted
     rtol = 2e-3 if pure.precision.compute is None else 2e-2
-    return StepTraces(
-        replica, program, longer, (*states, with_rows(batch, rows)), results, rows_of, step, metrics, rtol
+    arguments = (*states, with_rows(batch, rows))
+    return StepTraces(replica, program, longer, arguments, results, rows_of, step, metrics, rtol, is_weighted)
+
+
+def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[TrainState, Any]) -> None:
+    """Warn if a loss is no mean over rows, where gradients of several parts of a batch are averaged by their rows."""
+    strategy, states = spec.strategy, (*spec.tree.variables, spec.tree.counters)
+    replica = replace(strategy.replica, axis="parts", count=2, passes=1, constrain_batch=identity)
+    loss = None
+    # Nothing is said of a step that takes no other number of rows, or of what jax.vmap or the devices cannot run.
+    with contextlib.suppress(Exception), np.errstate(invalid="ignore", divide="ignore"):
+        apart = replace(pure, traced={}, told=set(pure.told), _bodies={})  # its traces do not count
+        traces = _trace_replicas(apart, replica, states, ("training", None), batch, strategy.in_mesh)
+        place, bits = traces.places[1][0], traces.dependence()
+        if bits[place] not in (CONSTANT, LINEAR):
+            loss = _measuring(strategy, traces, bits, batch, arrays, [place])(frozenset(), None)[place]
+    if loss is None or loss.fits("mean"):
+        return
+    _logger.warning(
+        "%s.training_step: on the first batch the loss is not a mean over rows. Batches or microbatches that share an "
+        "optimizer step count by their rows, so that it may differ from that of one batch. %s",
+        *(pure.name, SAY_WEIGHT.rstrip()),
     )
 
 
@@ -296,15 +327,20 @@ def _measuring(
     bits: Sequence[int],
     example: Any,
     arrays: tuple[TrainState, Any],
-    changed: Sequence[bool],
+    wanted: Sequence[int],
 ) -> Measure:
-    """Return the `measure` of `reduction_of`, given how results depend on rows, the batch's shapes, and the arrays."""
+    """Return the `measure` of `reduction_of`, given how results depend on rows, and the batch's shapes.
+
+    `arrays` are those of `trace_step`, `wanted` the places of the results to measure.
+    """
     state, batch = arrays
     n, rows, axis = traces.replica.count, num_rows(example), str(traces.replica.axis)
     share, leaves = -(-rows // n), jax.tree.leaves((*state.variables, state.counters))
     (states, *others), shapes = traces.places, jax.tree.leaves(example)
-    wanted = [i for i in itertools.compress(states, changed) if not is_key(leaves[i])]
-    wanted += itertools.chain(*others)
+    wanted = [i for i in wanted if i not in states or not is_key(leaves[i])]
+    spread = strategy.replica.constrain_batch
+    if strategy.per_replica:
+        spread = partial(sharding.constrain, shardings=sharding.rows(strategy.mesh, axis))
     mapped = tuple(0 if x.ndim else None for x in shapes)
 
     def first_batch(x: jax.Array, shape: jax.ShapeDtypeStruct, order: jax.Array) -> jax.Array:
@@ -313,7 +349,7 @@ def _measuring(
         # Each replica has all rows, or its own in a dim of replicas or without one, perhaps of a stack of batches.
         is_replicated = isinstance(batch, ReplicatedBatch)
         x = x.reshape(-1, *shape.shape)[0] if is_replicated else x.reshape(rows, -1, *shape.shape[1:])[:, 0]
-        return sharding.constrain(x[order], sharding.rows(strategy.mesh, axis))  # no device has all of them
+        return spread(x[order])  # no device has all of them
 
     def step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
         return run_drawing_alike(program, [*state, *rows])
