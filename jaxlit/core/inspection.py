@@ -283,8 +283,8 @@ class Seen:
 
 
 SAY_WEIGHT = (
-    "A loss that is a mean over something else, such as tokens that are no padding, takes its weight along: "
-    "{'loss': loss, 'total_weight': mask.sum()}. "
+    "A mean over something else, such as the words that are no padding, takes its weight along: return "
+    "{'loss': loss, 'total_weight': mask.sum()}, and call self.log(name, value, batch_size=mask.sum())."
 )
 Measure = Callable[[frozenset[int], int | None], list[Any]]
 
@@ -337,8 +337,8 @@ def reduction_of(
     if unclear:
         _logger.warning(
             "%s: %s may differ from one device. On the first batch it is not a mean or a sum over rows, or rows that "
-            "depend on no other row, and each of %d replicas sees its own rows. %sstrategy='ddp' sees all rows.",
-            *(traces.step, ", ".join(unclear), traces.replica.count, SAY_WEIGHT if unclear[0] == "the loss" else ""),
+            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees all of them. %s",
+            *(traces.step, ", ".join(unclear), traces.replica.count, SAY_WEIGHT),
         )
     return Reduction(tuple(actions), parts)
 

@@ -317,7 +317,7 @@ def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[Tra
     _logger.warning(
         "%s.training_step: on the first batch the loss is not a mean over rows. Batches or microbatches that share an "
         "optimizer step count by their rows, so that it may differ from that of one batch. %s",
-        *(pure.name, SAY_WEIGHT.rstrip()),
+        *(pure.name, SAY_WEIGHT),
     )
 
 
