@@ -40,7 +40,7 @@ class Dispatch:
         if steps_per_execution != self._steps_per_execution:
             self._steps_per_execution = steps_per_execution
             self._steps = 0
-            self.decided = steps_per_execution != "auto"
+            self.decided = steps_per_execution != "auto" or self._run.auto_size > 0
             self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
         if steps_per_execution != 1 and not strategy.fuses_steps:
             raise ArgumentError(
@@ -58,7 +58,7 @@ class Dispatch:
             control.log_once(logging.INFO, text, steps_per_execution, starts.functions[0].owner)
             return
         if steps_per_execution == "auto":
-            self.size = max(int(min(self.size, control.num_training_batches)) // window * window, 1)
+            self.size = max(int(min(self._run.auto_size, _MOST, control.num_training_batches)) // window * window, 1)
             return
         check_size(self.size, window)
         if self.size > control.num_training_batches:
@@ -70,10 +70,8 @@ class Dispatch:
         run = self._run
         position = self._run.position
         due = self._run.due
-        control = self._run.control
+        # A stop, which may come at any time, ends no dispatch: where the next ends follows from the position alone.
         if self.size == 1 or position.filled:
-            return False
-        if control.interrupted or control.should_stop:
             return False
         if due.is_stale or position.global_step >= due.next_step or run.prefetcher.now >= due.next_time:
             due.find_next(run, position.global_step)
@@ -91,7 +89,8 @@ class Dispatch:
             window = self._run.accumulation.batches
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
             most = int(min(_MOST, fastest, self._run.control.num_training_batches))
-            self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
+            self._run.auto_size = max(min(self._run.times.team.agree("steps_per_execution", most)), 1)
+            self.size = max(self._run.auto_size // window * window, 1)
 
 
 def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batches") -> None:

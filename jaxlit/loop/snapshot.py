@@ -74,7 +74,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     }
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
-    optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
+    optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
     argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
@@ -225,6 +225,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
     run.checkpoints.resumed = True
+    run.auto_size = state.get("auto_size") or 0
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
     keeps = keeps_accumulation(run.accumulation.argument, run.settings, state)
