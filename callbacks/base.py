@@ -92,7 +92,7 @@ def hyperparams_named(name: str, trainer: "Trainer", owner: str) -> list[str]:
     raise ArgumentError(
         f"{owner}(hyperparam={name!r}): the optimizer keeps no such hyperparameter.{did_you_mean(name, known)} It "
         f"keeps: {', '.join(known) or 'none'}. Build it in configure_optimizers as "
-        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        "optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)."
     )
 
 

@@ -261,7 +261,8 @@ class ModelCheckpoint(Callback):
         if position == self._saved_at:
             return
         self.finish(trainer)
-        score = None if self.monitor is None else self._score(trainer, epoch_over, due)
+        is_finite = trainer.nan_policy != "ignore" or trainer.saver.is_finite()
+        score = None if self.monitor is None or not is_finite else self._score(trainer, epoch_over, due)
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
@@ -278,7 +279,7 @@ class ModelCheckpoint(Callback):
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]
         self.last_model_path, self._order = path, self._order + 1
-        if trainer.nan_policy != "ignore" or trainer.saver.is_finite():
+        if is_finite:
             self._newest_finite = path
         replaced = self._names(self._before) - self._names(self.state_dict())
         self._replaced = [] if self.save_top_k == -1 else sorted(replaced)

@@ -22,6 +22,7 @@ from jaxlit.core.module import TrainModule
 from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
+from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
@@ -263,15 +264,15 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def is_finite(self) -> bool:
-        """Return whether every floating number of the state is finite; waits for the device."""
+    def not_finite(self) -> list[str]:
+        """Return which parameters, and averages that evaluations see, hold NaN or infinity; waits for the device."""
+        spec = self.spec
+        places = list(dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params))))
         if self._all_finite is None:
-
-            def all_finite(xs: list[jax.Array]) -> jax.Array:
-                return jnp.stack([jnp.isfinite(x).all() for x in xs]).all()
-
-            self._all_finite = self.spec.strategy.on_state(all_finite)
-        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]))
+            self._all_finite = spec.strategy.on_state(lambda x: jnp.isfinite(x[0]).all())
+        # One by one: a program is compiled for each shape, not for each array.
+        finite = [self._all_finite([self.leaves[i]]) for i in places]
+        return [spec.entries[i][0].removeprefix("module.") for i, x in zip(places, finite, strict=True) if not fetch(x)]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
@@ -381,7 +382,8 @@ class Hyperparams(MutableMapping[str, float]):
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "
-                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)"
+                "(learning_rate=1e-3)."
             )
         return known[name]
 

@@ -28,7 +28,7 @@ from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
+from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
 from jaxlit.programs.jaxpr import run_drawing_alike
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
@@ -154,6 +154,7 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
     check_trainable(options.tx, variables[0], module)
     params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+    check_rounding(options.tx, params, module)
     rates = rates_of(options.optimizer, params, options.parts)
     options = replace(options, extras=check_extras(options.extras, params, options.tolerates))
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.

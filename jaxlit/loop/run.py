@@ -64,6 +64,7 @@ class Unchecked:
 
     starts: list[Any] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
+    finite_step: int | None = None  # the steps after which the parameters were found to be finite last
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
 
@@ -405,7 +406,10 @@ class Due:
         if run.settings.debug:
             self.next_step = step + 1
             self.dispatch_end = step
-        for limit in (max_steps, run.settings.min_steps):  # from `min_steps` on, a stop that was asked for ends training
+        for limit in (
+            max_steps,
+            run.settings.min_steps,
+        ):  # from `min_steps` on, a stop that was asked for ends training
             if step < limit:
                 self.next_step = min(self.next_step, limit)
                 self.dispatch_end = min(self.dispatch_end, limit)

@@ -69,6 +69,8 @@ def train_epochs(run: Run) -> bool:
         reload(run)  # first: the loader hook may return other data now, whose length the rest uses
         run.position.cut = False
         train_epoch(run, dispatch, resumes_epoch=resumes_epoch)
+        if run.done:
+            check_finite(run, params=True)
         # A rollback at the end may have undone the step with which training ended: then the epoch continues.
         resumes_epoch = run.position.cut and not run.done
     run.print_signal()  # one that came when the epoch had ended
