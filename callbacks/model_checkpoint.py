@@ -198,14 +198,14 @@ class ModelCheckpoint(Callback):
 
     def due_in_seconds(self) -> float | None:
         """Return the seconds to the next checkpoint by time; 0 once a checkpoint is written."""
-        # In several processes another one may ask first.
-        if self._is_written if team().size == 1 else self.train_time_interval is not None:
+        is_written = self._saving is not None and self._saving.is_done
+        if is_written if team().size == 1 else self.train_time_interval is not None:  # another process may ask first
             return 0.0
         return self._deadline - time.monotonic()
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if one is due; raise or warn if the one before could not be written."""
-        if self._is_written and team().size == 1:
+        if self._saving is not None and self._saving.is_done and team().size == 1:
             self.finish(trainer)
         step, every = trainer.global_step, self.every_n_train_steps
         due = fires = every is not None and step != self._step and step % every == 0
@@ -246,10 +246,6 @@ class ModelCheckpoint(Callback):
             if self._lock is not None:
                 trainer.saver.when_written(self._lock.close)  # a Ctrl-C has cut the wait
                 self._lock = None
-
-    @property
-    def _is_written(self) -> bool:
-        return self._saving is not None and self._saving.is_done
 
     def _restart_clock(self) -> None:
         self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)

@@ -21,6 +21,7 @@ from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
 from jaxlit.core.inspection import Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
+from jaxlit.core.optimizer import averages_of
 from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
@@ -165,6 +166,8 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)
     eval_params = eval_index(options.extras, spec.index, spec.arrays)
+    if eval_params is spec.index.params:  # else a callback has other averages
+        spec = replace(spec, averages=averages_of(spec.index.opt_state))
     return Training(pure, options, rates, init, replace(spec, eval_params=eval_params))
 
 

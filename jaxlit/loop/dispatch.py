@@ -27,7 +27,6 @@ class Dispatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._steps_per_execution = None
         self._steps = 0
         self._began = 0.0
         self.decided = True
@@ -37,11 +36,8 @@ class Dispatch:
         """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window."""
         steps_per_execution = self._run.settings.steps_per_execution
         strategy = self._run.engine.strategy
-        if steps_per_execution != self._steps_per_execution:
-            self._steps_per_execution = steps_per_execution
-            self._steps = 0
-            self.decided = steps_per_execution != "auto" or self._run.auto_size > 0
-            self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
+        self.decided = steps_per_execution != "auto" or self._run.auto_size > 0
+        self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
         if steps_per_execution != 1 and not strategy.fuses_steps:
             raise ArgumentError(
                 f"Trainer(steps_per_execution={steps_per_execution!r}): {strategy.describe().splitlines()[0]} runs a "

@@ -27,9 +27,7 @@ _MOST_ROWS = 5  # that a message names
 def check_finite(run: Run, *, params: bool = False) -> None:
     """Read the guard's mark, which waits for the device, and do what `nan_policy` says.
 
-    Args:
-        run: The run.
-        params: Look at the parameters too: an update may not be finite where the loss and the gradients are.
+    With `params` look at the parameters too: an update may not be finite where the loss and the gradients are.
 
     Raises:
         NonFiniteError: Under "raise", if a step was not finite, at each check until training has ended. The parameters
@@ -67,18 +65,15 @@ def check_finite(run: Run, *, params: bool = False) -> None:
 
 def _update_not_finite(run: Run, names: list[str], step: int) -> str:
     """Return what is known of an update that was not finite, given the arrays that show it after `step` steps."""
-    finite = run.unchecked.finite_step
-    since = f"before optimizer step {step}" if finite is None else f"since optimizer step {finite}"
-    if finite is not None and step > finite + 1:
-        since = f"since one of the optimizer steps {finite} to {step - 1}"
-    latest = run.results.latest
-    numbers = {**({} if latest is None else run.results.read(latest).rates), **Hyperparams(run.engine.state)}
-    listed = ", ".join(f"{name}={x:.4g}" for name, x in numbers.items()) or "no rate that can be read"
+    first, latest = run.unchecked.finite_step, run.results.latest
+    since = f"before optimizer step {step}" if first is None else f"since optimizer step {first}"
+    since += f" or a later one before {step}" * (first is not None and step > first + 1)
+    rates = {} if latest is None else run.results.read(latest).rates
+    listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
     return (
         f"Parameters hold NaN or infinity {since}: {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}. The "
         "losses and gradients before were finite: an update of the optimizer was not, or a hook or the module's "
-        f"__init__ has written them. Newest step: {listed}. Look at the end of the schedule, at eps, and at the dtype "
-        "of the hyperparameters."
+        f"__init__ has written them. Newest step: {listed}. Look at the schedule's end, eps and hyperparam_dtype."
     )
 
 

@@ -406,10 +406,7 @@ class Due:
         if run.settings.debug:
             self.next_step = step + 1
             self.dispatch_end = step
-        for limit in (
-            max_steps,
-            run.settings.min_steps,
-        ):  # from `min_steps` on, a stop that was asked for ends training
+        for limit in (max_steps, run.settings.min_steps):  # at both, training may end
             if step < limit:
                 self.next_step = min(self.next_step, limit)
                 self.dispatch_end = min(self.dispatch_end, limit)

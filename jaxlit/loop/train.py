@@ -35,6 +35,9 @@ def fit(run: Run) -> None:
         write_requested(run)
         if has_trained:
             run.hooks("on_train_end")
+        run.engine.state.use_averages()
+        if run.hooks.live is not None:
+            run.hooks.live.stale = True
     except BaseException as error:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
         try:  # a second Ctrl-C may come while these wait for the device

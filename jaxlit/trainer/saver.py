@@ -99,7 +99,8 @@ class Saver:
             open_orders = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *open_orders]) + 1
         draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
-        leaves = [run.engine.state.leaves[i] for i in snapshot.stored(run, weights_only)]
+        leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
+        leaves = [leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)

@@ -140,8 +140,7 @@ def lr_find(
 
     Args:
         trainer: The Trainer that will train the module.
-        model: The module. Its optimizer keeps its rate:
-            `optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=self.lr)`.
+        model: The module, with `optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(self.lr)`.
         train_dataloaders: As for `fit`.
         datamodule: As for `fit`.
         min_lr: The rate of the first step.
