@@ -152,6 +152,7 @@ STATE = {
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
 _OPTIONAL = {
     "added_hparams": dict,
+    "auto_size": _is_count,  # the batches of a dispatch that steps_per_execution="auto" has chosen
     "accumulate_set": (_is_count, _is_count),
     "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
     "not_finite": NOT_FINITE,

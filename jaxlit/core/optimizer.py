@@ -201,6 +201,26 @@ def _real_parts(tree: Any) -> Any:
     return jax.tree.map(lambda x: RealParts(x.real, x.imag) if jnp.iscomplexobj(x) else x, tree)
 
 
+def averages_of(opt_state: Any) -> list[tuple[Any, Any]]:
+    """Return (b1, z) of each schedule-free optimizer in a state, for `averaged`."""
+    free = optax.contrib.ScheduleFreeState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, free))
+    return [(x.b1, x.z) for x in nodes if isinstance(x, free)]
+
+
+def averaged(params: Any, averages: Sequence[tuple[Any, Any]]) -> Any:
+    """Return what evaluations see as the parameters, as `optax.contrib.schedule_free_eval_params` does."""
+    leaves = [(b1, jax.tree.leaves_with_path(z, is_leaf=lambda x: isinstance(x, RealParts))) for b1, z in averages]
+    of = {leaf_name(path): (b1, z) for b1, named in leaves for path, z in named}
+
+    def average(path: Any, y: jax.Array) -> jax.Array:
+        b1, z = of.get(leaf_name(path), (1.0, 0.0))
+        z = jax.lax.complex(*z) if isinstance(z, RealParts) else z
+        return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+
+    return jax.tree.map_with_path(average, params) if averages else params
+
+
 def map_params(fn: Callable[[Any, Any], Any], params: Any) -> Any:
     """Return a tree of `fn(path, x)` for each parameter x, of which one may be `RealParts`."""
     return jax.tree.map_with_path(fn, params, is_leaf=lambda x: isinstance(x, RealParts))

@@ -126,12 +126,14 @@ class Layout:
 
     Args:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
+        view: What `unflatten` makes of such a pytree.
 
     Attributes:
         key_impls: The implementation of each leaf that is a key, by index.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, view: Callable[[Any], Any] = lambda tree: tree) -> None:
+        self._view = view
         leaves, self.treedef = jax.tree.flatten(tree)
         self.key_impls = {i: impl_of(x) for i, x in enumerate(leaves) if is_key(x)}
 
@@ -148,7 +150,7 @@ class Layout:
             leaves = list(leaves)
             for i, impl in self.key_impls.items():
                 leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
-        return jax.tree.unflatten(self.treedef, leaves)
+        return self._view(jax.tree.unflatten(self.treedef, leaves))
 
 
 _FIRST_SCALE = 2.0**15  # the largest power of two that float16 holds, as the loss itself may be float16

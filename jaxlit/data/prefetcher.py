@@ -229,10 +229,12 @@ class Prefetcher:
         may_stack = False
         try:
             for batch in draws:
+                if may_stack and validator.kind is not kind:  # a dispatch may begin with this batch
+                    batches, group = group, []
+                    yield from self._one_by_one(batches)
                 if not group:
                     kind = validator.kind
                     may_stack = steps.fits() and type(batch.arrays) is not ReplicatedBatch
-                may_stack = may_stack and validator.kind is kind
                 group.append(batch)
                 if may_stack and len(group) < steps.size and not batch.is_last:
                     continue

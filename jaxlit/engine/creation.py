@@ -111,6 +111,30 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
         ) from error
 
 
+def check_rounding(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:
+    """Refuse an optimizer that keeps numbers in the 16 bits of the parameters, where these change them.
+
+    Raises:
+        ModuleError: A hyperparameter changes by over a thousandth, or is scheduled, or a number becomes 0 or 1.
+    """
+    state = dict(named_leaves(jax.eval_shape(tx.init, params)))
+    if not (low := [name for name, x in state.items() if not x.shape and x.dtype in (jnp.bfloat16, jnp.float16)]):
+        return
+    # Of small parameters: numbers such as a hyperparameter depend on the paths and dims of the parameters only.
+    small = jax.tree.map(lambda x: jnp.zeros((1,) * len(x.shape), x.dtype), params)
+    rounded, exact = (dict(named_leaves(tx.init(x))) for x in (small, cast(small, jnp.float32)))
+    for name in low:
+        was, now = float(exact[name]), float(rounded[name])
+        of_schedule = name.replace("hyperparams.", "hyperparams_states.")
+        is_changed = abs(now - was) > 1e-3 * abs(was) or any(x.startswith(f"{of_schedule}.") for x in state)
+        if (is_changed and of_schedule != name) or (now != was and now in (0, 1)):
+            raise ModuleError(
+                f"{type(module).__name__}.configure_optimizers: the optimizer keeps {name} in {rounded[name].dtype}, "
+                f"the dtype of the parameters, which rounds {was:.6g} to {now:.6g}. Pass optax.inject_hyperparams(..., "
+                "hyperparam_dtype=jnp.float32), or keep them in float32, as precision='bf16-mixed' does."
+            )
+
+
 def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:
     """Return the paths of what a training step writes to the module, but for counts and random keys.
 

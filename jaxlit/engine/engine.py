@@ -100,7 +100,7 @@ class Engine:
         if options is None and not take_ownership:  # else the module's arrays are overwritten, and show nothing
             leaves = self.state.module_leaves(module)
             self._placed = {i: (leaf.get_raw_value(), self.state.leaves[i]) for _, leaf, i in leaves}
-        self._applied: dict[Callable, tuple[Callable, Reads]] = {}
+        self._applied: dict[tuple[Callable, int], tuple[Callable, Reads]] = {}
         self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}  # of recent runs, the last used at the end
         self._evaluations: dict[_Key, _EvalProgram] = {}  # of this run
         # A program of its own: the step counter is on the devices, and is not waited for.
@@ -303,7 +303,7 @@ class Engine:
         key = (stage, loader)
         if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        like = jax.tree.flatten(abstract_batch(batch))
+        like = *jax.tree.flatten(abstract_batch(batch)), len(self.state.spec.eval_index)  # after a fit without averages
         # Bounded over all kinds of batches: calls with ever new sizes must not fill the memory with programs.
         recent = self._recent_evaluations.setdefault(key, deque(maxlen=8))
         program = next((x for x in recent if x.like == like and self._holds(key, x)), None)
@@ -361,7 +361,8 @@ class Engine:
 
     def apply(self, fn: Callable, *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
-        if fn not in self._applied or not self._applied[fn][1].hold():
+        key = fn, len(self.state.spec.eval_index)
+        if key not in self._applied or not self._applied[key][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
             pure, origin, spec, reads = self.pure, self.module, self.state.spec, Reads()
 
@@ -378,8 +379,8 @@ class Engine:
                 _, *variables = spec.eval_layout.unflatten(leaves)
                 return spec.strategy.typed(on_module, spec.used)(*variables, inputs)
 
-            self._applied[fn] = self.strategy.on_state(applied), reads
-        return self._applied[fn][0](self.state.evaluated(), inputs)
+            self._applied[key] = self.strategy.on_state(applied), reads
+        return self._applied[key][0](self.state.evaluated(), inputs)
 
     @property
     def programs(self) -> list[CompiledProgram]:

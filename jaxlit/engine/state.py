@@ -19,9 +19,11 @@ from jax.sharding import NamedSharding
 from jaxlit import sharding
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer import averaged
 from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
+from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
@@ -44,6 +46,7 @@ class StateSpec:
         grad_shardings: The gradients' shardings in a step; None lets XLA choose.
         eval_params: The indices of what an evaluation sees as the parameters, a tree like them.
         used: The shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`.
+        averages: The indices of what evaluations compute the parameters with, see `averages_of`.
     """
 
     strategy: Strategy
@@ -54,6 +57,7 @@ class StateSpec:
     grad_shardings: Any
     eval_params: Any
     used: Any
+    averages: Any = ()
 
     @cached_property
     def index(self) -> TrainState:
@@ -96,12 +100,13 @@ class StateSpec:
     def eval_index(self) -> list[int]:
         """The indices of what an evaluation reads: counters, parameters and the module's other state."""
         index = self.index
-        return jax.tree.leaves((index.counters, self.eval_params, index.frozen, index.model_state))
+        return jax.tree.leaves((index.counters, self.eval_params, index.frozen, index.model_state, self.averages))
 
     @cached_property
     def eval_layout(self) -> Layout:
-        """How what an evaluation reads becomes a tuple of the four."""
-        return Layout((self.tree.counters, *self.tree.variables))
+        """How what an evaluation reads becomes counters and the module's variables."""
+        view: Callable = lambda tree: (tree[0], averaged(tree[1], tree[4]), *tree[2:4])  # noqa: E731
+        return Layout((self.tree.counters, *self.tree.variables, self.averages), view)
 
     @property
     def wrap(self) -> Callable:
@@ -245,13 +250,26 @@ class State:
         state = copy.copy(self)
         state.leaves, state._given = list(self.leaves), dict(self._given)
         # A callback's averages are those of another module.
-        state.spec = replace(self.spec, eval_params=self.spec.index.params)
+        state.spec = replace(self.spec, eval_params=self.spec.index.params, averages=())
         return state
 
     def evaluated(self) -> list[jax.Array]:
         """Return what an evaluation reads, which donates none of it."""
         leaves = self.leaves
         return [leaves[i] for i in self.spec.eval_index]
+
+    def averaged(self) -> list[jax.Array]:
+        """Return the parameters that evaluations compute, none where they see arrays of the state."""
+        layout = self.spec.eval_layout
+        compute = self.spec.strategy.on_state(lambda leaves: jax.tree.leaves(layout.unflatten(leaves)[1]))
+        return compute(self.evaluated()) if self.spec.averages else []
+
+    def use_averages(self) -> None:
+        """Replace the parameters by those that evaluations compute, after training."""
+        if self.spec.averages:
+            for i, x in zip(jax.tree.leaves(self.spec.index.params), self.averaged(), strict=True):
+                self.leaves[i] = x
+            self.spec = replace(self.spec, averages=())
 
     @property
     def is_complete(self) -> bool:
@@ -263,15 +281,15 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def is_finite(self) -> bool:
-        """Return whether every floating number of the state is finite; waits for the device."""
+    def not_finite(self) -> list[str]:
+        """Return which parameters, and averages that evaluations see, hold NaN or infinity; waits for the device."""
+        spec = self.spec
+        places = list(dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params))))
         if self._all_finite is None:
-
-            def all_finite(xs: list[jax.Array]) -> jax.Array:
-                return jnp.stack([jnp.isfinite(x).all() for x in xs]).all()
-
-            self._all_finite = self.spec.strategy.on_state(all_finite)
-        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]))
+            self._all_finite = spec.strategy.on_state(lambda x: jnp.isfinite(x[0]).all())
+        # One by one: a program is compiled for each shape, not for each array.
+        finite = [self._all_finite([self.leaves[i]]) for i in places]
+        return [spec.entries[i][0].removeprefix("module.") for i, x in zip(places, finite, strict=True) if not fetch(x)]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
@@ -381,7 +399,8 @@ class Hyperparams(MutableMapping[str, float]):
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "
-                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)"
+                "(learning_rate=1e-3)."
             )
         return known[name]
 

@@ -21,6 +21,7 @@ from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
 from jaxlit.core.inspection import SAY_WEIGHT, Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
+from jaxlit.core.optimizer import averages_of
 from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, identity, is_row, num_rows, with_rows
@@ -28,7 +29,7 @@ from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
+from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
 from jaxlit.programs.jaxpr import CONSTANT, LINEAR, run_drawing_alike
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
@@ -158,6 +159,7 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
     check_trainable(options.tx, variables[0], module)
     params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+    check_rounding(options.tx, params, module)
     rates = rates_of(options.optimizer, params, options.parts)
     options = replace(options, extras=check_extras(options.extras, params, options.tolerates))
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
@@ -168,6 +170,8 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)
     eval_params = eval_index(options.extras, spec.index, spec.arrays)
+    if eval_params is spec.index.params:  # else a callback has other averages
+        spec = replace(spec, averages=averages_of(spec.index.opt_state))
     return Training(pure, options, rates, init, replace(spec, eval_params=eval_params))
 
 

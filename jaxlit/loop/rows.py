@@ -97,7 +97,7 @@ def note_monitor(run: Run) -> None:
         _logger.warning(
             "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "
             "jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
-            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            "optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=schedule).",
             type(monitor).__name__,
             type(run.module).__name__,
         )

@@ -64,6 +64,7 @@ class Unchecked:
 
     starts: list[Any] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
+    finite_step: int | None = None  # the steps after which the parameters were found to be finite last
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
 
@@ -104,6 +105,7 @@ class Run:
     engine: Engine
     prefetcher: Prefetcher
     unchecked: Unchecked = field(default_factory=Unchecked)
+    auto_size: int = 0  # the batches of a dispatch that steps_per_execution="auto" has chosen; 0 before that
     is_safe: bool = True  # a checkpoint may be taken now
     requested: list[Callable[[], None]] = field(default_factory=list)  # checkpoints to write at the next safe point
     part: str = "start"  # of the run's time, see `LoopPart`
@@ -404,9 +406,10 @@ class Due:
         if run.settings.debug:
             self.next_step = step + 1
             self.dispatch_end = step
-        if step < max_steps:
-            self.next_step = min(self.next_step, max_steps)
-            self.dispatch_end = min(self.dispatch_end, max_steps)
+        for limit in (max_steps, run.settings.min_steps):  # at both, training may end
+            if step < limit:
+                self.next_step = min(self.next_step, limit)
+                self.dispatch_end = min(self.dispatch_end, limit)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
             # From the start of the current window; rounded up, as a validation may come inside an optimizer step.
             batches += run.position.filled

@@ -35,6 +35,9 @@ def fit(run: Run) -> None:
         write_requested(run)
         if has_trained:
             run.hooks("on_train_end")
+        run.engine.state.use_averages()
+        if run.hooks.live is not None:
+            run.hooks.live.stale = True
     except BaseException as error:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
         try:  # a second Ctrl-C may come while these wait for the device
@@ -69,6 +72,8 @@ def train_epochs(run: Run) -> bool:
         reload(run)  # first: the loader hook may return other data now, whose length the rest uses
         run.position.cut = False
         train_epoch(run, dispatch, resumes_epoch=resumes_epoch)
+        if run.done:
+            check_finite(run, params=True)
         # A rollback at the end may have undone the step with which training ended: then the epoch continues.
         resumes_epoch = run.position.cut and not run.done
     run.print_signal()  # one that came when the epoch had ended
