@@ -137,8 +137,8 @@ class Collector:
             self.values[name], self.weights[name] = self._take(metric, value, batch_size)
         else:
             check_value(name, value, batch_size, step)
-            self.values[name] = jnp.asarray(value, jnp.float32)
-            self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, jnp.float32)
+            self.values[name] = jnp.asarray(value, float)
+            self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, float)
         self.metrics[name] = metric
 
     def _take(self, metric: Metric, value: Any, batch_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +151,7 @@ class Collector:
             if (before := self.held.get(id(variable))) is not None:
                 variable.set_value(before)
                 now = now - before
-            parts.append(jnp.asarray(now, jnp.float32))
+            parts.append(jnp.asarray(now, float))
         total, count = parts
         return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0), count
 
@@ -234,7 +234,7 @@ def named_values(dictionary: Any) -> dict[str, Any]:
 
 
 class Table:
-    """Adds up metrics on device, all of them in one float32 array.
+    """Adds up metrics on device, all of them in one array of float32; of float64 under `jax_enable_x64`.
 
     Row 0 holds totals (the weighted sum of a mean, the sum, the minimum or the maximum so far), row 1
     the sum of weights. The sums of an epoch have two rows more, what rounding has cut off the first two:
@@ -260,24 +260,24 @@ class Table:
 
     def empty(self) -> np.ndarray:
         """Return the table of no batch."""
-        table = np.zeros((2, len(self.metrics)), np.float32)
+        table = np.zeros((2, len(self.metrics)), jax.dtypes.canonicalize_dtype(float))
         table[0, self._min], table[0, self._max] = np.inf, -np.inf
         return table
 
     def empty_sums(self) -> np.ndarray:
         """Return the sums of no batch, (4, num_metrics)."""
-        return np.concatenate([self.empty(), np.zeros((2, len(self.metrics)), np.float32)])
+        return np.concatenate([empty := self.empty(), np.zeros_like(empty)])
 
     def entry(self, values: Sequence[jax.Array], weights: Sequence[jax.Array], share: float = 1.0) -> jax.Array:
         """Return the table of one batch.
 
         Args:
-            values: One () float32 a metric.
-            weights: One () float32 a metric.
+            values: One () float a metric.
+            weights: One () float a metric.
             share: The part of this batch that counts; 1/n where n replicas see the same rows.
         """
         if not self.metrics:
-            return jnp.zeros((2, 0), jnp.float32)
+            return jnp.zeros((2, 0), float)
         value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
         # A value without weight counts nothing, even if it is NaN, as the mean over an empty mask is.
         weighted = jnp.where(weight == 0, 0.0, value * weight * share)
@@ -326,7 +326,7 @@ class Table:
         if replicas is None:
             return table
         empty = self.empty() if len(table) == 2 else self.empty_sums()
-        return np.stack([table, *[empty] * (replicas - 1)]).astype(np.float32)
+        return np.stack([table, *[empty] * (replicas - 1)])
 
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
@@ -344,7 +344,7 @@ class Table:
             return np.where(self._mean, total / weight, total).tolist()
 
     def value(self, table: jax.Array, column: int) -> jax.Array:
-        """Return the value of one metric of a table, () float32."""
+        """Return the value of one metric of a table, ()."""
         return table[0, column] / table[1, column] if self._mean[column] else table[0, column]
 
     def _joined(self, tables: np.ndarray) -> np.ndarray:
@@ -355,7 +355,7 @@ class Table:
 
 
 def loss_of(table: jax.Array) -> jax.Array:
-    """Return the loss, () float32, of a training step's table."""
+    """Return the loss, (), of a training step's table."""
     return table[0, 0] / table[1, 0]
 
 
@@ -382,7 +382,7 @@ class StepRow(NamedTuple):
 class StepTable:
     """The array that leaves a training step: all that the host reads of it is in one transfer.
 
-    It is (2, num_columns) float32: a column for each metric as in `Table`, then in row 0 the learning rates, which the
+    It is (2, num_columns): a column for each metric as in `Table`, then in row 0 the learning rates, which the
     batch of a window that continues does not have, and the guard's `bad_step`; row 1 says which of the two it is. So
     an array that a checkpoint holds is read whatever had rates or a guard then. Leading dims are of replicas, or steps.
 
@@ -399,8 +399,8 @@ class StepTable:
     def encode(self, table: jax.Array, rates: Sequence[jax.Array], bad_step: jax.Array) -> jax.Array:
         """Return the array of one step, (2, num_columns), given the metrics' table and () arrays."""
         numbers = [(x, _RATE) for x in rates]
-        numbers += [(bad_step.astype(jnp.float32), _BAD_STEP)] if self.guarded else []
-        columns = (jnp.stack([x, jnp.float32(kind)])[:, None] for x, kind in numbers)
+        numbers += [(bad_step.astype(float), _BAD_STEP)] if self.guarded else []
+        columns = (jnp.stack([x, jnp.asarray(kind, float)])[:, None] for x, kind in numbers)
         return jnp.concatenate([table, *columns], axis=1)
 
     def decode(self, array: np.ndarray) -> StepRow:

@@ -227,9 +227,9 @@ class PureModule:
         new = _keep_dtypes(state, step_state, new) if training else _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
         self._note(stage, loader, list(collector.metrics.values()), traced)
-        loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
+        loss, values, weights = loss.astype(float), [*collector.values.values()], [*collector.weights.values()]
         if training:
-            values, weights = [loss, *values], [jnp.float32(rows), *weights]
+            values, weights = [loss, *values], [jnp.asarray(rows, float), *weights]
         return loss, (new, values, weights, outputs)
 
     def _kept(self, state: Any, module: nnx.Module, step: str) -> tuple[Any, list[str]]:

@@ -31,8 +31,8 @@ class Window:
     """
 
     grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, see `sum_dtype`
-    rows: jax.Array  # () float32, rows so far
-    metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
+    rows: jax.Array  # () float, rows so far
+    metrics: jax.Array  # (2, num_metrics), see jaxlit.core.log.Table
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +40,7 @@ class Window:
 class WindowStart:
     """What the steps of an accumulation window write to the module, as it was before the window.
 
-    Under `nan_policy="skip"` a window that is not finite puts it back.
+    Under `nan_policy="skip"` a window that is not finite puts it back, under "16-mixed" one that overflows.
     """
 
     batches: jax.Array  # () int32, batches since then
@@ -60,7 +60,7 @@ class TrainState:
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
     loss_scale: jax.Array | None  # (2,) float32, see Precision; None without loss scaling
-    sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
+    sums: jax.Array  # (4, num_metrics), metrics of the epoch so far
     extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
     window_start: WindowStart | None = None  # None where no window is put back
 
@@ -212,8 +212,9 @@ def cast(tree: Any, dtype: Any) -> Any:
 def sum_dtype(x: Any, dtype: Any = jnp.float32) -> Any:
     """Return the dtype in which gradients of a parameter add up, given that of real parameters.
 
-    It is float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
+    It is float32 for parameters of fewer bits too: small gradients would be lost in a sum of 16 bits.
     """
+    dtype = jnp.float64 if jnp.finfo(x.dtype).bits == 64 else dtype
     return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype
 
 

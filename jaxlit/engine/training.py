@@ -159,7 +159,8 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
     replicas = strategy.replica.stack_size if options.accumulate > 1 else 0
     init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
-    if options.nan_policy == "skip" and options.accumulate > 1:
+    # A window is put back where a step is left out: after an overflow, or by the policy.
+    if options.accumulate > 1 and (options.nan_policy == "skip" or precision.first_scale() is not None):
         undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)

@@ -318,7 +318,9 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
+    programs = [
+        jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float)))
+    ]
     logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
         programs.append(trace_of(training, stage, loader, batch))
