@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxlit.core.optimizer import Optimizer, on_real_parts
+from jaxlit.core.optimizer import Optimizer, on_real_parts, with_stacked
 from jaxlit.core.parts import Part
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
@@ -231,6 +231,7 @@ class StepOptions:
         parts: What is trained from an epoch on only.
         tolerates: A function of (error, callback, hook) to whether training continues without the callback.
         example: The first batch, for a strategy that looks at the step before it places the state.
+        stacked: How many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it.
     """
 
     optimizer: Optimizer
@@ -241,11 +242,12 @@ class StepOptions:
     parts: Sequence[Part] = ()
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
     example: Any = None
+    stacked: dict[str, int] = field(default_factory=dict)
 
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer's transform."""
-        return self.optimizer.tx
+        return with_stacked(self.optimizer.tx, self.stacked)
 
     def for_params(self, params: Any) -> "StepOptions":
         """Return the options with transforms for these parameters, some of which may be complex."""
