@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ class Metric:
     on_epoch: bool = False
     reduce_fx: str = "mean"
     add_dataloader_idx: bool = True
+    is_integer: bool = False  # whose bits are divided, see `Table`
 
     @property
     def step_name(self) -> str:
@@ -137,7 +138,9 @@ class Collector:
             self.values[name], self.weights[name] = self._take(metric, value, batch_size)
         else:
             check_value(name, value, batch_size, step)
-            self.values[name] = jnp.asarray(value, float)
+            adds_up = metric.reduce_fx in ("mean", "sum") and jnp.result_type(float) == jnp.float32
+            metric = replace(metric, is_integer=adds_up and getattr(value, "dtype", None) in (jnp.int32, jnp.uint32))
+            self.values[name] = jnp.asarray(value, None if metric.is_integer else float)
             self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, float)
         self.metrics[name] = metric
 
@@ -241,14 +244,16 @@ class Table:
     without them a mean over a million batches is wrong in its third digit.
 
     Args:
-        metrics: The metrics, one a column.
+        metrics: The metrics, one a column; an integer has three, for its upper, middle and lower bits: float32 has the
+            digits of each, also times the rows of a batch.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.metrics = tuple(metrics)
         # Once here, as a row is made at every logged step: the name of each column in it, None for those not in rows.
         self.row_names = [m.step_name if m.on_step and m.logger else None for m in metrics]
-        kinds = [m.reduce_fx for m in metrics]
+        self._ends = np.cumsum([0, *(3 if m.is_integer else 1 for m in metrics)]).tolist()  # of columns, from 0
+        kinds = [m.reduce_fx for m in metrics for _ in range(3 if m.is_integer else 1)]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
         self._extreme, self.means = self._min | self._max, self._mean.tolist()
         self._extreme_totals = np.stack([self._extreme, np.zeros_like(self._extreme)])  # in a table
@@ -260,7 +265,7 @@ class Table:
 
     def empty(self) -> np.ndarray:
         """Return the table of no batch."""
-        table = np.zeros((2, len(self.metrics)), jax.dtypes.canonicalize_dtype(float))
+        table = np.zeros((2, len(self.means)), jax.dtypes.canonicalize_dtype(float))
         table[0, self._min], table[0, self._max] = np.inf, -np.inf
         return table
 
@@ -272,13 +277,15 @@ class Table:
         """Return the table of one batch.
 
         Args:
-            values: One () float a metric.
+            values: One () float or integer a metric.
             weights: One () float a metric.
             share: The part of this batch that counts; 1/n where n replicas see the same rows.
         """
         if not self.metrics:
             return jnp.zeros((2, 0), float)
-        value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
+        parts = [_by_bits(x) if m.is_integer else (x,) for m, x in zip(self.metrics, values, strict=True)]
+        value = jnp.stack([jnp.asarray(x, float) for part in parts for x in part])
+        weight = jnp.stack([w for part, w in zip(parts, weights, strict=True) for _ in part])
         # A value without weight counts nothing, even if it is NaN, as the mean over an empty mask is.
         weighted = jnp.where(weight == 0, 0.0, value * weight * share)
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
@@ -323,35 +330,42 @@ class Table:
         if (len(table) if table.ndim == 3 else None) == replicas:
             return table
         table = self._joined(table) if table.ndim == 3 else table
-        if replicas is None:
-            return table
         empty = self.empty() if len(table) == 2 else self.empty_sums()
-        return np.stack([table, *[empty] * (replicas - 1)])
+        return table if replicas is None else np.stack([table, *[empty] * (replicas - 1)])
 
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
         if table.shape[:-1] == (2,):  # a row's few numbers: numpy would take longer
             totals, weights = table.tolist()
             columns = zip(self.means, totals, weights, strict=True)
-            return [
+            values = [
                 total / weight if mean and weight else math.nan if mean else total for mean, total, weight in columns
             ]
-        table = np.array(table, np.float64, ndmin=3)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
-                table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
-            total, weight = self._joined(table)
-            return np.where(self._mean, total / weight, total).tolist()
+        else:
+            table = np.array(table, np.float64, ndmin=3)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
+                    table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
+                total, weight = self._joined(table)
+                values = np.where(self._mean, total / weight, total).tolist()
+        return values if len(values) == len(self.metrics) else np.add.reduceat(values, self._ends[:-1]).tolist()
 
-    def value(self, table: jax.Array, column: int) -> jax.Array:
+    def value(self, table: jax.Array, index: int) -> jax.Array:
         """Return the value of one metric of a table, ()."""
-        return table[0, column] / table[1, column] if self._mean[column] else table[0, column]
+        first, end = self._ends[index : index + 2]
+        total = table[0, first:end].sum()
+        return total / table[1, first] if self._mean[first] else total
 
     def _joined(self, tables: np.ndarray) -> np.ndarray:
         """Return the table of all replicas, given one of each."""
         table = tables.sum(0)
         table[0] = np.where(self._min, tables[:, 0].min(0), np.where(self._max, tables[:, 0].max(0), table[0]))
         return table
+
+
+def _by_bits(x: jax.Array) -> Sequence[Any]:
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)  # no mean of replicas
+    return (x - (x & 2**22 - 1), x & 2047 << 11, x & 2047) if is_integer else (x, 0, 0)
 
 
 def loss_of(table: jax.Array) -> jax.Array:
@@ -406,7 +420,7 @@ class StepTable:
     def decode(self, array: np.ndarray) -> StepRow:
         """Return one step, given its array."""
         table = self.metrics
-        columns = len(table.metrics)
+        columns = len(table.means)
         numbers, kinds = (array if array.ndim == 2 else array[0])[:, columns:].tolist()  # the same in every replica
         bad_step = int(numbers.pop()) if kinds and kinds[-1] == _BAD_STEP else -1
         values = table.read(array[..., :columns])

@@ -270,7 +270,7 @@ class _Program:
     """The program of an optimizer's update, for abstract parameters."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))
+        state, loss = jax.eval_shape(tx.init, params), jnp.zeros(())
         leaves = jax.tree.leaves((state, loss))
 
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:

@@ -129,7 +129,7 @@ class TrainStep:
     def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state the indices of the gradients that it needs, see `guarded`."""
         params = state.params
-        number = jax.ShapeDtypeStruct((), jax.dtypes.canonicalize_dtype(float))  # the loss, and the epoch
+        number = jnp.zeros(())  # the loss, and the epoch
         closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, number, number)
         num_grads = len(jax.tree.leaves(params))
         return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))

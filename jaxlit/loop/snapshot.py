@@ -274,12 +274,12 @@ def _pack(array: Any) -> dict[str, Any] | None:
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     data = base64.b64decode(packed["data"])
     shape = packed["shape"]
-    dtype = np.dtype(np.float64 if math.prod(shape) * 8 == len(data) else np.float32)
-    if math.prod(shape) * dtype.itemsize != len(data):  # the file may be damaged, or made by hand
+    size = math.prod(shape)
+    if len(data) not in (4 * size, 8 * size):  # the file may be damaged, or made by hand
         raise CheckpointError(
             f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
         )
-    return np.frombuffer(data, dtype).reshape(shape)
+    return np.frombuffer(data, np.float32 if len(data) == 4 * size else np.float64).reshape(shape)
 
 
 def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
