@@ -162,7 +162,7 @@ class MicrobatchStep:
         """Run the user's step on a part of the batch.
 
         Returns:
-            What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
+            What is to be differentiated by the parameters, () float, what is at the `written` indices after it, the
             part's table, and its outputs.
         """
         old = self.step.layout.unflatten(leaves)
@@ -216,7 +216,7 @@ class MicrobatchStep:
 def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable) -> Callable:
     """Return the body of a validation, test or predict step, which adds one batch to the metrics.
 
-    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
+    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) of this
     replica, () int32 batches seen, and the arrays of the module's metrics that the step writes; and the batch. It
     returns the new metrics, the batch's table if a metric shows its steps, and what the user's step returned.
 

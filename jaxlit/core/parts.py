@@ -184,7 +184,7 @@ class Rates:
     Args:
         names: What they are called in a row: `lr`, or one for each group and each part of the parameters.
         values: A function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one ()
-            float32 a name; it is traced into the step.
+            float a name; it is traced into the step.
     """
 
     names: tuple[str, ...] = ()
@@ -270,7 +270,7 @@ class _Program:
     """The program of an optimizer's update, for abstract parameters."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+        state, loss = jax.eval_shape(tx.init, params), jnp.zeros(())
         leaves = jax.tree.leaves((state, loss))
 
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:
@@ -353,4 +353,4 @@ def _key(factors: Sequence[Any]) -> Any:
 
 
 def _number(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32).reshape(())
+    return jnp.asarray(x, float).reshape(())

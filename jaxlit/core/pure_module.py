@@ -237,9 +237,9 @@ class PureModule:
         if weight is not None:
             collector.weights |= {key: weight for key, x in collector.by_rows.items() if x is loss}
             loss, weight = jnp.where(weight == 0, 0, loss), jnp.where(weight == 0, NO_WEIGHT, weight)
-        loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
+        loss, values, weights = loss.astype(float), [*collector.values.values()], [*collector.weights.values()]
         if training:
-            values, weights = [loss, *values], [jnp.float32(rows) if weight is None else weight, *weights]
+            values, weights = [loss, *values], [jnp.asarray(rows, float) if weight is None else weight, *weights]
         return loss, (new, values, weights, outputs)
 
     def _kept(self, state: Any, module: nnx.Module, step: str) -> tuple[Any, list[str]]:
@@ -405,7 +405,7 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Arra
                 f"{step} must return as total_weight a real () number, what its loss is a mean over, got "
                 f"{shown(weight)}. Return, for example, {{'loss': loss, 'total_weight': mask.sum()}}."
             )
-        weight = jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, float))
     return loss, weight, jax.tree.map(jnp.asarray, outputs)
 
 

@@ -167,4 +167,7 @@ def _reduce(replica: Replica, x: jax.Array, action: str) -> jax.Array:
         return _COLLECTIVES[action](x, str(replica.axis))
     if action == "times":
         return x * float(replica.count)
+    if action == "over" and jnp.issubdtype(x.dtype, jnp.integer):
+        part = x // replica.count
+        return jnp.where(replica.is_first, x - part * (replica.count - 1), part)
     return x / replica.count if action == "over" else x

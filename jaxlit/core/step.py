@@ -20,7 +20,7 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, identity, reduced, scatter_state
-from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
+from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window, sum_dtype
 from jaxlit.errors import noting_place
 from jaxlit.programs.jaxpr import bind, indices, run, sources
 from jaxlit.texts import is_key
@@ -122,7 +122,7 @@ class TrainStep:
     def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state the indices of the gradients that it needs, see `guarded`."""
         params = state.params
-        number = jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
+        number = jnp.zeros(())  # the loss, and the epoch
         closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, number, number)
         num_grads = len(jax.tree.leaves(params))
         return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))
@@ -329,7 +329,9 @@ class TrainStep:
         hold = Hold(self.options.parts, epoch)
         clipped = grads = hold.without(grads)
         if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.options.clip.update(grads, self.options.clip.init(params))
+            wide = jax.tree.map(lambda g: g.astype(sum_dtype(g)), grads)  # the square of 256 is infinite in float16
+            clipped, _ = self.options.clip.update(wide, self.options.clip.init(params))
+            clipped = jax.tree.map(_like, grads, clipped)
         owner = f"{self.pure.name}.configure_optimizers"
         updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, owner)
         updates = hold.without(updates)

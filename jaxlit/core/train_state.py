@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxlit.core.optimizer import Optimizer, on_real_parts
+from jaxlit.core.optimizer import Optimizer, on_real_parts, with_stacked
 from jaxlit.core.parts import Part
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
@@ -31,7 +31,7 @@ class Window:
     """
 
     grads: nnx.State[Any, Any]  # sum of weighted gradients, the shape of the parameters, see `sum_dtype`
-    metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
+    metrics: jax.Array  # (2, num_metrics), see jaxlit.core.log.Table
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Window:
 class WindowStart:
     """What the steps of an accumulation window write to the module, as it was before the window.
 
-    Under `nan_policy="skip"` a window that is not finite puts it back.
+    Under `nan_policy="skip"` a window that is not finite puts it back, under "16-mixed" one that overflows.
     """
 
     batches: jax.Array  # () int32, batches since then
@@ -59,7 +59,7 @@ class TrainState:
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
     loss_scale: jax.Array | None  # (2,) float32, see Precision; None without loss scaling
-    sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
+    sums: jax.Array  # (4, num_metrics), metrics of the epoch so far
     extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
     window_start: WindowStart | None = None  # None where no window is put back
 
@@ -213,8 +213,9 @@ def cast(tree: Any, dtype: Any) -> Any:
 def sum_dtype(x: Any, dtype: Any = jnp.float32) -> Any:
     """Return the dtype in which gradients of a parameter add up, given that of real parameters.
 
-    It is float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
+    It is float32 for parameters of fewer bits too: small gradients would be lost in a sum of 16 bits.
     """
+    dtype = jnp.float64 if jnp.finfo(x.dtype).bits == 64 else dtype
     return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype
 
 
@@ -231,6 +232,7 @@ class StepOptions:
         parts: What is trained from an epoch on only.
         tolerates: A function of (error, callback, hook) to whether training continues without the callback.
         example: The first batch, for a strategy that looks at the step before it places the state.
+        stacked: How many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it.
     """
 
     optimizer: Optimizer
@@ -241,11 +243,12 @@ class StepOptions:
     parts: Sequence[Part] = ()
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
     example: Any = None
+    stacked: dict[str, int] = field(default_factory=dict)
 
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer's transform."""
-        return self.optimizer.tx
+        return with_stacked(self.optimizer.tx, self.stacked)
 
     def for_params(self, params: Any) -> "StepOptions":
         """Return the options with transforms for these parameters, some of which may be complex."""

@@ -56,7 +56,7 @@ def init_state(
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(
             jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), sum_dtype(p)), params),
-            jnp.zeros((*lead, *no_metrics.empty().shape), jnp.float32),
+            jnp.zeros((*lead, *no_metrics.empty().shape), float),
         )
     state = TrainState(
         counters=jnp.array([0, 0, 0, -1], jnp.int32),

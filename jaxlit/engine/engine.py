@@ -248,8 +248,9 @@ class Engine:
         return StepTable(self.training_table, self.rates.names, self.nan_policy != "ignore")
 
     def epoch_values(self) -> list[float]:
-        """Return the epoch's value of each training metric; waits for the device."""
-        return self.training_table.read(np.asarray(self.state.leaves[self.state.spec.index.sums]))  # type: ignore[call-overload]
+        """Return the epoch's value of each training metric, none if every step was left out; waits for the device."""
+        sums = np.asarray(self.state.leaves[self.state.spec.index.sums])  # type: ignore[call-overload]
+        return self.training_table.read(sums) if sums[1, 0] else []
 
     def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
         """Forget a bad step and those after it, none of which has changed the parameters: the next one is `step`."""

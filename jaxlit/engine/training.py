@@ -32,8 +32,9 @@ from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
 from jaxlit.programs.jaxpr import CONSTANT, LINEAR, run_drawing_alike
+from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
-from jaxlit.texts import is_key
+from jaxlit.texts import is_key, named_leaves
 
 _logger = logging.getLogger("jaxlit")
 
@@ -165,7 +166,12 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
     replicas = strategy.replica.stack_size if options.accumulate > 1 else 0
     init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
-    if options.nan_policy == "skip" and options.accumulate > 1:
+    if options.stacked and options.example is not None:  # only then, as the step is traced for it
+        program = strategy.step_program(jax.eval_shape(init, *variables), pure, options.example)
+        names = [name for name, _ in named_leaves(params)]
+        options.stacked.update({names[i]: len(x) for i, x in scanned_dims(program, range(len(names))).items()})
+    # A window is put back where a step is left out: after an overflow, or by the policy.
+    if options.accumulate > 1 and (options.nan_policy == "skip" or precision.first_scale() is not None):
         undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlit.data.prefetcher import Batch
 from jaxlit.distributed.team import fetch
@@ -118,7 +117,7 @@ class StepOutputs(Mapping[str, Any]):
         if self.loss is not None:
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
-        return np.float32(total / weight)
+        return total / weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self.outputs))

@@ -172,7 +172,9 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
     target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
-    arrays = {k: read[i] for i, k in pairs.items()} | {k: fit(read[i]) for i, (k, fit) in extra.items()}
+    arrays = {k: read[i] for i, k in pairs.items()}
+    # Of a run with 64 bits, or without them, they have another dtype.
+    arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
@@ -275,18 +277,19 @@ def _pack(array: Any) -> dict[str, Any] | None:
     if array is None:
         return None
     # As text a float would be rounded; a resume has to be exact.
-    x = np.ascontiguousarray(fetch(array), np.float32)
+    x = np.ascontiguousarray(fetch(array))
     return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
 
 
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     data = base64.b64decode(packed["data"])
     shape = packed["shape"]
-    if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
+    size = math.prod(shape)
+    if len(data) not in (4 * size, 8 * size):  # the file may be damaged, or made by hand
         raise CheckpointError(
             f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
         )
-    return np.frombuffer(data, np.float32).reshape(shape)
+    return np.frombuffer(data, np.float32 if len(data) == 4 * size else np.float64).reshape(shape)
 
 
 def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -213,7 +213,7 @@ class Built(NamedTuple):
 
 
 def build(
-    make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
+    make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision, example: Any
 ) -> Iterator[Built]:
     """Yield the members; each module is built when the iterator reaches it.
 
@@ -234,7 +234,7 @@ def build(
         pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
-        training = training_of(origin, pure, strategy, StepOptions(optimizer))
+        training = training_of(origin, pure, strategy, StepOptions(optimizer, example=example))
         # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
         arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
         yield Built(Member(i, dict(variations[i]), contents, training, i), layout, arrays)
@@ -318,7 +318,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
+    programs = [jax.make_jaxpr(first_step)(params, params, jnp.zeros(()))]
     logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
         programs.append(trace_of(training, stage, loader, batch))

@@ -115,6 +115,26 @@ def test_a_skipped_window_puts_back_what_it_wrote(strategy: str, bad: int) -> No
         np.testing.assert_array_equal(state_of(models[0])[name], x, err_msg=name)
 
 
+@pytest.mark.parametrize("policy", thinned(["raise", "skip", "ignore"], "raise"))
+@pytest.mark.parametrize("strategy", thinned([*FOUR, "pipeline"], "single", full=["pipeline", "shard_map"]))
+def test_a_window_that_overflows_puts_back_what_it_wrote(strategy: str, policy: str) -> None:
+    class Statistic(Tracked):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jl.pipeline_yield(x) @ self.kernel
+
+        def loss(self, batch: Any) -> jax.Array:
+            return super().loss(batch) / 64
+
+    model, batches = Statistic(), random(6)
+    batches[2] = {key: x * 20 for key, x in batches[2].items()}  # finite, and too large for the first scale
+    pipeline = jl.strategies.Pipeline(stages=2, microbatches=1) if strategy == "pipeline" else strategy
+    given: dict[str, Any] = {"precision": "16-mixed", "accumulate_grad_batches": 2, "nan_policy": policy}
+    fit(model, batches, strategy=pipeline, **given)
+    used = [*batches[:2], *batches[4:]]
+    assert float(model.of_x[...]) == pytest.approx(running(used, "x"), rel=1e-2)  # of float16
+    assert float(model.of_y[...]) == pytest.approx(running(used, "y"), rel=1e-2)
+
+
 def test_a_skipped_window_is_put_back_after_a_resume_inside_it() -> None:
     batches = with_nan()
     batches[3], batches[2] = batches[2], batches[3]  # the bad batch is the last of the second window of two
