@@ -23,17 +23,11 @@ from jaxlit.core.train_state import Layout, TrainState, Window
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stack:
-    """Batches of one kind, stacked along dim 1 of their arrays: rows stay the leading dim, which strategies split.
+    """Batches of one kind, stacked along dim 1 of their arrays: rows stay the leading dim, which strategies split."""
 
-    Args:
-        arrays: A pytree like a batch, of arrays (rows, count, ...); one of (rows, count) for a number.
-        count: How many batches.
-        numbers: Whether each leaf is a number, which has no rows.
-    """
-
-    arrays: Any
-    count: int = field(metadata={"static": True})
-    numbers: tuple[bool, ...] = field(metadata={"static": True})
+    arrays: Any  # a pytree like a batch, of arrays (rows, count, ...); one of (rows, count) for a number
+    count: int = field(metadata={"static": True})  # how many batches
+    numbers: tuple[bool, ...] = field(metadata={"static": True})  # whether each leaf is a number, which has no rows
 
     def __len__(self) -> int:
         return self.count
@@ -68,21 +62,13 @@ def stacked(batches: Sequence[Any]) -> Stack:
 
 @dataclass(frozen=True)
 class FusedSteps:
-    """The body of a program that takes the optimizer steps of several batches, one after another.
+    """The body of a program that takes the optimizer steps of several batches, one after another."""
 
-    Args:
-        step: The training step.
-        window: How many batches an optimizer step takes.
-        counters: The index of the counters in the state.
-        written: The indices of what is backed up where a window begins, see `WindowBackup`.
-        is_row: A pytree like the step's outputs: whether each has one row for each row of the batch.
-    """
-
-    step: TrainStep
-    window: int
-    counters: int
-    written: tuple[int, ...]
-    is_row: Any
+    step: TrainStep  # the training step
+    window: int  # how many batches an optimizer step takes
+    counters: int  # the index of the counters in the state
+    written: tuple[int, ...]  # the indices of what is backed up where a window begins, see `WindowBackup`
+    is_row: Any  # a pytree like the step's outputs: whether each has one row for each row of the batch
 
     def __call__(self, replica: Replica, leaves: list, backup: list, stack: Stack) -> tuple:
         """Take the steps.
@@ -130,16 +116,12 @@ class MicrobatchStep:
     """What a training program is made of, for a strategy that takes the gradient itself, pass by pass.
 
     The order is `forward` and `add` for each part of the batch, then `finish`.
-
-    Args:
-        step: The training step.
-        written: The indices in the state of what the user's step writes.
-        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
-            "diagnose" for nothing that lasts.
     """
 
-    step: TrainStep
-    written: tuple[int, ...]
+    step: TrainStep  # the training step
+    written: tuple[int, ...]  # the indices in the state of what the user's step writes
+    # what follows the last pass: "train" for the optimizer's step, "micro" for a window that continues, "diagnose" for
+    # nothing that lasts
     end: str = "train"
 
     @cached_property

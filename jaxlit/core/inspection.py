@@ -189,31 +189,19 @@ def _is_scratch(leaf: Leaf) -> bool:
 
 @dataclass(frozen=True)
 class StepTraces:
-    """The program of a step's body on the rows of one of n replicas, and on the rows of all.
+    """The program of a step's body on the rows of one of n replicas, and on the rows of all."""
 
-    Attributes:
-        replica: What the step sees.
-        program: The `ClosedJaxpr` for the rows of one replica.
-        longer: The one for the rows of all, on a single replica; None if the step could not be traced with them.
-        arguments: What they take, abstract: (params, frozen, model_state, counters, batch).
-        results: What they return, abstract: (state, values, weights, outputs); in training the first value is the loss.
-        rows_of: Which outputs have one row for each row of the batch.
-        step: The name for messages, `Model.training_step`.
-        metrics: What it logs.
-        rtol: The relative difference of numbers that are taken for equal.
-        is_weighted: Whether the loss comes with its weight.
-    """
-
-    replica: Replica
-    program: Any
-    longer: Any
-    arguments: tuple
+    replica: Replica  # what the step sees
+    program: Any  # the `ClosedJaxpr` for the rows of one replica
+    longer: Any  # the one for the rows of all, on a single replica; None if the step could not be traced with them
+    arguments: tuple  # what they take, abstract: (params, frozen, model_state, counters, batch)
+    # what they return, abstract: (state, values, weights, outputs); in training the first value is the loss
     results: Any
-    rows_of: tuple[bool, ...]
-    step: str
-    metrics: Sequence[Metric]
-    rtol: float
-    is_weighted: bool
+    rows_of: tuple[bool, ...]  # which outputs have one row for each row of the batch
+    step: str  # the name for messages, `Model.training_step`
+    metrics: Sequence[Metric]  # what it logs
+    rtol: float  # the relative difference of numbers that are taken for equal
+    is_weighted: bool  # whether the loss comes with its weight
 
     @cached_property
     def places(self) -> list[range]:

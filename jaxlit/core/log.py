@@ -387,19 +387,12 @@ _RATE, _BAD_STEP = 1.0, 0.0  # kinds of columns after those of the metrics
 
 
 class StepRow(NamedTuple):
-    """What the host reads of a training step.
+    """What the host reads of a training step."""
 
-    Attributes:
-        values: One a metric, the loss first.
-        row: Those of them that are in rows, by name.
-        rates: The learning rates of an optimizer step, by name.
-        bad_step: The non-finite step that the guard names, see `TrainState`; -1 for none.
-    """
-
-    values: list[float]
-    row: dict[str, float]
-    rates: dict[str, float]
-    bad_step: int
+    values: list[float]  # one a metric, the loss first
+    row: dict[str, float]  # those of them that are in rows, by name
+    rates: dict[str, float]  # the learning rates of an optimizer step, by name
+    bad_step: int  # the non-finite step that the guard names, see `TrainState`; -1 for none
 
 
 @dataclass(frozen=True)
@@ -409,16 +402,11 @@ class StepTable:
     It is (2, num_columns): a column for each metric as in `Table`, then in row 0 the learning rates, which the
     batch of a window that continues does not have, and the guard's `bad_step`; row 1 says which of the two it is. So
     an array that a checkpoint holds is read whatever had rates or a guard then. Leading dims are of replicas, or steps.
-
-    Args:
-        metrics: The metrics.
-        rates: The names of the rates, None for one that is in no row.
-        guarded: Whether there is a guard.
     """
 
-    metrics: Table
-    rates: tuple[str | None, ...]
-    guarded: bool
+    metrics: Table  # the metrics
+    rates: tuple[str | None, ...]  # the names of the rates, None for one that is in no row
+    guarded: bool  # whether there is a guard
 
     def encode(self, table: jax.Array, rates: Sequence[jax.Array], bad_step: jax.Array) -> jax.Array:
         """Return the array of one step, (2, num_columns), given the metrics' table and () arrays."""

@@ -70,20 +70,14 @@ def reading() -> Iterator[Reads]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of (params, frozen, model_state).
+    """One leaf of (params, frozen, model_state)."""
 
-    Attributes:
-        name: Its path in the module, as a user writes it.
-        kind: Its class of Variable; None for an array that is in none.
-        owner: "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`,
-            `compute` and `reset`, "weightnorm" for the scale of such a layer, else "".
-        reduce_fx: How the values of replicas become that of the batch, as its author declares, or "".
-    """
-
-    name: str
-    kind: type | None
+    name: str  # its path in the module, as a user writes it
+    kind: type | None  # its class of Variable; None for an array that is in none
+    # "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`, `compute` and
+    # `reset`, "weightnorm" for the scale of such a layer, else ""
     owner: str = ""
-    reduce_fx: str = ""
+    reduce_fx: str = ""  # how the values of replicas become that of the batch, as its author declares, or ""
 
     @property
     def assumed(self) -> str:
@@ -118,17 +112,11 @@ class Traced:
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
 class PureModule:
-    """A module split once: its graph is here, its arrays are in the state.
+    """A module split once: its graph is here, its arrays are in the state."""
 
-    Args:
-        graphdef: The module's graph.
-        wrt: The filter of trained variables.
-        origin: The module, for its side tables and messages.
-    """
-
-    graphdef: Any
-    wrt: Any
-    origin: TrainModule
+    graphdef: Any  # the module's graph
+    wrt: Any  # the filter of trained variables
+    origin: TrainModule  # the module, for its side tables and messages
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
     resumed: bool = False  # training continues, and was warned of what it does where it began

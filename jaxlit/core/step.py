@@ -28,25 +28,17 @@ from jaxlit.texts import is_key
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Builds the training steps of a module.
+    """Builds the training steps of a module."""
 
-    Args:
-        pure: The module, split.
-        options: How optimizer steps are taken.
-        layout: How the flat list becomes a `TrainState`.
-        traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
-        rates: The learning rates, which leave the optimizer step with its table.
-        wrap: What the strategy makes of the user's step.
-        constrain_grads: Shards gradients inside the step.
-    """
-
-    pure: PureModule
-    options: StepOptions
-    layout: Layout
+    pure: PureModule  # the module, split
+    options: StepOptions  # how optimizer steps are taken
+    layout: Layout  # how the flat list becomes a `TrainState`
+    # functions of (grads, updates, params, opt_state) whose results leave the optimizer step
     traced: tuple[Callable, ...] = ()
+    # the learning rates, which leave the optimizer step with its table
     rates: Rates = Rates()  # noqa: RUF009 - frozen
-    wrap: Callable = identity
-    constrain_grads: Callable[[Any], Any] = identity
+    wrap: Callable = identity  # what the strategy makes of the user's step
+    constrain_grads: Callable[[Any], Any] = identity  # shards gradients inside the step
 
     def micro(self, replica: Replica, leaves: list, batch: Any) -> tuple[list, jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -200,7 +192,7 @@ class TrainStep:
         weight = weight_of(table)
         if replica.splits and self.is_weighted:  # see `objective`
             loss, weight = loss * weight / replica.pmean(weight), replica.pmean(weight)
-        grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
+        grads = jax.tree.map(lambda total, g: total + (weight * g).astype(total.dtype), window.grads, grads)
         window = Window(self.constrain_grads(grads), self.table.combine(window.metrics, table))
         new = replace(self.only_finite(old, new), window=window, window_start=old.next_start())
         return new, loss, outputs

@@ -169,12 +169,9 @@ class Precision:
     parameters and batch leaves for the step. "16-mixed" scales the loss so that small gradients survive
     float16, after Micikevicius et al., 2017 (https://arxiv.org/abs/1710.03740): the scale halves when a
     gradient overflows, whose step changes nothing, and doubles after 2000 steps without.
-
-    Args:
-        name: "32-true", "bf16-mixed", "bf16-true" or "16-mixed".
     """
 
-    name: str = "32-true"
+    name: str = "32-true"  # "32-true", "bf16-mixed", "bf16-true" or "16-mixed"
 
     @property
     def compute(self) -> Any:
@@ -221,28 +218,19 @@ def sum_dtype(x: Any, dtype: Any = jnp.float32) -> Any:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a training takes its optimizer steps.
+    """How a training takes its optimizer steps."""
 
-    Attributes:
-        optimizer: What `configure_optimizers` returned, with a state for each of the parts.
-        accumulate: Batches an optimizer step.
-        nan_policy: "raise", "skip" or "ignore".
-        clip: Transforms the gradients before the optimizer; without state. None for nothing.
-        extras: Callbacks that keep arrays in the state, by their keys.
-        parts: What is trained from an epoch on only.
-        tolerates: A function of (error, callback, hook) to whether training continues without the callback.
-        example: The first batch, for a strategy that looks at the step before it places the state.
-        stacked: How many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it.
-    """
-
-    optimizer: Optimizer
-    accumulate: int = 1
-    nan_policy: str = "raise"
+    optimizer: Optimizer  # what `configure_optimizers` returned, with a state for each of the parts
+    accumulate: int = 1  # batches an optimizer step
+    nan_policy: str = "raise"  # "raise", "skip" or "ignore"
+    # transforms the gradients before the optimizer; without state. None for nothing
     clip: optax.GradientTransformation | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # callbacks that keep arrays in the state, by their keys
+    parts: Sequence[Part] = ()  # what is trained from an epoch on only
+    # a function of (error, callback, hook) to whether training continues without the callback
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
-    example: Any = None
+    example: Any = None  # the first batch, for a strategy that looks at the step before it places the state
+    # how many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it
     stacked: dict[str, int] = field(default_factory=dict)
 
     @property

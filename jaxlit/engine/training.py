@@ -41,21 +41,14 @@ _logger = logging.getLogger("jaxlit")
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """How a module is trained under a strategy; nothing here needs the devices' memory.
+    """How a module is trained under a strategy; nothing here needs the devices' memory."""
 
-    Attributes:
-        pure: The module, split.
-        options: How optimizer steps are taken.
-        rates: The learning rates of a step.
-        init: A function of the module's trained, frozen and other variables to the state of step 0.
-        spec: What its arrays are; the metrics have columns once `trace` has seen the step.
-    """
-
-    pure: PureModule
-    options: StepOptions
-    rates: Rates
+    pure: PureModule  # the module, split
+    options: StepOptions  # how optimizer steps are taken
+    rates: Rates  # the learning rates of a step
+    # a function of the module's trained, frozen and other variables to the state of step 0
     init: Callable[..., TrainState]
-    spec: StateSpec
+    spec: StateSpec  # what its arrays are; the metrics have columns once `trace` has seen the step
 
     def trace(self, batch: Any, arrays: tuple[TrainState, Any] | None = None, *, debug: bool = False) -> "Training":
         """Trace the step on a batch or its shapes, and return the training with the metrics that it logs.
@@ -361,9 +354,6 @@ def _measuring(
         x = x.reshape(-1, *shape.shape)[0] if is_replicated else x.reshape(rows, -1, *shape.shape[1:])[:, 0]
         return spread(x[order])  # no device has all of them
 
-    def step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
-        return run_drawing_alike(program, [*state, *rows])
-
     def run(before: list[list[Any]], batch: Any, order: jax.Array, moves: jax.Array) -> list[list[Any]]:
         x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
         results = []
@@ -371,7 +361,7 @@ def _measuring(
             later = jnp.where(moves[-1] > 0, counters.at[:2].set(1000), counters)  # the step and the epoch
             state = [*(_moved(y, i, moves[i]) for i, y in enumerate(variables)), later]
             split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
-            leaves = jax.vmap(partial(step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
+            leaves = jax.vmap(partial(_step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
             results.append([(leaves[i] if bits[i] else leaves[i][:1], state[i] if i in states else 0) for i in wanted])
         return results
 
@@ -393,6 +383,10 @@ def _measuring(
         return list(seen.values())
 
     return measure
+
+
+def _step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
+    return run_drawing_alike(program, [*state, *rows])
 
 
 def _moved(x: jax.Array, i: int, size: jax.Array) -> jax.Array:
