@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.monitor import check_monitor, no_such_metric
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric, read_monitored
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.files import FolderLock, check_filename, filled
 from jaxlit.checkpoints.writing import Saving
@@ -344,7 +344,7 @@ class ModelCheckpoint(Callback):
         is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
         if number is not None and (number == self._seen or is_older):
             return None  # of an earlier checkpoint, or, if training is interrupted, of earlier weights
-        self._seen, value = number, float(metrics[name])
+        self._seen, value = number, read_monitored("ModelCheckpoint", name, metrics)
         return value if math.isfinite(value) else None
 
     def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.distributed.job import same_job
+from jaxlit.distributed.team import team
 from jaxlit.errors import LoggerError, did_you_mean
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class MonitorCallback(Callback, ABC):
             return  # a stop inside the first window: no step has logged anything yet
         self._has_checked = True
         if self.monitor in metrics:
-            self.check(trainer, float(metrics[self.monitor]))
+            self.check(trainer, read_monitored(type(self).__name__, self.monitor, metrics))
         elif self.strict:
             raise no_such_metric(type(self).__name__, self.monitor, metrics)
 
@@ -121,6 +123,18 @@ def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
     rule = "takes the name of a logged metric"
     check.require(isinstance(monitor, str) and monitor != "", "monitor", monitor, rule, owner=owner)
     return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
+
+
+def read_monitored(owner: str, name: str, metrics: Any) -> float:
+    """Return a monitored value; raise a ProcessError in all processes, which call this, if hooks logged others."""
+    value = float(metrics[name])
+    if team().size > 1 and (hook := metrics.hook(name)) is not None:
+        rule = (
+            f"{owner}(monitor={name!r}) decides by a number that each process logs in {hook}. Log the same in all, for "
+            "example the mean of jax.experimental.multihost_utils.process_allgather(value)."
+        )
+        same_job(f"{owner}(monitor={name!r})", lambda: {f"self.log({name!r}, ...)": repr(value)}, rule=rule)
+    return value
 
 
 def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:

@@ -130,14 +130,17 @@ class Engine:
         engine = copy.copy(self)  # shallow: programs are shared
         engine.state, engine.evaluates_only, engine._evaluations = self.state.branch(), True, {}
         state, engine._placed = engine.state, dict(self._placed)
-        for _, leaf, i in [] if module is None else state.module_leaves(module):
+        new = dict[str, tuple[int, Any, Any]]()
+        for name, leaf, i in [] if module is None else state.module_leaves(module):
             array = leaf.get_raw_value()
             data = jax.random.key_data(array) if is_key(array) else array
             known, placed = self._placed.get(i, (None, None))
             # A numpy array may have been written to in place: its identity shows nothing.
             is_placed = array is known and placed is state.leaves[i] and isinstance(array, jax.Array)
-            if is_placed or data is state.leaves[i]:  # after a fit the module has the arrays of the state
-                continue
+            if not (is_placed or data is state.leaves[i]):  # after a fit the module has the arrays of the state
+                new[f"module.{name}"] = i, array, data
+        same_job("the weights to evaluate", lambda: {name: array_text(data) for name, (_, _, data) in new.items()})
+        for i, array, data in new.values():
             if not getattr(data, "is_fully_addressable", True):  # jax moves no array to devices of other processes
                 data = fetch(data)
             # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.

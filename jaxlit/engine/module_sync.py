@@ -149,6 +149,7 @@ class ModuleSync:
                     "shape and dtype."
                 )
             written[i] = array
+            self.engine.state.note(f"{name}, written in {writer}", array)
         if written:
             self.engine.state.write(written)
             self.stale = True

@@ -27,7 +27,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
-from jaxlit.texts import is_key, leaf_name
+from jaxlit.texts import array_text, is_key, leaf_name
 from jaxlit.variables import arrays_of, numbers_in
 
 
@@ -233,10 +233,12 @@ class State:
     Attributes:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
+        written: What hooks of one of several processes have written and no other has compared, a text by its name.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
+        self.written = dict[str, str]()
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
         self._all_finite: Callable[..., jax.Array] | None = None
@@ -248,7 +250,7 @@ class State:
     def branch(self) -> "State":
         """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
         state = copy.copy(self)
-        state.leaves, state._given = list(self.leaves), dict(self._given)
+        state.leaves, state._given, state.written = list(self.leaves), dict(self._given), {}
         # A callback's averages are those of another module.
         state.spec = replace(self.spec, eval_params=self.spec.index.params, averages=())
         return state
@@ -293,7 +295,10 @@ class State:
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
-        self.leaves[index] = jax.device_put(value, self.spec.sharding(index))
+        to = self.spec.sharding(index)
+        # Between processes `device_put` compares host values in a collective, but only some may have put one.
+        is_local = not to.is_fully_addressable and getattr(value, "is_fully_addressable", True)
+        self.leaves[index] = (sharding.place_replicated if is_local else jax.device_put)(value, to)
 
     def counters(self) -> list[int]:
         """Return step, epoch, batch_idx and bad_step, see `TrainState`; waits for the device."""
@@ -346,6 +351,11 @@ class State:
             # A copy: what the caller holds must survive the next, donating step.
             self.put(self._variable_index[i], jnp.array(data, copy=True))
 
+    def note(self, name: str, value: Any) -> None:
+        """Note what a hook has written, which the processes compare where they meet next."""
+        if jax.process_count() > 1:
+            self.written[name] = array_text(value) if value.ndim else str(value)
+
 
 def _replica_sharding(strategy: Strategy) -> NamedSharding:
     per_replica = strategy.replica.stack_size is not None
@@ -383,7 +393,8 @@ class Hyperparams(MutableMapping[str, float]):
         i = self._index(name)
         if isinstance(value, (bool, str)):
             raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] takes a number, got {value!r}.")
-        self._state.put(i, np.asarray(float(value), self._state.leaves[i].dtype))
+        self._state.put(i, new := np.asarray(float(value), self._state.leaves[i].dtype))
+        self._state.note(f"trainer.hyperparams[{name!r}]", new)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A hyperparameter cannot be deleted. Set it.")

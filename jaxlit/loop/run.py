@@ -26,6 +26,7 @@ from jaxlit.control import Control
 from jaxlit.core.log import Metric
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher
+from jaxlit.distributed.job import same_job
 from jaxlit.distributed.team import READS_ARE_COMPARED, fetch
 from jaxlit.engine.compiled_program import Bound
 from jaxlit.engine.engine import Engine
@@ -38,6 +39,7 @@ from jaxlit.reporting.terminal import say
 from jaxlit.texts import shown
 
 MOST_QUIET = 1024  # optimizer steps after which the loop looks at all in any case
+_WRITTEN = "what hooks have written"
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
 
 
@@ -209,7 +211,17 @@ class Run:
             processes.agree(f"the end of step {self.position.global_step}", None)
         if processes.is_preempted():
             control.take([f"signal {int(signal.SIGTERM)}"])
+        control.agree(_WRITTEN, bool(self.engine.state.written))
         control.take(processes.decide(control.asked or ()))
+        if control.agree(_WRITTEN, False):
+            self.compare_writes()
+
+    def compare_writes(self) -> None:
+        """Raise a ProcessError in all processes, which call this together, if what hooks have written differs."""
+        state = self.engine.state
+        rule = "Hooks must write the same weights and hyperparameters in every process, or none."
+        same_job(_WRITTEN, lambda: state.written, rule=rule)
+        state.written.clear()
 
     def print_signal(self) -> None:
         """Print once that a signal ends training here, if one does."""
