@@ -36,28 +36,17 @@ class StateSpec:
     """What the arrays of a training state are, known before one of them exists; `state_spec` makes it.
 
     A step takes and returns a flat list: jax's fast path knows lists of arrays, and no other tree is cheaper.
-
-    Attributes:
-        strategy: The strategy, set up.
-        layout: How the list becomes a `TrainState`.
-        tree: The shape, dtype and sharding of each array, a `TrainState` as a step takes it.
-        arrays: The same as a list, in which random keys are raw data.
-        wrt: The filter of the variables that are trained.
-        grad_shardings: The gradients' shardings in a step; None lets XLA choose.
-        eval_params: The indices of what an evaluation sees as the parameters, a tree like them.
-        used: The shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`.
-        averages: The indices of what evaluations compute the parameters with, see `averages_of`.
     """
 
-    strategy: Strategy
-    layout: Layout
-    tree: TrainState
-    arrays: list[jax.ShapeDtypeStruct]
-    wrt: Any
-    grad_shardings: Any
-    eval_params: Any
-    used: Any
-    averages: Any = ()
+    strategy: Strategy  # the strategy, set up
+    layout: Layout  # how the list becomes a `TrainState`
+    tree: TrainState  # the shape, dtype and sharding of each array, a `TrainState` as a step takes it
+    arrays: list[jax.ShapeDtypeStruct]  # the same as a list, in which random keys are raw data
+    wrt: Any  # the filter of the variables that are trained
+    grad_shardings: Any  # the gradients' shardings in a step; None lets XLA choose
+    eval_params: Any  # the indices of what an evaluation sees as the parameters, a tree like them
+    used: Any  # the shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`
+    averages: Any = ()  # the indices of what evaluations compute the parameters with, see `averages_of`
 
     @cached_property
     def index(self) -> TrainState:
