@@ -179,32 +179,30 @@ def log_step(run: Run, rows: list[Row] | None) -> None:
     """
     position = run.position
     step = run.position.global_step
+    failed = None
     try:
         if run.results.pending:
             log_pending(run)
-    except Exception as error:
-        if not isinstance(error, NonFiniteError):  # which undoes the newest step
-            make_pending(run, rows, step)
+        if run.times.waits and (run.due.is_stale or time.perf_counter() >= run.due.next_time):
+            run.times.check(run.control)
+        if run.times.team.size > 1:
+            run.meet()
+    except NonFiniteError:  # which undoes the newest step
         raise
-    if run.times.waits and (run.due.is_stale or time.perf_counter() >= run.due.next_time):
-        run.times.check(run.control)
-    if run.times.team.size > 1:
-        run.meet()
-    make_pending(run, rows, step)
+    except Exception as error:
+        failed = error  # the newest step keeps its row
+    if position.global_step == step:  # else a rollback has undone it
+        is_due = run.due.is_stale or step >= run.due.next_step or run.control.should_stop or run.hooks.log.window
+        if rows is None and is_due and not position.filled:
+            rows = rows_of_step(run, step - 1)
+        run.results.pending = [*run.results.pending, *(rows or [])]
+    if failed is not None:
+        raise failed
     # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
     if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
         check_finite(run)
     elif run.engine.nan_policy != "raise":  # no step is undone: what hooks logged, and was read since, is added up
         run.hooks.log.settle(position.total_batch_idx - UNREAD)
-
-
-def make_pending(run: Run, rows: list[Row] | None, step: int) -> None:
-    """Make the rows of a dispatch pending, unless a rollback has undone its last step, number `step` from 1."""
-    if run.position.global_step == step:
-        is_due = run.due.is_stale or step >= run.due.next_step or run.control.should_stop or run.hooks.log.window
-        if rows is None and is_due and not run.position.filled:
-            rows = rows_of_step(run, step - 1)
-        run.results.pending = [*run.results.pending, *(rows or [])]
 
 
 def validate(run: Run) -> None:
