@@ -415,19 +415,21 @@ class GrainSource(Source):
         """Warn of records that are in no shard or in no window of an epoch."""
         if self._kind == "DataLoader":
             sampler, _, _, shards = loader_parts(self.loader)
-            count, length = shards.shard_count, len(sampler) if hasattr(sampler, "__len__") else 0
-            if not shards.drop_remainder and length < 2**60 and length % count:
-                text = (
+            count, length = shards.shard_count, length_of(sampler) or 0
+            if not shards.drop_remainder and length % count:
+                _logger.warning(
                     "%s: grain.DataLoader gives each of %d shards %d of %d records, also with drop_remainder=False: %d "
+                    "are in none. Use a MapDataset, whose dataset[i::%d] has all.",
+                    *(self.argument, count, length // count, length, length % count, count),
                 )
-                text += "are in none. Use a MapDataset, whose dataset[i::%d] has all."
-                _logger.warning(text, self.argument, count, length // count, length, length % count, count)
         for stage in self._stages:
             window = _numbers(stage).get("window_size") if type(stage).__name__ == "WindowShuffleMapDataset" else None
-            if window and len(stage) < 2**60 and len(stage) % window:
-                text = "%s: WindowShuffleMapDataset(window_size=%d) of %d records repeats some in an epoch and leaves "
-                text += "others out. Pass a window that divides, or use grain's WindowShuffleIterDataset."
-                _logger.warning(text, self.argument, window, len(stage))
+            if window and (length := length_of(stage) or 0) % window:
+                _logger.warning(
+                    "%s: WindowShuffleMapDataset(window_size=%d) of %d records repeats some in an epoch and leaves "
+                    "others out. Pass a window that divides, or use grain's WindowShuffleIterDataset.",
+                    *(self.argument, window, length),
+                )
 
     @property
     def is_fresh(self) -> bool:
