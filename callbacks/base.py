@@ -318,8 +318,9 @@ class Callback(Traits):
     def due_in_seconds(self) -> float | None:
         """Return in how many seconds this callback acts next, even if `due_in` names a later step; None for no time.
 
-        The callback acts in the first dispatch that begins after that time, which it does not cut. This method is called after each call of
-        `due_in`. Each of several processes has its own clock, so a callback that acts by time must not wait for others.
+        The callback acts in the first dispatch that begins after that time, which it does not cut. This method is
+        called after each call of `due_in`. Each of several processes has its own clock, so a callback that acts by time
+        must not wait for others.
         """
         return None
 
