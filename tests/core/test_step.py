@@ -252,11 +252,13 @@ def test_a_bad_step_changes_no_array_that_it_reaches(name, strategy) -> None:
     made.bias[...] = before.bias[...] = jnp.ones(1)
     with pytest.raises(NonFiniteError):
         trainer.fit(made, batches_of(4))
-    reference = fit(before, batches_of()[:4], strategy=splitting(strategy), **BARE)
-    held, known = (engine_of(t).state for t in (trainer, reference))
+    known = list[np.ndarray]()  # before a schedule-free optimizer's evaluation weights are in their place
+    keep = hooks(on_train_end=lambda trainer, _: known.extend(map(np.array, engine_of(trainer).state.leaves)))
+    fit(before, batches_of()[:4], None, keep, strategy=splitting(strategy), **BARE)
+    held = engine_of(trainer).state
     changed = [
         spec[0]
-        for spec, a, b in zip(held.spec.entries, held.leaves, known.leaves, strict=True)
+        for spec, a, b in zip(held.spec.entries, held.leaves, known, strict=True)
         if np.asarray(a).tobytes() != np.asarray(b).tobytes() and spec[0] != "counters"
     ]
     assert finite(trainer.state.opt_state) and finite(trainer.state.params)
