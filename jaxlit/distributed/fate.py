@@ -314,6 +314,9 @@ class Fate:
 
     def _aborted(self) -> int | None:
         """Return the exit code of a process that jax aborts as the job ends; None if that is not the reason."""
+        end = time.monotonic() + 2 * _BEAT_S
+        while self.failure is None and time.monotonic() < end:  # gloo aborts before the thread reads a peer's reason
+            time.sleep(0.05)
         if self.failure is None:
             try:
                 reach(self._address, 2.0)
