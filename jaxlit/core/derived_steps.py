@@ -71,13 +71,9 @@ class FusedSteps:
     is_row: Any  # a pytree like the step's outputs: whether each has one row for each row of the batch
 
     def __call__(self, replica: Replica, leaves: list, backup: list, stack: Stack) -> tuple:
-        """Take the steps.
+        """Take the steps of the batches in `stack`, one or more complete windows.
 
-        Args:
-            replica: What the body sees.
-            leaves: The flat state.
-            backup: The `written` leaves as they were where the newest window began.
-            stack: The batches of one or more complete windows.
+        `backup` has the `written` leaves as they were where the newest window began.
 
         Returns:
             The state, the backup, and of each optimizer step the table, (num_steps, ...); of each batch the loss if
@@ -164,12 +160,8 @@ class MicrobatchStep:
     def finish(self, leaves: list, written: list, grads: list, table: jax.Array, outputs: Any) -> tuple:
         """Return what the program returns, after the last pass.
 
-        Args:
-            leaves: The flat state as it was before the batch.
-            written: What is at the `written` indices after it.
-            grads: The sum of `add` for each parameter.
-            table: The batch's table.
-            outputs: Its outputs, which are handed on.
+        `leaves` is the state before the batch, `written` what is at these indices after it, and `grads` has the sum of
+        `add` for each parameter. The table and the outputs are those of the batch.
         """
         step = self.step
         old = step.layout.unflatten(leaves)
@@ -202,12 +194,8 @@ def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, 
     replica, () int32 batches seen, and the arrays of the module's metrics that the step writes; and the batch. It
     returns the new metrics, the batch's table if a metric shows its steps, and what the user's step returned.
 
-    Args:
-        pure: The module, split.
-        stage: "validation", "test" or "predict".
-        loader: The `dataloader_idx` for a step that takes one, else None.
-        layout: How a flat list becomes (counters, params, frozen, model_state).
-        wrap: What the strategy makes of the user's step.
+    `loader` is the `dataloader_idx` for a step that takes one, `layout` makes (counters, params, frozen, model_state)
+    of a flat list, and `wrap` is what the strategy makes of the user's step.
     """
 
     def run(

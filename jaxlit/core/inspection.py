@@ -35,11 +35,8 @@ _logger = logging.getLogger("jaxlit")
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
     """Note what a training step writes to, and refuse or warn of a program that is not what its author means.
 
-    Args:
-        pure: The module, split.
-        replica: What the step sees.
-        *args: The arguments of the step's body, abstract.
-        twice: Trace the step twice more, and warn if the programs differ.
+    `args` are the abstract arguments of the step's body. With `twice` it is traced twice more, and a warning is logged
+    if the programs differ.
 
     Raises:
         StateError: It writes to trained parameters in a lower precision than theirs.

@@ -41,13 +41,8 @@ def init_state(
 ) -> TrainState:
     """Build the state of step 0; metrics have no columns until the step was traced.
 
-    Args:
-        tx: The optimizer.
-        window_replicas: Size of the accumulation window's leading dim, None if it has none, 0 for no window.
-        precision: The dtypes.
-        *variables: Trained variables, other parameters, and other state.
-        extras: The callbacks that keep arrays in it.
-        undone: The paths of the module's arrays that a window which is left out puts back.
+    `window_replicas` is the size of the accumulation window's leading dim, None if it has none, 0 for no window;
+    `variables` are (params, frozen, model_state), and `undone` the paths of what a window that is left out puts back.
     """
     params, frozen, model_state = variables
     params, frozen, window = cast(params, precision.held), cast(frozen, precision.held), None

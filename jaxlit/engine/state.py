@@ -179,12 +179,8 @@ def state_spec(
 ) -> StateSpec:
     """Return what the arrays of a module's training state are; none is made.
 
-    Args:
-        pure: The module, split.
-        strategy: The strategy, set up.
-        init: A function of the module's trained, frozen and other variables to the state of step 0.
-        variables: These variables, or their shapes and dtypes.
-        example: The first batch of the training, if one is known.
+    `init` is a function of the module's `variables`, arrays or their shapes, to the state of step 0, and `example` the
+    first batch of the training, if one is known.
     """
     abstract = jax.eval_shape(init, *jax.tree.map(sharding.untyped, variables))
     # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.

@@ -236,13 +236,9 @@ def trace_step(
 ) -> None:
     """Trace a stage's step as it will run, and note in `pure` what it does.
 
-    Args:
-        pure: The module, split.
-        spec: The state.
-        key: The stage, and the loader for a step that asks for it.
-        inspect: Looks at the step, given the replica and the arguments of its body.
-        batch: The first batch.
-        arrays: The state, and the first batch as the strategy has placed it, if there are arrays.
+    `key` is the stage, and the loader for a step that asks for it. `inspect` looks at the step, given the replica and
+    the arguments of its body. `arrays` are the state, and the first batch as the strategy has placed it, if there are
+    arrays.
     """
     states, strategy = (*spec.tree.variables, spec.tree.counters), spec.strategy
     (stage, loader), replica = key, strategy.replica
