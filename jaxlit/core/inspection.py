@@ -283,14 +283,10 @@ def reduction_of(
 ) -> Reduction:
     """Return how a step's state, values and outputs become those of the entire batch.
 
-    Args:
-        traces: The step's program.
-        leaves: What each leaf of a training step's state is.
-        changed: Which of them the step writes to.
-        measure: A function of the leaves of the state that are held in parts, and of the replica whose rows all of them
-            get, None for their own, to what is `Seen` of each result. None without arrays: what is declared is then
-            taken for true, and anything else for a mean.
-        why: Why there is no `measure` though there are arrays.
+    `leaves` are those of a training step's state, `changed` says which of them it writes to. `measure` is a function of
+    the leaves that are held in parts, and of the replica whose rows all replicas get, None for their own, to what is
+    `Seen` of each result. Without arrays there is none: what is declared is then taken for true, and anything else for
+    a mean. `why` says why there is none though there are arrays.
 
     Raises:
         ModuleError: The loss is a sum where a mean is meant or the other way round, or an output differs.

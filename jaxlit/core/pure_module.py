@@ -218,8 +218,7 @@ class PureModule:
         traced.is_weighted = weight is not None
         if traced.is_weighted and replica.loss_reduction == "sum":
             raise ModuleError(
-                f"{name} returns a total_weight, that of a mean, under loss_reduction='sum'. Return the sum alone, or "
-                "leave loss_reduction out."
+                f"{name} returns the weight of a mean, under loss_reduction='sum'. Leave one of them out."
             )
         self._note(stage, loader, list(collector.metrics.values()), traced)
         if weight is not None:

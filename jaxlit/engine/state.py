@@ -218,12 +218,13 @@ class State:
     Attributes:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
-        written: What hooks of one of several processes have written and no other has compared, a text by its name.
+        written: What hooks have written in one of several processes, not compared yet: a text by its name.
+        finite_at_start: What `finite` returned when training began: a mask may be infinite on purpose.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
-        self.written = dict[str, str]()
+        self.written, self.finite_at_start = dict[str, str](), dict[str, Any]()
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
         self._all_finite: Callable[..., jax.Array] | None = None
@@ -268,15 +269,19 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def not_finite(self) -> list[str]:
-        """Return which parameters, and averages that evaluations see, hold NaN or infinity; waits for the device."""
+    def finite(self) -> dict[str, jax.Array]:
+        """Return whether each parameter, and average that evaluations see, is finite: () bool arrays, by name."""
         spec = self.spec
-        places = list(dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params))))
         if self._all_finite is None:
             self._all_finite = spec.strategy.on_state(lambda x: jnp.isfinite(x[0]).all())
+        places = dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params)))
         # One by one: a program is compiled for each shape, not for each array.
-        finite = [self._all_finite([self.leaves[i]]) for i in places]
-        return [spec.entries[i][0].removeprefix("module.") for i, x in zip(places, finite, strict=True) if not fetch(x)]
+        return {spec.entries[i][0].removeprefix("module."): self._all_finite([self.leaves[i]]) for i in places}
+
+    def not_finite(self) -> list[str]:
+        """Return which of these hold NaN or infinity, and did not where training began; waits for the device."""
+        names = [name for name, is_finite in self.finite().items() if not fetch(is_finite)]
+        return [name for name in names if fetch(self.finite_at_start.get(name, True))]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""

@@ -66,14 +66,13 @@ def check_finite(run: Run, *, params: bool = False) -> None:
 def _update_not_finite(run: Run, names: list[str], step: int) -> str:
     """Return what is known of an update that was not finite, given the arrays that show it after `step` steps."""
     first, latest = run.unchecked.finite_step, run.results.latest
-    since = f"before optimizer step {step}" if first is None else f"since optimizer step {first}"
-    since += f" or a later one before {step}" * (first is not None and step > first + 1)
+    since = f"since optimizer step {first}{f' or a later one before {step}' * (step > first + 1)}"
     rates = {} if latest is None else run.results.read(latest).rates
     listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
     return (
         f"Parameters hold NaN or infinity {since}: {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}. The "
-        "losses and gradients before were finite: an update of the optimizer was not, or a hook or the module's "
-        f"__init__ has written them. Newest step: {listed}. Look at the schedule's end, eps and hyperparam_dtype."
+        "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
+        f"Newest step: {listed}. Look at the schedule's end, eps and hyperparam_dtype."
     )
 
 

@@ -66,7 +66,7 @@ class Unchecked:
 
     starts: list[Any] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
-    finite_step: int | None = None  # the steps after which the parameters were found to be finite last
+    finite_step: int = 0  # the steps after which the parameters were found to be finite last
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
 

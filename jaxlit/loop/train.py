@@ -67,6 +67,8 @@ def train_epochs(run: Run) -> bool:
         return False
     note_monitor(run)
     run.hooks("on_train_start")
+    run.engine.state.finite_at_start = run.engine.state.finite()
+    run.unchecked.finite_step = run.position.global_step
     run.meet()
     dispatch = Dispatch(run)
     while resumes_epoch or not run.done:

@@ -321,8 +321,7 @@ class Places:
         for x in arrays:
             part = math.prod(x.sharding.shard_shape(x.shape)) if self.is_multi_process else x.size
             needed += part * (x.nbytes // max(x.size, 1))
-        stats = [device.memory_stats() or {} for device in devices]  # of which some report none
-        if all(needed <= x.get("bytes_limit", math.inf) - x.get("bytes_in_use", 0) for x in stats):
+        if all(needed <= _room(device) for device in devices):
             if self.is_multi_process:
                 return self.send(arrays, [0] * len(arrays)), "the devices of the first"
             return jax.device_put(list(arrays), devices[0]), str(devices[0])
@@ -336,6 +335,12 @@ class Places:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
             return carry(x, to)
         return place_replicated(x, to)
+
+
+def _room(device: jax.Device) -> float:
+    """Return the free bytes of a device, inf where it does not report them."""
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", math.inf) - stats.get("bytes_in_use", 0)
 
 
 def _host() -> jax.Device | None:

@@ -151,7 +151,7 @@ def test_a_mean_over_rows_is_not_warned_of(strategy: str, caplog: Any) -> None:
         (
             lambda mask: mask.sum(),
             jl.strategies.PMap(loss_reduction="sum"),
-            "a mean, under loss_reduction='sum'",
+            "the weight of a mean, under loss_reduction='sum'",
         ),
     ],
 )

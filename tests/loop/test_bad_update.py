@@ -62,7 +62,7 @@ def test_no_checkpoint_of_a_bad_update_replaces_a_finite_one(policy: str, size: 
 
 @pytest.mark.parametrize("policy", POLICIES[:-1])
 def test_a_bad_last_update_ends_a_run_without_checkpoints_in_an_error(policy: str) -> None:
-    with pytest.raises(NonFiniteError, match="NaN or infinity before optimizer step 7: w"):
+    with pytest.raises(NonFiniteError, match="NaN or infinity since optimizer step 0 or a later one before 7: w"):
         fit(module(tx=ENDING), numbered(7), None, nan_policy=policy, **BARE)
     fit(module(tx=ENDING), numbered(7), None, nan_policy="ignore", **BARE)
 
@@ -75,7 +75,7 @@ def unit(self: Any) -> None:
 def test_a_parameter_without_a_gradient_that_becomes_nan_is_named(accumulate: int) -> None:
     model = module(init=unit, tx=optax.inject_hyperparams(optax.adam)(0.1, eps=0.0))
     saver = ModelCheckpoint(every_n_train_steps=1)
-    with pytest.raises(NonFiniteError, match=r"before optimizer step 1: dead\..*eps=0,.*learning_rate=0\.1"):
+    with pytest.raises(NonFiniteError, match=r"since optimizer step 0: dead\..*eps=0,.*learning_rate=0\.1"):
         train(model, saver, accumulate_grad_batches=accumulate)
     assert names() == []
 
@@ -87,6 +87,21 @@ def test_the_error_names_the_one_step_that_it_can_be() -> None:
     assert "still those before" not in str(caught.value)
     assert names() == [f"step_{LAST:08d}"]
     assert saved(names()[0]) == pytest.approx(by_hand(LAST))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_that_is_infinite_from_the_beginning_may_stay_so(policy: str) -> None:
+    def init(self: Any) -> None:
+        self.w, self.mask = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.array([0.0, -jnp.inf]))
+
+    def step(self: Any, batch: Any) -> jax.Array:
+        return jnp.mean((self.w - batch["x"]) ** 2) + jax.nn.softmax(self.mask[...])[1]
+
+    model = module(step, init=init, tx=optax.sgd(0.25))
+    train(model, ModelCheckpoint(every_n_train_steps=1), batches=3, nan_policy=policy)
+    assert float(model.w[0]) == pytest.approx(1 / 2**3 + 2 / 2**2 + 3 / 2)
+    assert np.asarray(model.mask[...])[1] == -np.inf
+    assert names() == ["step_00000003"]
 
 
 def breaks_at(number: float) -> optax.GradientTransformation:
