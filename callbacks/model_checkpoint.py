@@ -336,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
         """Return the monitored value, None if no new one exists or it is not finite; refuse an unknown metric."""
         metrics, name = trainer.callback_metrics, str(self.monitor)
-        if name not in metrics:
+        if (value := read_monitored("ModelCheckpoint(monitor=...)", name, metrics)) is None:
             if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
@@ -344,7 +344,7 @@ class ModelCheckpoint(Callback):
         is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
         if number is not None and (number == self._seen or is_older):
             return None  # of an earlier checkpoint, or, if training is interrupted, of earlier weights
-        self._seen, value = number, read_monitored("ModelCheckpoint", name, metrics)
+        self._seen = number
         return value if math.isfinite(value) else None
 
     def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
@@ -352,7 +352,9 @@ class ModelCheckpoint(Callback):
         metrics = trainer.callback_metrics
         if self.filename:
             counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
-            suffix = f"-{filled(self.filename, counts, lambda name: metrics.get(name, math.nan))}"
+            owner = "ModelCheckpoint(filename=...)"
+            values = lambda name: x if (x := read_monitored(owner, name, metrics)) is not None else math.nan  # noqa: E731
+            suffix = f"-{filled(self.filename, counts, values)}"
         name = disk.name_of(trainer.global_step, suffix)
         path, version = self._folder / name, 0
         own_paths = {*self.best_k_models, self.last_model_path, self._newest_finite}

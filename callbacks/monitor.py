@@ -93,8 +93,8 @@ class MonitorCallback(Callback, ABC):
         if self.monitor not in metrics and trainer.global_step == self._first_step:
             return  # a stop inside the first window: no step has logged anything yet
         self._has_checked = True
-        if self.monitor in metrics:
-            self.check(trainer, read_monitored(type(self).__name__, self.monitor, metrics))
+        if (value := read_monitored(f"{type(self).__name__}(monitor=...)", self.monitor, metrics)) is not None:
+            self.check(trainer, value)
         elif self.strict:
             raise no_such_metric(type(self).__name__, self.monitor, metrics)
 
@@ -125,15 +125,19 @@ def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
     return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
 
 
-def read_monitored(owner: str, name: str, metrics: Any) -> float:
-    """Return a monitored value; raise a ProcessError in all processes, which call this, if hooks logged others."""
-    value = float(metrics[name])
-    if team().size > 1 and (hook := metrics.hook(name)) is not None:
+def read_monitored(owner: str, name: str, metrics: Any) -> float | None:
+    """Return a monitored value, None without one; of several processes all call this, and must have logged the same.
+
+    Raises:
+        ProcessError: Hooks have logged others, or not in all processes.
+    """
+    value = float(metrics[name]) if name in metrics else None
+    if team().size > 1 and (value is None or metrics.hook(name) is not None):
         rule = (
-            f"{owner}(monitor={name!r}) decides by a number that each process logs in {hook}. Log the same in all, for "
-            "example the mean of jax.experimental.multihost_utils.process_allgather(value)."
+            f"{owner} reads {name!r}, which hooks log in each process. Log the same in all, for example the mean of "
+            "jax.experimental.multihost_utils.process_allgather(value)."
         )
-        same_job(f"{owner}(monitor={name!r})", lambda: {f"self.log({name!r}, ...)": repr(value)}, rule=rule)
+        same_job(f"{owner}, {name!r}", lambda: {f"self.log({name!r}, ...)": repr(value)}, rule=rule)
     return value
 
 

@@ -246,16 +246,16 @@ class Table:
     without them a mean over a million batches is wrong in its third digit.
 
     Args:
-        metrics: The metrics, one a column; an integer has three, for its upper, middle and lower bits: float32 has the
-            digits of each, also times the rows of a batch.
+        metrics: The metrics, one a column; an integer has four, for its bytes: float32 has the digits of each, also
+            times a weight of up to 65,536.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.metrics = tuple(metrics)
         # Once here, as a row is made at every logged step: the name of each column in it, None for those not in rows.
         self.row_names = [m.step_name if m.on_step and m.logger else None for m in metrics]
-        self._ends = np.cumsum([0, *(3 if m.is_integer else 1 for m in metrics)]).tolist()  # of columns, from 0
-        kinds = [m.reduce_fx for m in metrics for _ in range(3 if m.is_integer else 1)]
+        self._ends = np.cumsum([0, *(4 if m.is_integer else 1 for m in metrics)]).tolist()  # of columns, from 0
+        kinds = [m.reduce_fx for m in metrics for _ in range(4 if m.is_integer else 1)]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
         self._extreme, self.means = self._min | self._max, self._mean.tolist()
         self._extreme_totals = np.stack([self._extreme, np.zeros_like(self._extreme)])  # in a table
@@ -367,7 +367,7 @@ class Table:
 
 def _by_bits(x: jax.Array) -> Sequence[Any]:
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)  # no mean of replicas
-    return (x - (x & 2**22 - 1), x & 2047 << 11, x & 2047) if is_integer else (x, 0, 0)
+    return (x - (x & 0xFFFFFF), x & 0xFF0000, x & 0xFF00, x & 0xFF) if is_integer else (x, 0, 0, 0)
 
 
 NO_WEIGHT = 1e-30  # of a loss that is a mean over nothing: next to any other it vanishes, and nothing is divided by 0

@@ -218,7 +218,9 @@ def averaged(params: Any, averages: Sequence[tuple[Any, Any]]) -> Any:
     def average(path: Any, y: jax.Array) -> jax.Array:
         b1, z = of.get(leaf_name(path), (1.0, 0.0))
         z = jax.lax.complex(*z) if isinstance(z, RealParts) else z
-        return ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+        return jnp.where(
+            y == z, y, ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+        )  # as they are where nothing was trained
 
     return jax.tree.map_with_path(average, params) if averages else params
 

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -215,14 +215,15 @@ class PureModule:
         self._tell_dropped(name, left + sown)
         new = _keep_dtypes(state, step_state, new) if training else _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
-        traced.is_weighted = weight is not None
+        traced.is_weighted = training and weight is not None
         if traced.is_weighted and replica.loss_reduction == "sum":
             raise ModuleError(
                 f"{name} returns the weight of a mean, under loss_reduction='sum'. Leave one of them out."
             )
         self._note(stage, loader, list(collector.metrics.values()), traced)
         if weight is not None:
-            collector.weights |= {key: weight for key, x in collector.by_rows.items() if x is loss}
+            returned = output["loss"]
+            collector.weights |= {key: weight for key, x in collector.by_rows.items() if x is returned}
             loss, weight = jnp.where(weight == 0, 0, loss), jnp.where(weight == 0, NO_WEIGHT, weight)
         loss, values, weights = loss.astype(float), [*collector.values.values()], [*collector.weights.values()]
         if training:
@@ -327,13 +328,15 @@ def _described(leaf: ModuleLeaf | None) -> str:
 
 def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
     """Refuse a step that logs or returns other things for one batch than for the first one."""
-    if list(first.table.metrics) != metrics:
+    if [replace(m, is_integer=False) for m in first.table.metrics] != [replace(m, is_integer=False) for m in metrics]:
         old, new = {m.name for m in first.table.metrics}, {m.name for m in metrics}
         raise StateError(
             f"{name} logs {sorted(new - old or new)} for a batch of {now.rows} rows but {sorted(old - new or old)} for "
             "the first batch. Log the same metrics, with the same arguments, for every batch."
         )
-    old, new = ((jax.tree.structure(x.outputs), "a total_weight" if x.is_weighted else "none") for x in (first, now))
+    if first.is_weighted != now.is_weighted:
+        raise ModuleError(f"{name} returns total_weight for some batches only. Return it for every batch, or for none.")
+    old, new = jax.tree.structure(first.outputs), jax.tree.structure(now.outputs)
     if old != new:
         raise ModuleError(
             f"{name} returned {new} for a batch, and {old} for the first one. Return the same structure for every "
@@ -375,6 +378,8 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Arra
     if stage == "training":
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
         loss, weight = outputs.pop("loss", output), outputs.pop("total_weight", None)
+    elif isinstance(output, dict) and "loss" in output:
+        weight = output.get("total_weight")
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{step} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
@@ -479,11 +484,18 @@ class SyncBatchNorm(nnx.BatchNorm):
         averages = self.use_running_average if use_running_average is None else use_running_average
         if mask is None or averages:
             return super().__call__(x, use_running_average, mask=mask)
-        axis, self.axis_name = str(self.axis_name), None
-        rows = [jax.lax.all_gather(y, axis, tiled=True) for y in (x, jnp.broadcast_to(mask, x.shape))]
-        outputs = super().__call__(rows[0], use_running_average, mask=rows[1])
-        self.axis_name = axis
-        return jax.lax.dynamic_slice_in_dim(outputs, jax.lax.axis_index(axis) * len(x), len(x))
+        features = {i % x.ndim for i in (self.axis if isinstance(self.axis, tuple) else (self.axis,))}
+        dims, y = tuple({*range(x.ndim)} - features), x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        where = jnp.broadcast_to(mask, x.shape)
+        sums = [jnp.sum(z, dims, where=where) for z in (jnp.ones(x.shape), y, jnp.square(jnp.abs(y)))]
+        count, total, square = jax.lax.psum(sums, str(self.axis_name))
+        now = total / count, jnp.maximum(square / count - jnp.square(jnp.abs(total / count)), 0)
+        before = self.mean[...], self.var[...]
+        self.mean[...], self.var[...] = now
+        outputs = super().__call__(x, use_running_average=True)
+        momentum = self.momentum
+        self.mean[...], self.var[...] = (momentum * a + (1 - momentum) * b for a, b in zip(before, now, strict=True))
+        return outputs
 
 
 def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:

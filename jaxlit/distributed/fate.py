@@ -109,20 +109,15 @@ class Fate:
 
     The service runs in process 0, at `address`, "host:port". A process counts as dead after `dead_after` seconds
     without a beat.
-
-    Attributes:
-        listener: What the thread calls once a second.
-        failure: Why the job ends; None while it goes on.
-        watched: What the run has set.
     """
 
     def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
         self.client, self.index, self.size = client, index, size
         self._address, self._dead_after = address, dead_after
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self.listener: Callable[[], object] = lambda: None
-        self.watched = Watch(lambda: "outside of a run", 10.0)
-        self.failure: Failure | None = None
+        self.listener: Callable[[], object] = lambda: None  # what the thread calls once a second
+        self.watched = Watch(lambda: "outside of a run", 10.0)  # what the run has set
+        self.failure: Failure | None = None  # why the job ends; None while it goes on
         self._deadline = 0.0
         self._code: int | None = None  # of this process, once it fails
         self._error: BaseException | None = None

@@ -48,7 +48,6 @@ class StepLogs(Mapping[str, jax.Array]):
     """The `loss` and the logged metrics of a step: () arrays, made when they are asked for.
 
     Args:
-        table: The metrics.
         columns: The column of each, by its name.
         logs: The step's table, (2, num_metrics).
     """

@@ -53,16 +53,13 @@ class Engine:
 
     Args:
         module: The module; its arrays are copied.
-        strategy: The strategy, set up.
         options: How it is trained; None to evaluate only.
-        precision: The dtypes.
         debug: Donate nothing, so that old arrays stay readable.
         take_ownership: The module's arrays may be overwritten, and need not be copied.
 
     Attributes:
         state: The arrays.
         outputs_with_rows: Whether each output of `fused_steps` has one row for each row of a batch, a pytree like them.
-        pure: The module, split.
     """
 
     def __init__(
@@ -276,11 +273,13 @@ class Engine:
             self._use_metrics(self.training_table)  # a rollback to before the step was traced, or logged other metrics
 
     def _use_metrics(self, table: Table) -> None:
-        """Give the sums of an epoch and of an accumulation window the columns of these metrics, of no batch."""
+        """Give the sums of an epoch and of a window the columns of these metrics, of no batch but for the loss."""
         spec = self.state.spec = self.state.spec.with_metrics(table)
         self.state.put(spec.index.sums, table.empty_sums())
         if (window := spec.index.window) is not None:
-            self.state.put(window.metrics, spec.stacked(table.empty()))
+            sums, before = spec.stacked(table.empty()), fetch(self.state.leaves[window.metrics])
+            sums[..., : before.shape[-1]][..., :1] = before[..., :1]  # of the loss, with the weight of the gradients
+            self.state.put(window.metrics, sums)
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""

@@ -219,15 +219,15 @@ class State:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
-        finite_at_start: What `finite` returned when training began: a mask may be infinite on purpose.
+        infinities_at_start: What `infinities` returned when training began: a mask has some on purpose.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
-        self.written, self.finite_at_start = dict[str, str](), dict[str, Any]()
+        self.written, self.infinities_at_start = dict[str, str](), dict[str, Any]()
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
-        self._all_finite: Callable[..., jax.Array] | None = None
+        self._count: Callable[..., jax.Array] | None = None
 
     def unflatten(self) -> TrainState:
         """Return the newest state as a `TrainState`."""
@@ -269,19 +269,19 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def finite(self) -> dict[str, jax.Array]:
-        """Return whether each parameter, and average that evaluations see, is finite: () bool arrays, by name."""
+    def infinities(self) -> dict[str, jax.Array]:
+        """Return how many infinities each parameter, and average that evaluations see, has: () int32, -1 for a NaN."""
         spec = self.spec
-        if self._all_finite is None:
-            self._all_finite = spec.strategy.on_state(lambda x: jnp.isfinite(x[0]).all())
+        if self._count is None:
+            self._count = spec.strategy.on_state(lambda x: jnp.where(jnp.isnan(x[0]).any(), -1, jnp.isinf(x[0]).sum()))
         places = dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params)))
         # One by one: a program is compiled for each shape, not for each array.
-        return {spec.entries[i][0].removeprefix("module."): self._all_finite([self.leaves[i]]) for i in places}
+        return {spec.entries[i][0].removeprefix("module."): self._count([self.leaves[i]]) for i in places}
 
     def not_finite(self) -> list[str]:
-        """Return which of these hold NaN or infinity, and did not where training began; waits for the device."""
-        names = [name for name, is_finite in self.finite().items() if not fetch(is_finite)]
-        return [name for name in names if fetch(self.finite_at_start.get(name, True))]
+        """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
+        counts = {name: int(fetch(x)) for name, x in self.infinities().items()}
+        return [name for name, n in counts.items() if n < 0 or n > max(fetch(self.infinities_at_start.get(name, 0)), 0)]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""

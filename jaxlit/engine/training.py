@@ -31,7 +31,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import CONSTANT, LINEAR, run_drawing_alike
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, numbers_of, run_drawing_alike, walk_back
 from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
 from jaxlit.texts import is_key, named_leaves
@@ -62,7 +62,7 @@ class Training:
         trace_step(self.pure, spec, ("training", None), inspect, batch, arrays)
         is_weighted, replica = self.pure.trace_of("training").is_weighted, spec.strategy.replica
         has_parts = self.options.accumulate > 1 or replica.passes > 1
-        if has_parts and arrays is not None and not (is_weighted or replica.splits):
+        if has_parts and arrays is not None and not (is_weighted or replica.splits or self.pure.resumed):
             _check_mean(self.pure, spec, batch, arrays)
         return replace(self, spec=spec.with_metrics(self.pure.table("training")))
 
@@ -161,8 +161,9 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
     if options.stacked and options.example is not None:  # only then, as the step is traced for it
         program = strategy.step_program(jax.eval_shape(init, *variables), pure, options.example)
-        names = [name for name, _ in named_leaves(params)]
-        options.stacked.update({names[i]: len(x) for i, x in scanned_dims(program, range(len(names))).items()})
+        names, end = [name for name, _ in named_leaves(params)], len(program.jaxpr.invars) - 3  # the counters
+        of_layers = scanned_dims(program, range(len(names)), range(end - len(jax.tree.leaves(options.example)), end))
+        options.stacked.update({names[i]: len(x) for i, x in of_layers.items()})
     # A window is put back where a step is left out: after an overflow, or by the policy.
     if options.accumulate > 1 and (options.nan_policy == "skip" or precision.first_scale() is not None):
         undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
@@ -309,13 +310,15 @@ def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[Tra
         apart = replace(pure, traced={}, told=set(pure.told), _bodies={})  # its traces do not count
         traces = _trace_replicas(apart, replica, states, ("training", None), batch, strategy.in_mesh)
         place, bits = traces.places[1][0], traces.dependence()
-        if bits[place] not in (CONSTANT, LINEAR):
+        # A sum is linear too, but is not divided by a number of rows.
+        is_sum = bits[place] == LINEAR and _numbers(traces.program, place) == _numbers(traces.longer, place)
+        if is_sum or bits[place] not in (CONSTANT, LINEAR):
             loss = _measuring(strategy, traces, bits, batch, arrays, [place])(frozenset(), None)[place]
     if loss is None or loss.fits("mean"):
         return
     _logger.warning(
-        "%s.training_step: on the first batch the loss is not a mean over rows. Batches or microbatches that share an "
-        "optimizer step count by their rows, so that it may differ from that of one batch. %s",
+        "%s.training_step: on the first batch the loss is not a mean over rows. The batches or microbatches of an "
+        "optimizer step count by their rows, so that the step may differ from that of one large batch. %s",
         *(pure.name, SAY_WEIGHT),
     )
 
@@ -379,6 +382,13 @@ def _measuring(
         return list(seen.values())
 
     return measure
+
+
+def _numbers(closed: Any, place: int) -> list[str]:
+    """Return the constants and literals from which a program computes a result."""
+    jaxpr, result = closed.jaxpr, closed.jaxpr.outvars[place]
+    part = jaxpr.replace(eqns=walk_back(jaxpr.eqns, {result: None}), outvars=[result])
+    return [str(x) for x in numbers_of(closed.replace(jaxpr=part))]
 
 
 def _step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:

@@ -21,7 +21,7 @@ _logger = logging.getLogger("jaxlit")
 
 MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
 _MOST_ROLLBACKS = 3  # to one checkpoint: more is not a bad batch, but a training that diverges
-_MOST_ROWS = 5  # that a message names
+_MOST_ROWS = 5  # or arrays, that a message names
 
 
 def check_finite(run: Run, *, params: bool = False) -> None:
@@ -42,7 +42,7 @@ def check_finite(run: Run, *, params: bool = False) -> None:
     if (params or is_new) and (names := run.engine.state.not_finite()):
         what = _update_not_finite(run, names, bad if is_new else run.position.global_step)
         if policy != "rollback":
-            raise NonFiniteError(f"{what} Resume from the newest checkpoint, which is finite, with another optimizer.")
+            raise NonFiniteError(f"{what} Checkpoints, if there are any, are finite: resume with another optimizer.")
         return roll_back(run, _checkpoint_before(run, what), what)
     if params:
         run.unchecked.finite_step = run.position.global_step
@@ -69,10 +69,11 @@ def _update_not_finite(run: Run, names: list[str], step: int) -> str:
     since = f"since optimizer step {first}{f' or a later one before {step}' * (step > first + 1)}"
     rates = {} if latest is None else run.results.read(latest).rates
     listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
+    more = f" and {len(names) - _MOST_ROWS} more" * (len(names) > _MOST_ROWS)
     return (
-        f"Parameters hold NaN or infinity {since}: {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}. The "
+        f"Parameters hold NaN or infinity {since}: {', '.join(names[:_MOST_ROWS])}{more}. The "
         "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
-        f"Newest step: {listed}. Look at the schedule's end, eps and hyperparam_dtype."
+        f"Newest step: {listed or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
     )
 
 

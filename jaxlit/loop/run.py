@@ -264,15 +264,11 @@ class Tracing:
     """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
 
     Callbacks that name no interval have `log_every`.
-
-    Attributes:
-        every: The callbacks with their intervals.
-        seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
     """
 
     def __init__(self, hooks: Hooks, log_every: int) -> None:
         self._hooks = hooks
-        self.every: list[tuple[Callback, int]] = []
+        self.every: list[tuple[Callback, int]] = []  # the callbacks with their intervals
         for callback in hooks.callbacks:
             if not overrides(callback, "trace_step"):
                 continue
@@ -283,6 +279,7 @@ class Tracing:
                 fitting(callback, "trace_step")
                 self.every.append((callback, every))
         self._checked = False
+        # values that `on_trace` has not received yet: (callback, step, values on the device)
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
@@ -358,16 +355,7 @@ class Wait(NamedTuple):
 
 
 class Due:
-    """When something acts that does not act in each step, and the hooks of a step's batches.
-
-    Attributes:
-        next_step: The count of optimizer steps at which something is due next.
-        next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
-        dispatch_end: The count of optimizer steps that a dispatch of several batches must not pass: a validation, a
-            limit, a callback or a traced step comes there.
-        quiet_hooks: The hooks of a step in which no callback with `due_in` acts.
-        is_stale: Whether all of this must be found again before the next step.
-    """
+    """When something acts that does not act in each step, and the hooks of a step's batches."""
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
         self._hooks = hooks
@@ -379,11 +367,14 @@ class Due:
         self._next_callback = 0.0
         self._time_callback = math.inf
         self._intervals = list[int]()
-        self.is_stale = True
-        self.next_step: float = 0
+        self.is_stale = True  # whether all of this must be found again before the next step
+        self.next_step: float = 0  # the count of optimizer steps at which something is due next
+        # the time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one
         self.next_time = math.inf
+        # the count of optimizer steps that a dispatch of several batches must not pass: a validation, a limit, a
+        # callback or a traced step comes there
         self.dispatch_end: float = 0
-        self.quiet_hooks = StepHooks()
+        self.quiet_hooks = StepHooks()  # the hooks of a step in which no callback with `due_in` acts
 
     def forget(self) -> None:
         """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""

@@ -67,7 +67,7 @@ def train_epochs(run: Run) -> bool:
         return False
     note_monitor(run)
     run.hooks("on_train_start")
-    run.engine.state.finite_at_start = run.engine.state.finite()
+    run.engine.state.infinities_at_start = run.engine.state.infinities()
     run.unchecked.finite_step = run.position.global_step
     run.meet()
     dispatch = Dispatch(run)

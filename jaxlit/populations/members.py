@@ -9,7 +9,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -27,7 +27,6 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
-from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.loop.hooks import OF_CALLBACK
@@ -112,10 +111,6 @@ class Member:
     def strategy(self) -> Strategy:
         """The strategy of one member alone."""
         return self.training.spec.strategy
-
-    def with_spec(self, spec: StateSpec) -> "Member":
-        """Return the member with another spec of its state."""
-        return replace(self, training=replace(self.training, spec=spec))
 
 
 class _OneMember(SingleDevice):

@@ -91,7 +91,6 @@ class Saver:
             run.hooks.take_writes("trainer.saver.begin")
         else:
             run.hooks.live.take_later_writes()
-        run.compare_writes()
         log_pending(run)  # first: a checkpoint does not store pending rows
         check_finite(run, params=True)
         run.tracing.deliver()

@@ -9,8 +9,9 @@ import optax
 import pytest
 from flax import nnx
 from kit.by_hand import HandLoop, assert_same, state_of
+from kit.journal import at_batch
 from kit.refusals import warnings_of
-from kit.trainers import fit, thinned
+from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.errors import ModuleError
@@ -125,21 +126,69 @@ def test_a_mean_over_something_else_is_told_how_to_return_its_weight(strategy: s
 
 
 class Normed(Padded):
-    """A mean over rows, with layers that draw and that look at the entire batch."""
+    """Layers that draw and that look at the entire batch, and a loss of (errors, mask)."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Any) -> None:
         super().__init__()
-        self.drop, self.bn = nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(4, rngs=nnx.Rngs(2))
+        self.drop, self.bn, self.reduce = nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(4, rngs=nnx.Rngs(2)), reduce
 
     def training_step(self, batch: Any) -> jax.Array:
         x = self.drop(self.bn(self.first(batch["x"])))
-        return jnp.mean((self.last(jl.pipeline_yield(x))[..., 0] - batch["y"]) ** 2)
+        return self.reduce((self.last(jl.pipeline_yield(x))[..., 0] - batch["y"]) ** 2, batch["mask"])
+
+
+MEANS = {"mean": lambda e, m: jnp.mean(e), "full mask": lambda e, m: (e * m**0).sum() / (m**0).sum()}
 
 
 @pytest.mark.parametrize("strategy", ACCUMULATES)
-def test_a_mean_over_rows_is_not_warned_of(strategy: str, caplog: Any) -> None:
-    fit(Normed(), jl.ArrayLoader(padded(), 16), **{"strategy": strategy} | ACCUMULATES[strategy])
+@pytest.mark.parametrize("reduce", MEANS)
+def test_a_mean_over_rows_is_not_warned_of(reduce: str, strategy: str, caplog: Any) -> None:
+    fit(Normed(MEANS[reduce]), jl.ArrayLoader(padded(), 16), **{"strategy": strategy} | ACCUMULATES[strategy])
     assert not [m for m in warnings_of(caplog) if "training_step" in m]
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
+@pytest.mark.parametrize("reduce", [lambda e, m: (e * m).sum() / m.sum(), lambda e, m: jnp.sqrt(jnp.mean(e))])
+def test_layers_that_draw_hide_no_loss_that_is_not_a_mean(strategy: str, reduce: Any, caplog: Any) -> None:
+    fit(Normed(reduce), jl.ArrayLoader(padded(), 16), **{"strategy": strategy} | ACCUMULATES[strategy])
+    assert [m for m in warnings_of(caplog) if "the loss is not a mean over rows" in m]
+
+
+@pytest.mark.parametrize("reduce", [lambda e: e.sum(), lambda e: e.sum() / 512])
+def test_a_sum_in_a_window_is_warned_of(reduce: Any, caplog: Any) -> None:
+    class Summed(Padded):
+        def training_step(self, batch: Any) -> jax.Array:
+            return reduce((self.last(self.first(batch["x"]))[..., 0] - batch["y"]) ** 2)
+
+    fit(Summed(), jl.ArrayLoader(padded(), 16), accumulate_grad_batches=3, max_steps=1)
+    assert [m for m in warnings_of(caplog) if "the loss is not a mean over rows" in m]
+
+
+class Shared(Padded):
+    def validation_step(self, batch: Any) -> Any:
+        self.log("val", loss := self.loss(batch))
+        return {"loss": loss, "total_weight": batch["mask"].sum()}
+
+
+@pytest.mark.parametrize("strategy", ["single", "shard_map"])
+def test_a_validation_counts_by_weight_too(strategy: str) -> None:
+    rows, module = padded(), Shared()
+    (result,) = make_trainer(strategy=strategy).validate(module, jl.ArrayLoader(rows, 16))
+    np.testing.assert_allclose(result["val"], float(module.loss(rows)), rtol=1e-5)
+
+
+def test_a_resume_in_a_window_with_other_metrics_keeps_its_weight() -> None:
+    class Logs(Padded):
+        def training_step(self, batch: Any) -> Any:
+            self.log("words", batch["mask"].sum().astype(jnp.int32))
+            return super().training_step(batch)
+
+    loader, arguments = jl.ArrayLoader(padded(), 8), {"accumulate_grad_batches": 3}
+    whole, first, resumed = Padded(), Padded(), Logs()
+    fit(whole, loader, **arguments)
+    fit(first, loader, None, at_batch(4, lambda trainer, _: trainer.save_checkpoint("middle")), **arguments)
+    fit(resumed, loader, None, ckpt_path="middle", **arguments)
+    assert_same(resumed, whole, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
