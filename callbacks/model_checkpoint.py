@@ -336,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
         """Return the monitored value, None if no new one exists or it is not finite; refuse an unknown metric."""
         metrics, name = trainer.callback_metrics, str(self.monitor)
-        if (value := read_monitored("ModelCheckpoint(monitor=...)", name, metrics)) is None:
+        if (value := read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)) is None:
             if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
@@ -352,7 +352,7 @@ class ModelCheckpoint(Callback):
         metrics = trainer.callback_metrics
         if self.filename:
             counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
-            owner = "ModelCheckpoint(filename=...)"
+            owner = f"ModelCheckpoint(filename={self.filename!r})"
             values = lambda name: x if (x := read_monitored(owner, name, metrics)) is not None else math.nan  # noqa: E731
             suffix = f"-{filled(self.filename, counts, values)}"
         name = disk.name_of(trainer.global_step, suffix)

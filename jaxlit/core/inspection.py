@@ -236,13 +236,9 @@ _MADE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class Seen:
-    """A result of a step on a batch: of each replica, and of one device.
+    """A result of a step on a batch: of each replica, (n, ...), and of one device.
 
-    Args:
-        parts: The replicas' values, (n, ...).
-        whole: The batch's value.
-        rtol: The relative difference of numbers that are taken for equal.
-        before: What the two were before the step; compared is what it has added.
+    `before` is what the two were before the step: what it has added is compared, to a relative difference of `rtol`.
     """
 
     def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0), later: Any = None) -> None:

@@ -378,13 +378,13 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Arra
     if stage == "training":
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
         loss, weight = outputs.pop("loss", output), outputs.pop("total_weight", None)
-    elif isinstance(output, dict) and "loss" in output:
-        weight = output.get("total_weight")
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{step} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
                 "loss.mean(), or {'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
             )
+    elif stage != "predict" and isinstance(output, dict) and "loss" in output:
+        weight = output.get("total_weight")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{step} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
     for path, leaf in named_leaves(outputs):
@@ -393,6 +393,8 @@ def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Arra
     if weight is not None:
         kind = getattr(weight, "dtype", type(weight))
         if jnp.shape(weight) or not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
+            if stage != "training":
+                return loss, None, jax.tree.map(jnp.asarray, outputs)
             raise ModuleError(
                 f"{step} must return as total_weight a real () number, what its loss is a mean over, got "
                 f"{shown(weight)}. Return, for example, {{'loss': loss, 'total_weight': mask.sum()}}."

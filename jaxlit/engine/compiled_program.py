@@ -198,11 +198,7 @@ def _warn(reason: str) -> None:
 
 
 class Bound:
-    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python.
-
-    Args:
-        limit: The most steps in flight.
-    """
+    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python."""
 
     def __init__(self, limit: int) -> None:
         # A wait is for the token of the period before: up to two periods of steps are under way at once.

@@ -277,8 +277,10 @@ class Engine:
         spec = self.state.spec = self.state.spec.with_metrics(table)
         self.state.put(spec.index.sums, table.empty_sums())
         if (window := spec.index.window) is not None:
-            sums, before = spec.stacked(table.empty()), fetch(self.state.leaves[window.metrics])
-            sums[..., : before.shape[-1]][..., :1] = before[..., :1]  # of the loss, with the weight of the gradients
+            sums = spec.stacked(table.empty())
+            if self.state.is_complete:  # the loss stays, with the weight of the gradients
+                before = fetch(self.state.leaves[window.metrics])
+                sums[..., : before.shape[-1]][..., :1] = before[..., :1]
             self.state.put(window.metrics, sums)
 
     def init_extras(self, keys: Iterable[str]) -> None:

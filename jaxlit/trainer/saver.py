@@ -98,7 +98,8 @@ class Saver:
         if order is None:
             open_orders = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *open_orders]) + 1
-        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
+        has = bool(run.engine.state.written)
+        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order, run.compare_writes, has)
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
         leaves = [leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
