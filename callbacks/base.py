@@ -92,7 +92,7 @@ def hyperparams_named(name: str, trainer: "Trainer", owner: str) -> list[str]:
     raise ArgumentError(
         f"{owner}(hyperparam={name!r}): the optimizer keeps no such hyperparameter.{did_you_mean(name, known)} It "
         f"keeps: {', '.join(known) or 'none'}. Build it in configure_optimizers as "
-        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        "optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)."
     )
 
 
@@ -318,8 +318,9 @@ class Callback(Traits):
     def due_in_seconds(self) -> float | None:
         """Return in how many seconds this callback acts next, even if `due_in` names a later step; None for no time.
 
-        The callback acts in the first step that begins after that time. This method is called after each call of
-        `due_in`. Each of several processes has its own clock, so a callback that acts by time must not wait for others.
+        The callback acts in the first dispatch that begins after that time, and cuts none. This method is called after
+        each call of `due_in`. Each of several processes has its own clock, so a callback that acts by time must not
+        wait for others.
         """
         return None
 

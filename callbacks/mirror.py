@@ -88,8 +88,11 @@ class Mirror(Callback):
             self._queue.submit(self._copy)
 
     def due_in(self, step: int) -> int | None:
-        """Return the next step if a copy has failed."""
-        return None if self._error is None else 1
+        """Return None: no step is due by its number."""
+
+    def due_in_seconds(self) -> float | None:
+        """Return 0 if a copy has failed."""
+        return None if self._error is None else 0.0
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Raise or warn if a copy has failed."""

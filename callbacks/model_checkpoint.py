@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.callbacks.monitor import check_monitor, no_such_metric
+from jaxlit.callbacks.monitor import check_monitor, no_such_metric, read_monitored
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.files import FolderLock, check_filename, filled
 from jaxlit.checkpoints.writing import Saving
@@ -193,14 +193,13 @@ class ModelCheckpoint(Callback):
         self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
 
     def due_in(self, step: int) -> int | None:
-        """Return the steps to the next checkpoint by steps; 1 once a checkpoint is written."""
-        if self._saving is not None and self._saving.is_done and team().size == 1:
-            return 1
+        """Return the steps to the next checkpoint by steps."""
         return None if self.every_n_train_steps is None else self.every_n_train_steps - step % self.every_n_train_steps
 
     def due_in_seconds(self) -> float | None:
-        """Return the seconds to the next checkpoint by time."""
-        if self.train_time_interval is not None and team().size > 1:  # another process may ask first
+        """Return the seconds to the next checkpoint by time; 0 once a checkpoint is written."""
+        is_written = self._saving is not None and self._saving.is_done
+        if is_written if team().size == 1 else self.train_time_interval is not None:  # another process may ask first
             return 0.0
         return self._deadline - time.monotonic()
 
@@ -258,7 +257,8 @@ class ModelCheckpoint(Callback):
         if position == self._saved_at:
             return
         self.finish(trainer)
-        score = None if self.monitor is None else self._score(trainer, epoch_over, due)
+        is_finite = trainer.nan_policy != "ignore" or trainer.saver.is_finite()
+        score = None if self.monitor is None or not is_finite else self._score(trainer, epoch_over, due)
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
@@ -275,7 +275,7 @@ class ModelCheckpoint(Callback):
             if len(self.best_k_models) > self.save_top_k >= 0:
                 del self.best_k_models[self._worst()]
         self.last_model_path, self._order = path, self._order + 1
-        if trainer.nan_policy != "ignore" or trainer.saver.is_finite():
+        if is_finite:
             self._newest_finite = path
         replaced = self._names(self._before) - self._names(self.state_dict())
         self._replaced = [] if self.save_top_k == -1 else sorted(replaced)
@@ -336,7 +336,7 @@ class ModelCheckpoint(Callback):
     def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
         """Return the monitored value, None if no new one exists or it is not finite; refuse an unknown metric."""
         metrics, name = trainer.callback_metrics, str(self.monitor)
-        if name not in metrics:
+        if (value := read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)) is None:
             if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             return None
@@ -344,7 +344,7 @@ class ModelCheckpoint(Callback):
         is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
         if number is not None and (number == self._seen or is_older):
             return None  # of an earlier checkpoint, or, if training is interrupted, of earlier weights
-        self._seen, value = number, float(metrics[name])
+        self._seen = number
         return value if math.isfinite(value) else None
 
     def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
@@ -352,7 +352,9 @@ class ModelCheckpoint(Callback):
         metrics = trainer.callback_metrics
         if self.filename:
             counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
-            suffix = f"-{filled(self.filename, counts, lambda name: metrics.get(name, math.nan))}"
+            owner = f"ModelCheckpoint(filename={self.filename!r})"
+            values = lambda name: x if (x := read_monitored(owner, name, metrics)) is not None else math.nan  # noqa: E731
+            suffix = f"-{filled(self.filename, counts, values)}"
         name = disk.name_of(trainer.global_step, suffix)
         path, version = self._folder / name, 0
         own_paths = {*self.best_k_models, self.last_model_path, self._newest_finite}

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.distributed.job import same_job
+from jaxlit.distributed.team import team
 from jaxlit.errors import LoggerError, did_you_mean
 
 if TYPE_CHECKING:
@@ -91,8 +93,10 @@ class MonitorCallback(Callback, ABC):
         if self.monitor not in metrics and trainer.global_step == self._first_step:
             return  # a stop inside the first window: no step has logged anything yet
         self._has_checked = True
-        if self.monitor in metrics:
-            self.check(trainer, float(metrics[self.monitor]))
+        if (
+            value := read_monitored(f"{type(self).__name__}(monitor={self.monitor!r})", self.monitor, metrics)
+        ) is not None:
+            self.check(trainer, value)
         elif self.strict:
             raise no_such_metric(type(self).__name__, self.monitor, metrics)
 
@@ -121,6 +125,22 @@ def check_monitor(monitor: Any, mode: Any, *, owner: str) -> tuple[str, str]:
     rule = "takes the name of a logged metric"
     check.require(isinstance(monitor, str) and monitor != "", "monitor", monitor, rule, owner=owner)
     return monitor, check.one_of("mode", mode, ("min", "max"), owner=owner)
+
+
+def read_monitored(owner: str, name: str, metrics: Any) -> float | None:
+    """Return a monitored value, None without one; of several processes all call this, and must have logged the same.
+
+    Raises:
+        ProcessError: Hooks have logged others, or not in all processes.
+    """
+    value = float(metrics[name]) if name in metrics else None
+    if team().size > 1 and (value is None or metrics.hook(name) is not None):
+        rule = (
+            f"{owner} reads {name!r}, which hooks log in each process. Log the same in all, for example the mean of "
+            "jax.experimental.multihost_utils.process_allgather(value)."
+        )
+        same_job(f"{owner}, {name!r}", lambda: {f"self.log({name!r}, ...)": repr(value)}, rule=rule)
+    return value
 
 
 def no_such_metric(owner: str, name: str, metrics: Any) -> LoggerError:

@@ -138,12 +138,11 @@ class ProgressBar(Callback):
             self._draw(trainer, "" if self._trained else "compiling ...")
 
     def due_in(self, step: int) -> int | None:
-        """Return the first step, to print what was compiled."""
-        return None if self._trained else 1
+        """Return None: no step is due by its number."""
 
     def due_in_seconds(self) -> float | None:
-        """Return the seconds to the next refresh."""
-        return self._next - time.monotonic()
+        """Return the seconds to the next refresh; the first dispatch is due, to print what was compiled."""
+        return self._next - time.monotonic() if self._trained else -math.inf
 
     def on_train_batch_end(
         self, trainer: "Trainer", module: TrainModule, outputs: Mapping[str, Any], batch: Any, batch_idx: int

@@ -20,7 +20,7 @@ class ReduceLROnPlateau(MonitorCallback):
     """Multiply the learning rate by a factor when a metric has not improved for some checks.
 
     Arguments are those of Keras. The optimizer must have its learning rate in its state:
-    `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`.
+    `optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=1e-3)`.
 
     Args:
         monitor: The metric's name in `trainer.callback_metrics`.

@@ -67,25 +67,26 @@ class LoaderParts(NamedTuple):
     sampler: Any
     data_source: Any
     operations: Sequence[Any]
+    shard_options: Any
 
 
 def loader_parts(loader: Any) -> LoaderParts:
     """Return the parts of a `grain.DataLoader`."""
-    return LoaderParts(loader._sampler, loader._data_source, loader._operations)
+    return LoaderParts(loader._sampler, loader._data_source, loader._operations, loader._shard_options)
 
 
 def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
-    """Return a `grain.DataLoader` with another order of the same records; the same one if it does not shuffle."""
+    """Return a `grain.DataLoader` of the same records with another order, if it shuffles, and other random numbers."""
     import grain
 
     sampler = loader._sampler
-    shuffles = type(sampler) is grain.samplers.IndexSampler and sampler._shuffle
-    if not shuffles or sampler._num_epochs is None:
+    is_index = type(sampler) is grain.samplers.IndexSampler
+    ends = sampler._num_epochs is not None if is_index else type(sampler) is grain.samplers.SequentialSampler
+    if not ends or sampler._seed is None:
         return loader
-    copied, options = copy.copy(loader), {"shuffle": True, "num_epochs": sampler._num_epochs}
-    assert sampler._seed is not None  # grain needs a seed to shuffle
-    seed = new_seed(int(sampler._seed))
-    copied._sampler = grain.samplers.IndexSampler(sampler._num_records, sampler._shard_options, seed=seed, **options)
+    copied, seed = copy.copy(loader), new_seed(int(sampler._seed))
+    options = {"shuffle": sampler._shuffle, "num_epochs": sampler._num_epochs} if is_index else {}
+    copied._sampler = type(sampler)(sampler._num_records, sampler._shard_options, seed=seed, **options)
     copied._dataset = copied._create_dataset()
     return copied
 

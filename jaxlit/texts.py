@@ -161,7 +161,7 @@ def stable_text(value: Any) -> str:
 def array_text(x: Any) -> str:
     """Return an array's dtype, shape and checksum; without a checksum if other processes hold parts of it."""
     kind = f"{x.dtype}{list(x.shape)}"
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return kind
     data = np.ascontiguousarray(jax.random.key_data(x) if is_key(x) else x).reshape(-1).view(np.uint8)
     # Weights may take gigabytes: a cryptographic hash would take half as long again.

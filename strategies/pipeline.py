@@ -63,7 +63,7 @@ class Pipeline(Strategy):
             `jax.checkpoint_policies`.
         balance: How parts between marks become stages: "count" for equal numbers, "flops" for about equal
             operations, or the number of each stage.
-        accum_dtype: The dtype in which gradients of microbatches add up.
+        accum_dtype: The dtype in which gradients of microbatches add up; those of float64 parameters do in float64.
         loss_reduction: What the step's loss is over its rows, "mean" or "sum".
         mesh: A mesh of the user's with an axis `stage`, or the sizes of its axes.
 

@@ -64,7 +64,6 @@ def state_by_hand(num_batches: int) -> dict[str, Any]:
     # The loss is logged twice: for the progress bar, and for the loggers.
     return {
         "counters": [steps, 0, num_batches, -1],
-        "window.rows": rows,
         "window.metrics": [[loss, loss], [rows, rows]],
         "sums": [[sums[0]] * 2, [sums[1]] * 2, [0, 0], [0, 0]],
         "extras['EMA'].count": count,

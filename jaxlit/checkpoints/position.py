@@ -121,7 +121,9 @@ _METRIC = {
     "on_epoch": bool,
     "reduce_fx": _is_reduction,
     "add_dataloader_idx": bool,
+    "is_integer": bool,
 }
+_NEW = {"is_integer"}  # older checkpoints have no such key
 _TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight": _is_number}
 _ARRAY = {"shape": [_is_count], "data": str}
 _LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": object, "fingerprint": _maybe(dict)}]}
@@ -152,6 +154,7 @@ STATE = {
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
 _OPTIONAL = {
     "added_hparams": dict,
+    "auto_size": _is_count,  # the batches of a dispatch that steps_per_execution="auto" has chosen
     "accumulate_set": (_is_count, _is_count),
     "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
     "not_finite": NOT_FINITE,
@@ -194,7 +197,7 @@ def _check(x: Any, schema: Any, place: str) -> None:
             return
         schema = schema[1]
     if isinstance(schema, dict):
-        _expect(isinstance(x, dict) and (... in schema or x.keys() == schema.keys()), x, place)
+        _expect(isinstance(x, dict) and (... in schema or x.keys() in (schema.keys(), schema.keys() - _NEW)), x, place)
         inside = [(key, schema[... if ... in schema else key]) for key in x]
     elif isinstance(schema, (list, tuple)):
         _expect(isinstance(x, list) and (isinstance(schema, list) or len(x) == len(schema)), x, place)

@@ -138,11 +138,14 @@ class Draft:
         files.verify(self.path, hashes=False)
 
 
-def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Draft:
+def prepare(
+    path: Path, take: Callable[[], Mapping[str, Any]], order: int, compare: Any = None, has: bool = False
+) -> Draft:
     """Make the temporary folder of a checkpoint; in several processes all must come here.
 
     `take` returns the state, as JSON values. It is called here so that an error of one process is that of all. `order`
-    is larger than those of the existing checkpoints; that of process 0 counts.
+    is larger than those of the existing checkpoints; that of process 0 counts. Where one process `has` something to
+    compare, all of them `compare`.
 
     Raises:
         ArgumentError: `path` is something else than a checkpoint.
@@ -164,14 +167,16 @@ def prepare(path: Path, take: Callable[[], Mapping[str, Any]], order: int) -> Dr
     try:
         # The only agreement: the folder is made before it, so that its problem is known. Orbax begins with collectives,
         # in which the others would wait for a process that has one.
-        token = agree_or_raise("a checkpoint begins", draft.token, problem)[0]
+        tokens, have = zip(*agree_or_raise("a checkpoint begins", [draft.token, has], problem), strict=True)
+        if any(have):
+            compare()
         if leads and jax.process_count() > 1:  # all processes have waited for earlier checkpoints
             forget("written")
     except BaseException:
         if leads:
             _discard(draft.temporary)
         raise
-    return replace(draft, token=token)
+    return replace(draft, token=tokens[0])
 
 
 def _check_path(path: Path) -> None:

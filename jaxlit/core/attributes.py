@@ -190,10 +190,7 @@ def check_hidden(module: nnx.Module, step: str, is_used: Callable[[Any], bool]) 
     A copy of the module calls the function with the original, whose arrays are then compiled into the step and never
     trained.
 
-    Args:
-        module: The module.
-        step: The step, for the message.
-        is_used: Returns whether the step has used the value of a Variable.
+    `step` is for the message; `is_used` returns whether the step has used the value of a Variable.
 
     Raises:
         ModuleError: Naming the attribute.

@@ -13,27 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.core.log import loss_of
+from jaxlit.core.log import loss_of, weight_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, reduced
-from jaxlit.core.step import TrainStep, count_bad, over_rows
+from jaxlit.core.replica import Replica, num_rows, reduced
+from jaxlit.core.step import TrainStep, count_bad, mean_of
 from jaxlit.core.train_state import Layout, TrainState, Window
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stack:
-    """Batches of one kind, stacked along dim 1 of their arrays: rows stay the leading dim, which strategies split.
+    """Batches of one kind, stacked along dim 1 of their arrays: rows stay the leading dim, which strategies split."""
 
-    Args:
-        arrays: A pytree like a batch, of arrays (rows, count, ...); one of (rows, count) for a number.
-        count: How many batches.
-        numbers: Whether each leaf is a number, which has no rows.
-    """
-
-    arrays: Any
-    count: int = field(metadata={"static": True})
-    numbers: tuple[bool, ...] = field(metadata={"static": True})
+    arrays: Any  # a pytree like a batch, of arrays (rows, count, ...); one of (rows, count) for a number
+    count: int = field(metadata={"static": True})  # how many batches
+    numbers: tuple[bool, ...] = field(metadata={"static": True})  # whether each leaf is a number, which has no rows
 
     def __len__(self) -> int:
         return self.count
@@ -68,30 +62,18 @@ def stacked(batches: Sequence[Any]) -> Stack:
 
 @dataclass(frozen=True)
 class FusedSteps:
-    """The body of a program that takes the optimizer steps of several batches, one after another.
+    """The body of a program that takes the optimizer steps of several batches, one after another."""
 
-    Args:
-        step: The training step.
-        window: How many batches an optimizer step takes.
-        counters: The index of the counters in the state.
-        written: The indices of what is backed up where a window begins, see `WindowBackup`.
-        is_row: A pytree like the step's outputs: whether each has one row for each row of the batch.
-    """
-
-    step: TrainStep
-    window: int
-    counters: int
-    written: tuple[int, ...]
-    is_row: Any
+    step: TrainStep  # the training step
+    window: int  # how many batches an optimizer step takes
+    counters: int  # the index of the counters in the state
+    written: tuple[int, ...]  # the indices of what is backed up where a window begins, see `WindowBackup`
+    is_row: Any  # a pytree like the step's outputs: whether each has one row for each row of the batch
 
     def __call__(self, replica: Replica, leaves: list, backup: list, stack: Stack) -> tuple:
-        """Take the steps.
+        """Take the steps of the batches in `stack`, one or more complete windows.
 
-        Args:
-            replica: What the body sees.
-            leaves: The flat state.
-            backup: The `written` leaves as they were where the newest window began.
-            stack: The batches of one or more complete windows.
+        `backup` has the `written` leaves as they were where the newest window began.
 
         Returns:
             The state, the backup, and of each optimizer step the table, (num_steps, ...); of each batch the loss if
@@ -130,16 +112,12 @@ class MicrobatchStep:
     """What a training program is made of, for a strategy that takes the gradient itself, pass by pass.
 
     The order is `forward` and `add` for each part of the batch, then `finish`.
-
-    Args:
-        step: The training step.
-        written: The indices in the state of what the user's step writes.
-        end: What follows the last pass: "train" for the optimizer's step, "micro" for a window that continues,
-            "diagnose" for nothing that lasts.
     """
 
-    step: TrainStep
-    written: tuple[int, ...]
+    step: TrainStep  # the training step
+    written: tuple[int, ...]  # the indices in the state of what the user's step writes
+    # what follows the last pass: "train" for the optimizer's step, "micro" for a window that continues, "diagnose" for
+    # nothing that lasts
     end: str = "train"
 
     @cached_property
@@ -162,13 +140,15 @@ class MicrobatchStep:
         """Run the user's step on a part of the batch.
 
         Returns:
-            What is to be differentiated by the parameters, () float32, what is at the `written` indices after it, the
+            What is to be differentiated by the parameters, () float, what is at the `written` indices after it, the
             part's table, and its outputs.
         """
         old = self.step.layout.unflatten(leaves)
         objective = self.step.objective(replica, old, old.frozen, old.model_state, replica.constrain_batch(batch))
         value, (loss, aux) = objective(old.params)
         new, table, outputs = self.step.after_batch(replica, old, loss, aux, 1.0)
+        if self.step.is_weighted:  # `add` multiplies by rows
+            value = value * (weight_of(table) / num_rows(batch))
         flat = self.step.layout.flatten(self.step.only_finite(old, new))
         return value, [flat[i] for i in self.written], table, outputs
 
@@ -177,18 +157,11 @@ class MicrobatchStep:
         grad = grad if scale is None else grad / scale[0].astype(grad.dtype)
         return total + rows.astype(total.dtype) * grad.astype(total.dtype)
 
-    def finish(
-        self, leaves: list, written: list, grads: list, rows: jax.Array, table: jax.Array, outputs: Any
-    ) -> tuple:
+    def finish(self, leaves: list, written: list, grads: list, table: jax.Array, outputs: Any) -> tuple:
         """Return what the program returns, after the last pass.
 
-        Args:
-            leaves: The flat state as it was before the batch.
-            written: What is at the `written` indices after it.
-            grads: The sum of `add` for each parameter.
-            rows: () float32, rows of the batch.
-            table: Its table.
-            outputs: Its outputs, which are handed on.
+        `leaves` is the state before the batch, `written` what is at these indices after it, and `grads` has the sum of
+        `add` for each parameter. The table and the outputs are those of the batch.
         """
         step = self.step
         old = step.layout.unflatten(leaves)
@@ -203,31 +176,26 @@ class MicrobatchStep:
         loss = None if old.window is None else loss_of(table)
         if old.window is not None:
             total = jax.tree.map(lambda a, b: a + b.astype(a.dtype), old.window.grads, total)
-            rows = old.window.rows + rows
             table = step.table.combine(old.window.metrics, table)
-            window = Window(total, rows, table)
+            window = Window(total, table)
             window = window if self.end == "micro" else step.empty_window(window)
             new = replace(new, window=window, window_start=old.next_start())
         if self.end == "micro":
             new = new.advance(steps=0)
             return step.layout.flatten(new), step.logs(table, new), loss, outputs
-        new_leaves, logs, *seen = step.apply(old, new, over_rows(total, rows, old.params), table)
+        new_leaves, logs, *seen = step.apply(old, new, mean_of(total, table, old.params), table)
         return new_leaves, logs, loss, outputs, *seen
 
 
 def eval_step(pure: PureModule, stage: str, loader: int | None, layout: Layout, wrap: Callable) -> Callable:
     """Return the body of a validation, test or predict step, which adds one batch to the metrics.
 
-    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) float32 of this
+    It takes the replica; the flat state, which is only read; the metrics so far, (4, num_metrics) of this
     replica, () int32 batches seen, and the arrays of the module's metrics that the step writes; and the batch. It
     returns the new metrics, the batch's table if a metric shows its steps, and what the user's step returned.
 
-    Args:
-        pure: The module, split.
-        stage: "validation", "test" or "predict".
-        loader: The `dataloader_idx` for a step that takes one, else None.
-        layout: How a flat list becomes (counters, params, frozen, model_state).
-        wrap: What the strategy makes of the user's step.
+    `loader` is the `dataloader_idx` for a step that takes one, `layout` makes (counters, params, frozen, model_state)
+    of a flat list, and `wrap` is what the strategy makes of the user's step.
     """
 
     def run(

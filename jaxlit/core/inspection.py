@@ -35,11 +35,8 @@ _logger = logging.getLogger("jaxlit")
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
     """Note what a training step writes to, and refuse or warn of a program that is not what its author means.
 
-    Args:
-        pure: The module, split.
-        replica: What the step sees.
-        *args: The arguments of the step's body, abstract.
-        twice: Trace the step twice more, and warn if the programs differ.
+    `args` are the abstract arguments of the step's body. With `twice` it is traced twice more, and a warning is logged
+    if the programs differ.
 
     Raises:
         StateError: It writes to trained parameters in a lower precision than theirs.
@@ -189,29 +186,19 @@ def _is_scratch(leaf: Leaf) -> bool:
 
 @dataclass(frozen=True)
 class StepTraces:
-    """The program of a step's body on the rows of one of n replicas, and on the rows of all.
+    """The program of a step's body on the rows of one of n replicas, and on the rows of all."""
 
-    Attributes:
-        replica: What the step sees.
-        program: The `ClosedJaxpr` for the rows of one replica.
-        longer: The one for the rows of all, on a single replica; None if the step could not be traced with them.
-        arguments: What they take, abstract: (params, frozen, model_state, counters, batch).
-        results: What they return, abstract: (state, values, weights, outputs); in training the first value is the loss.
-        rows_of: Which outputs have one row for each row of the batch.
-        step: The name for messages, `Model.training_step`.
-        metrics: What it logs.
-        rtol: The relative difference of numbers that are taken for equal.
-    """
-
-    replica: Replica
-    program: Any
-    longer: Any
-    arguments: tuple
+    replica: Replica  # what the step sees
+    program: Any  # the `ClosedJaxpr` for the rows of one replica
+    longer: Any  # the one for the rows of all, on a single replica; None if the step could not be traced with them
+    arguments: tuple  # what they take, abstract: (params, frozen, model_state, counters, batch)
+    # what they return, abstract: (state, values, weights, outputs); in training the first value is the loss
     results: Any
-    rows_of: tuple[bool, ...]
-    step: str
-    metrics: Sequence[Metric]
-    rtol: float
+    rows_of: tuple[bool, ...]  # which outputs have one row for each row of the batch
+    step: str  # the name for messages, `Model.training_step`
+    metrics: Sequence[Metric]  # what it logs
+    rtol: float  # the relative difference of numbers that are taken for equal
+    is_weighted: bool  # whether the loss comes with its weight
 
     @cached_property
     def places(self) -> list[range]:
@@ -249,13 +236,9 @@ _MADE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 class Seen:
-    """A result of a step on a batch: of each replica, and of one device.
+    """A result of a step on a batch: of each replica, (n, ...), and of one device.
 
-    Args:
-        parts: The replicas' values, (n, ...).
-        whole: The batch's value.
-        rtol: The relative difference of numbers that are taken for equal.
-        before: What the two were before the step; compared is what it has added.
+    `before` is what the two were before the step: what it has added is compared, to a relative difference of `rtol`.
     """
 
     def __init__(self, parts: Any, whole: Any, rtol: float, before: Sequence[Any] = (0, 0), later: Any = None) -> None:
@@ -280,6 +263,10 @@ class Seen:
         return next((x for x in known if all(s.near(total(_MADE[x](s.parts))).all() for s in seen)), "")
 
 
+SAY_WEIGHT = (
+    "A mean over something else, such as the words that are no padding, takes its weight along: return "
+    "{'loss': loss, 'total_weight': mask.sum()}, and call self.log(name, value, batch_size=mask.sum())."
+)
 Measure = Callable[[frozenset[int], int | None], list[Any]]
 
 
@@ -292,14 +279,10 @@ def reduction_of(
 ) -> Reduction:
     """Return how a step's state, values and outputs become those of the entire batch.
 
-    Args:
-        traces: The step's program.
-        leaves: What each leaf of a training step's state is.
-        changed: Which of them the step writes to.
-        measure: A function of the leaves of the state that are held in parts, and of the replica whose rows all of them
-            get, None for their own, to what is `Seen` of each result. None without arrays: what is declared is then
-            taken for true, and anything else for a mean.
-        why: Why there is no `measure` though there are arrays.
+    `leaves` are those of a training step's state, `changed` says which of them it writes to. `measure` is a function of
+    the leaves that are held in parts, and of the replica whose rows all replicas get, None for their own, to what is
+    `Seen` of each result. Without arrays there is none: what is declared is then taken for true, and anything else for
+    a mean. `why` says why there is none though there are arrays.
 
     Raises:
         ModuleError: The loss is a sum where a mean is meant or the other way round, or an output differs.
@@ -331,10 +314,8 @@ def reduction_of(
     if unclear:
         _logger.warning(
             "%s: %s may differ from one device. On the first batch it is not a mean or a sum over rows, or rows that "
-            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees the entire batch.",
-            traces.step,
-            ", ".join(unclear),
-            traces.replica.count,
+            "depend on no other row, and each of %d replicas sees its own rows. strategy='ddp' sees all of them. %s",
+            *(traces.step, ", ".join(unclear), traces.replica.count, SAY_WEIGHT),
         )
     return Reduction(tuple(actions), parts)
 
@@ -392,7 +373,10 @@ def _check_reads(
 
 def _is_unclear_loss(traces: StepTraces, measure: Measure, place: int) -> bool:
     """Return whether a loss may differ from one device; refuse one that is not what the strategy takes it for."""
-    loss, wanted, n = measure(frozenset(), None)[place], traces.replica.loss_reduction, traces.replica.count
+    seen, wanted, n = measure(frozenset(), None), traces.replica.loss_reduction, traces.replica.count
+    loss = seen[place]
+    if traces.is_weighted:
+        return not loss.fits("keep", total=partial(_weighted_mean, seen[traces.places[2][0]].parts))
     if loss.fits(wanted):
         return False
     kind, parts = loss.fits("sum", "mean"), loss.parts

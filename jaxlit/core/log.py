@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,7 @@ class Metric:
     on_epoch: bool = False
     reduce_fx: str = "mean"
     add_dataloader_idx: bool = True
+    is_integer: bool = False  # whose bits are divided, see `Table`
 
     @property
     def step_name(self) -> str:
@@ -104,6 +105,7 @@ class Collector:
     metrics: dict[str, Metric] = field(default_factory=dict)
     values: dict[str, jax.Array] = field(default_factory=dict)
     weights: dict[str, jax.Array] = field(default_factory=dict)
+    by_rows: dict[str, Any] = field(default_factory=dict)  # the values that weigh as many as there are rows
     # A value made inside scan, vmap, grad or another jit may not leave it: only the trace in which
     # the step itself runs may log.
     trace: Any = field(default_factory=jax.extend.core.get_opaque_trace_state)
@@ -137,8 +139,11 @@ class Collector:
             self.values[name], self.weights[name] = self._take(metric, value, batch_size)
         else:
             check_value(name, value, batch_size, step)
-            self.values[name] = jnp.asarray(value, jnp.float32)
-            self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, jnp.float32)
+            adds_up = metric.reduce_fx in ("mean", "sum") and jnp.result_type(float) == jnp.float32
+            metric = replace(metric, is_integer=adds_up and getattr(value, "dtype", None) in (jnp.int32, jnp.uint32))
+            self.values[name] = jnp.asarray(value, None if metric.is_integer else float)
+            self.weights[name] = jnp.asarray(self.rows if batch_size is None else batch_size, float)
+            self.by_rows |= {} if batch_size is not None else {name: value}
         self.metrics[name] = metric
 
     def _take(self, metric: Metric, value: Any, batch_size: Any) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +156,7 @@ class Collector:
             if (before := self.held.get(id(variable))) is not None:
                 variable.set_value(before)
                 now = now - before
-            parts.append(jnp.asarray(now, jnp.float32))
+            parts.append(jnp.asarray(now, float))
         total, count = parts
         return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), 0.0), count
 
@@ -234,21 +239,23 @@ def named_values(dictionary: Any) -> dict[str, Any]:
 
 
 class Table:
-    """Adds up metrics on device, all of them in one float32 array.
+    """Adds up metrics on device, all of them in one array of float32; of float64 under `jax_enable_x64`.
 
     Row 0 holds totals (the weighted sum of a mean, the sum, the minimum or the maximum so far), row 1
     the sum of weights. The sums of an epoch have two rows more, what rounding has cut off the first two:
     without them a mean over a million batches is wrong in its third digit.
 
     Args:
-        metrics: The metrics, one a column.
+        metrics: The metrics, one a column; an integer has four, for its bytes: float32 has the digits of each, also
+            times a weight of up to 65,536.
     """
 
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self.metrics = tuple(metrics)
         # Once here, as a row is made at every logged step: the name of each column in it, None for those not in rows.
         self.row_names = [m.step_name if m.on_step and m.logger else None for m in metrics]
-        kinds = [m.reduce_fx for m in metrics]
+        self._ends = np.cumsum([0, *(4 if m.is_integer else 1 for m in metrics)]).tolist()  # of columns, from 0
+        kinds = [m.reduce_fx for m in metrics for _ in range(4 if m.is_integer else 1)]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
         self._extreme, self.means = self._min | self._max, self._mean.tolist()
         self._extreme_totals = np.stack([self._extreme, np.zeros_like(self._extreme)])  # in a table
@@ -260,25 +267,27 @@ class Table:
 
     def empty(self) -> np.ndarray:
         """Return the table of no batch."""
-        table = np.zeros((2, len(self.metrics)), np.float32)
+        table = np.zeros((2, len(self.means)), jax.dtypes.canonicalize_dtype(float))
         table[0, self._min], table[0, self._max] = np.inf, -np.inf
         return table
 
     def empty_sums(self) -> np.ndarray:
         """Return the sums of no batch, (4, num_metrics)."""
-        return np.concatenate([self.empty(), np.zeros((2, len(self.metrics)), np.float32)])
+        return np.concatenate([empty := self.empty(), np.zeros_like(empty)])
 
     def entry(self, values: Sequence[jax.Array], weights: Sequence[jax.Array], share: float = 1.0) -> jax.Array:
         """Return the table of one batch.
 
         Args:
-            values: One () float32 a metric.
-            weights: One () float32 a metric.
+            values: One () float or integer a metric.
+            weights: One () float a metric.
             share: The part of this batch that counts; 1/n where n replicas see the same rows.
         """
         if not self.metrics:
-            return jnp.zeros((2, 0), jnp.float32)
-        value, weight = jnp.stack(list(values)), jnp.stack(list(weights))
+            return jnp.zeros((2, 0), float)
+        parts = [_by_bits(x) if m.is_integer else (x,) for m, x in zip(self.metrics, values, strict=True)]
+        value = jnp.stack([jnp.asarray(x, float) for part in parts for x in part])
+        weight = jnp.stack([w for part, w in zip(parts, weights, strict=True) for _ in part])
         # A value without weight counts nothing, even if it is NaN, as the mean over an empty mask is.
         weighted = jnp.where(weight == 0, 0.0, value * weight * share)
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
@@ -323,29 +332,31 @@ class Table:
         if (len(table) if table.ndim == 3 else None) == replicas:
             return table
         table = self._joined(table) if table.ndim == 3 else table
-        if replicas is None:
-            return table
         empty = self.empty() if len(table) == 2 else self.empty_sums()
-        return np.stack([table, *[empty] * (replicas - 1)]).astype(np.float32)
+        return table if replicas is None else np.stack([table, *[empty] * (replicas - 1)])
 
     def read(self, table: np.ndarray) -> list[float]:
         """Return one float a metric of a table or of sums; a leading dim of replicas is reduced first."""
         if table.shape[:-1] == (2,):  # a row's few numbers: numpy would take longer
             totals, weights = table.tolist()
             columns = zip(self.means, totals, weights, strict=True)
-            return [
+            values = [
                 total / weight if mean and weight else math.nan if mean else total for mean, total, weight in columns
             ]
-        table = np.array(table, np.float64, ndmin=3)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
-                table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
-            total, weight = self._joined(table)
-            return np.where(self._mean, total / weight, total).tolist()
+        else:
+            table = np.array(table, np.float64, ndmin=3)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
+                    table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
+                total, weight = self._joined(table)
+                values = np.where(self._mean, total / weight, total).tolist()
+        return values if len(values) == len(self.metrics) else np.add.reduceat(values, self._ends[:-1]).tolist()
 
-    def value(self, table: jax.Array, column: int) -> jax.Array:
-        """Return the value of one metric of a table, () float32."""
-        return table[0, column] / table[1, column] if self._mean[column] else table[0, column]
+    def value(self, table: jax.Array, index: int) -> jax.Array:
+        """Return the value of one metric of a table, ()."""
+        first, end = self._ends[index : index + 2]
+        total = table[0, first:end].sum()
+        return total / table[1, first] if self._mean[first] else total
 
     def _joined(self, tables: np.ndarray) -> np.ndarray:
         """Return the table of all replicas, given one of each."""
@@ -354,59 +365,60 @@ class Table:
         return table
 
 
+def _by_bits(x: jax.Array) -> Sequence[Any]:
+    is_integer = jnp.issubdtype(x.dtype, jnp.integer)  # no mean of replicas
+    return (x - (x & 0xFFFFFF), x & 0xFF0000, x & 0xFF00, x & 0xFF) if is_integer else (x, 0, 0, 0)
+
+
+NO_WEIGHT = 1e-30  # of a loss that is a mean over nothing: next to any other it vanishes, and nothing is divided by 0
+
+
+def weight_of(table: jax.Array) -> jax.Array:
+    """Return the weight of the loss, (), of a training step's table: rows, or the step's `total_weight`."""
+    return table[1, 0]
+
+
 def loss_of(table: jax.Array) -> jax.Array:
-    """Return the loss, () float32, of a training step's table."""
-    return table[0, 0] / table[1, 0]
+    """Return the loss, (), of a training step's table."""
+    return table[0, 0] / weight_of(table)
 
 
 _RATE, _BAD_STEP = 1.0, 0.0  # kinds of columns after those of the metrics
 
 
 class StepRow(NamedTuple):
-    """What the host reads of a training step.
+    """What the host reads of a training step."""
 
-    Attributes:
-        values: One a metric, the loss first.
-        row: Those of them that are in rows, by name.
-        rates: The learning rates of an optimizer step, by name.
-        bad_step: The non-finite step that the guard names, see `TrainState`; -1 for none.
-    """
-
-    values: list[float]
-    row: dict[str, float]
-    rates: dict[str, float]
-    bad_step: int
+    values: list[float]  # one a metric, the loss first
+    row: dict[str, float]  # those of them that are in rows, by name
+    rates: dict[str, float]  # the learning rates of an optimizer step, by name
+    bad_step: int  # the non-finite step that the guard names, see `TrainState`; -1 for none
 
 
 @dataclass(frozen=True)
 class StepTable:
     """The array that leaves a training step: all that the host reads of it is in one transfer.
 
-    It is (2, num_columns) float32: a column for each metric as in `Table`, then in row 0 the learning rates, which the
+    It is (2, num_columns): a column for each metric as in `Table`, then in row 0 the learning rates, which the
     batch of a window that continues does not have, and the guard's `bad_step`; row 1 says which of the two it is. So
     an array that a checkpoint holds is read whatever had rates or a guard then. Leading dims are of replicas, or steps.
-
-    Args:
-        metrics: The metrics.
-        rates: The names of the rates, None for one that is in no row.
-        guarded: Whether there is a guard.
     """
 
-    metrics: Table
-    rates: tuple[str | None, ...]
-    guarded: bool
+    metrics: Table  # the metrics
+    rates: tuple[str | None, ...]  # the names of the rates, None for one that is in no row
+    guarded: bool  # whether there is a guard
 
     def encode(self, table: jax.Array, rates: Sequence[jax.Array], bad_step: jax.Array) -> jax.Array:
         """Return the array of one step, (2, num_columns), given the metrics' table and () arrays."""
         numbers = [(x, _RATE) for x in rates]
-        numbers += [(bad_step.astype(jnp.float32), _BAD_STEP)] if self.guarded else []
-        columns = (jnp.stack([x, jnp.float32(kind)])[:, None] for x, kind in numbers)
+        numbers += [(bad_step.astype(float), _BAD_STEP)] if self.guarded else []
+        columns = (jnp.stack([x, jnp.asarray(kind, float)])[:, None] for x, kind in numbers)
         return jnp.concatenate([table, *columns], axis=1)
 
     def decode(self, array: np.ndarray) -> StepRow:
         """Return one step, given its array."""
         table = self.metrics
-        columns = len(table.metrics)
+        columns = len(table.means)
         numbers, kinds = (array if array.ndim == 2 else array[0])[:, columns:].tolist()  # the same in every replica
         bad_step = int(numbers.pop()) if kinds and kinds[-1] == _BAD_STEP else -1
         values = table.read(array[..., :columns])

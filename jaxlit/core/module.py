@@ -380,6 +380,10 @@ class TrainModule(KeepsHparams, nnx.Module):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss of a batch: a scalar, or a dict with "loss" and other outputs.
 
+        A loss that is a mean over something else than rows, such as the words that are no padding, has its weight next
+        to it: `{"loss": loss, "total_weight": mask.sum()}`. By it count the batches of an accumulation window, the
+        microbatches of a pipeline, replicas, and the batches of an epoch, for this loss and where it is logged.
+
         Layers run in the modes that they have when `fit` begins. What the step writes to variables is kept; what it
         writes to a trained parameter is what the optimizer updates.
 

@@ -6,8 +6,10 @@ of parameters, by their paths or by nnx filters.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -201,9 +203,45 @@ def _real_parts(tree: Any) -> Any:
     return jax.tree.map(lambda x: RealParts(x.real, x.imag) if jnp.iscomplexobj(x) else x, tree)
 
 
+def averages_of(opt_state: Any) -> list[tuple[Any, Any]]:
+    """Return (b1, z) of each schedule-free optimizer in a state, for `averaged`."""
+    free = optax.contrib.ScheduleFreeState
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, free))
+    return [(x.b1, x.z) for x in nodes if isinstance(x, free)]
+
+
+def averaged(params: Any, averages: Sequence[tuple[Any, Any]]) -> Any:
+    """Return what evaluations see as the parameters, as `optax.contrib.schedule_free_eval_params` does."""
+    leaves = [(b1, jax.tree.leaves_with_path(z, is_leaf=lambda x: isinstance(x, RealParts))) for b1, z in averages]
+    of = {leaf_name(path): (b1, z) for b1, named in leaves for path, z in named}
+
+    def average(path: Any, y: jax.Array) -> jax.Array:
+        b1, z = of.get(leaf_name(path), (1.0, 0.0))
+        z = jax.lax.complex(*z) if isinstance(z, RealParts) else z
+        return jnp.where(
+            y == z, y, ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
+        )  # as they are where nothing was trained
+
+    return jax.tree.map_with_path(average, params) if averages else params
+
+
 def map_params(fn: Callable[[Any, Any], Any], params: Any) -> Any:
     """Return a tree of `fn(path, x)` for each parameter x, of which one may be `RealParts`."""
     return jax.tree.map_with_path(fn, params, is_leaf=lambda x: isinstance(x, RealParts))
+
+
+_STACKED: ContextVar[dict[str, int]] = ContextVar("jaxlit_stacked")
+
+
+def with_stacked(tx: optax.GradientTransformation, stacked: dict[str, int]) -> optax.GradientTransformation:
+    """Return a transform whose `decay_mask` reads how many dims of a parameter are of stacked layers, or notes 0."""
+
+    def run(fn: Callable, *args: Any, **extra: Any) -> Any:
+        context = copy_context()
+        context.run(_STACKED.set, stacked)
+        return context.run(fn, *args, **extra)
+
+    return optax.GradientTransformationExtraArgs(*(partial(run, fn) for fn in optax.with_extra_args_support(tx)))
 
 
 _NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix
@@ -215,7 +253,7 @@ def decay_mask(params: Any) -> Any:
 
     It is a `mask=` of optax, for every optimizer that decays weights. What is left out has fewer than two dims, is
     called `bias` or `scale`, or has `embed` in its name or `emb` at its end, as `nnx.Embed`'s `embedding` and a
-    `pos_emb`.
+    `pos_emb`. In a training, the dim of stacked layers that the step scans over does not count.
 
     Args:
         params: The parameters, a pytree of arrays or of nnx Variables.
@@ -227,14 +265,16 @@ def decay_mask(params: Any) -> Any:
         >>> import jaxlit as jl, optax
         >>> tx = optax.adamw(1e-3, weight_decay=0.1, mask=jl.decay_mask)
     """
-    return map_params(lambda path, x: jnp.ndim(jax.tree.leaves(x)[0]) > 1 and _may_decay(path), params)
+    stacked = _STACKED.get({})
+    return map_params(lambda path, x: _may_decay(path, x, stacked.setdefault(leaf_name(path), 0)), params)
 
 
-def _may_decay(path: tuple) -> bool:
+def _may_decay(path: tuple, x: Any, stacked: int) -> bool:
     names = [key for key in map(str, keys_of(path)) if not key.isdigit()]  # of a list of arrays, the list's name
     names = names[:-1] if len(names) > 1 and names[-1] in _VALUE else names
     name = names[-1].lower() if names else ""
-    return name not in _NEVER and "embed" not in name and not name.endswith("emb")
+    is_weight = name not in _NEVER and "embed" not in name and not name.endswith("emb")
+    return is_weight and jnp.ndim(jax.tree.leaves(x)[0]) - stacked > 1
 
 
 def labels_of(keys: Iterable[Any], kind: str = "group") -> list[str]:

@@ -25,19 +25,12 @@ from jaxlit.texts import leaf_name, named_leaves, shown
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters that stay as they are before an epoch.
+    """Parameters that stay as they are before an epoch."""
 
-    Args:
-        label: Its name among the parts: of its state in the optimizer's, and of its rate in a row.
-        names: The parameters' names.
-        start: The first epoch that trains them.
-        tx: Their optimizer; None for one like that of the other parameters.
-    """
-
-    label: str
-    names: frozenset[str]
-    start: int
-    tx: optax.GradientTransformation | None
+    label: str  # its name among the parts: of its state in the optimizer's, and of its rate in a row
+    names: frozenset[str]  # the parameters' names
+    start: int  # the first epoch that trains them
+    tx: optax.GradientTransformation | None  # their optimizer; None for one like that of the other parameters
 
 
 class PartStates(NamedTuple):
@@ -179,15 +172,12 @@ _SPREAD = (*_AS_IT_IS, "broadcast_in_dim", "reshape", "squeeze")
 
 @dataclass(frozen=True)
 class Rates:
-    """The learning rates of an optimizer step.
+    """The learning rates of an optimizer step."""
 
-    Args:
-        names: What they are called in a row: `lr`, or one for each group and each part of the parameters.
-        values: A function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one ()
-            float32 a name; it is traced into the step.
-    """
-
+    # what they are called in a row: `lr`, or one for each group and each part of the parameters
     names: tuple[str, ...] = ()
+    # a function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one () float a
+    # name; it is traced into the step
     values: Callable[[Any, jax.Array, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
 
 
@@ -270,7 +260,7 @@ class _Program:
     """The program of an optimizer's update, for abstract parameters."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        state, loss = jax.eval_shape(tx.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+        state, loss = jax.eval_shape(tx.init, params), jnp.zeros(())
         leaves = jax.tree.leaves((state, loss))
 
         def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:
@@ -353,4 +343,4 @@ def _key(factors: Sequence[Any]) -> Any:
 
 
 def _number(x: Any) -> jax.Array:
-    return jnp.asarray(x, jnp.float32).reshape(())
+    return jnp.asarray(x, float).reshape(())

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxlit.core.attributes import AttributesOfStep, check_hidden, copied, note_step_error, same
-from jaxlit.core.log import Collector, Metric, Table, collecting
+from jaxlit.core.log import NO_WEIGHT, Collector, Metric, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
 from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
@@ -70,20 +70,14 @@ def reading() -> Iterator[Reads]:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One leaf of (params, frozen, model_state).
+    """One leaf of (params, frozen, model_state)."""
 
-    Attributes:
-        name: Its path in the module, as a user writes it.
-        kind: Its class of Variable; None for an array that is in none.
-        owner: "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`,
-            `compute` and `reset`, "weightnorm" for the scale of such a layer, else "".
-        reduce_fx: How the values of replicas become that of the batch, as its author declares, or "".
-    """
-
-    name: str
-    kind: type | None
+    name: str  # its path in the module, as a user writes it
+    kind: type | None  # its class of Variable; None for an array that is in none
+    # "batchnorm" or "normalizing" if it belongs to such a layer, "metric" to an object with `update`, `compute` and
+    # `reset`, "weightnorm" for the scale of such a layer, else ""
     owner: str = ""
-    reduce_fx: str = ""
+    reduce_fx: str = ""  # how the values of replicas become that of the batch, as its author declares, or ""
 
     @property
     def assumed(self) -> str:
@@ -113,21 +107,16 @@ class Traced:
     program: Any = None  # of the first trace, with the places of its equations in the user's code
     carried: tuple[int, ...] = ()  # the leaves of metrics that an evaluation step writes
     stepped: str | None = None  # the path of an optimizer in the module that has taken a step
+    is_weighted: bool = False  # whether a training step returns the `total_weight` of its loss
 
 
 @dataclass(repr=False)  # jax shows what it compiles, and showing the module would touch it
 class PureModule:
-    """A module split once: its graph is here, its arrays are in the state.
+    """A module split once: its graph is here, its arrays are in the state."""
 
-    Args:
-        graphdef: The module's graph.
-        wrt: The filter of trained variables.
-        origin: The module, for its side tables and messages.
-    """
-
-    graphdef: Any
-    wrt: Any
-    origin: TrainModule
+    graphdef: Any  # the module's graph
+    wrt: Any  # the filter of trained variables
+    origin: TrainModule  # the module, for its side tables and messages
     precision: Precision = Precision()  # noqa: RUF009 - frozen
     traced: dict[tuple[str, int | None], Traced] = field(default_factory=dict)
     resumed: bool = False  # training continues, and was warned of what it does where it began
@@ -217,7 +206,7 @@ class PureModule:
                 check_hidden(module, name, lambda x: any(map(is_shape, jax.tree.leaves(x))))  # of a lazy module
                 note_step_error(error, name, batch)
                 raise
-        loss, outputs = read_output(output, stage, self.name)
+        loss, weight, outputs = read_output(output, stage, self.name)
         # An optimizer of nnx that has taken a step is refused later, where the loss has a gradient.
         stepped = next((leaf_name(path) for path, x, before in counts if x.get_value() is not before), None)
         left = [] if stepped is not None else attributes.dropped(module, name, training=training)
@@ -226,10 +215,19 @@ class PureModule:
         self._tell_dropped(name, left + sown)
         new = _keep_dtypes(state, step_state, new) if training else _written(step_state, new)
         traced = Traced(Table([]), outputs, rows, batch=jax.tree.structure(batch), reads=reads, stepped=stepped)
+        traced.is_weighted = training and weight is not None
+        if traced.is_weighted and replica.loss_reduction == "sum":
+            raise ModuleError(
+                f"{name} returns the weight of a mean, under loss_reduction='sum'. Leave one of them out."
+            )
         self._note(stage, loader, list(collector.metrics.values()), traced)
-        loss, values, weights = loss.astype(jnp.float32), [*collector.values.values()], [*collector.weights.values()]
+        if weight is not None:
+            returned = output["loss"]
+            collector.weights |= {key: weight for key, x in collector.by_rows.items() if x is returned}
+            loss, weight = jnp.where(weight == 0, 0, loss), jnp.where(weight == 0, NO_WEIGHT, weight)
+        loss, values, weights = loss.astype(float), [*collector.values.values()], [*collector.weights.values()]
         if training:
-            values, weights = [loss, *values], [jnp.float32(rows), *weights]
+            values, weights = [loss, *values], [jnp.asarray(rows, float) if weight is None else weight, *weights]
         return loss, (new, values, weights, outputs)
 
     def _kept(self, state: Any, module: nnx.Module, step: str) -> tuple[Any, list[str]]:
@@ -330,12 +328,14 @@ def _described(leaf: ModuleLeaf | None) -> str:
 
 def _check_same(name: str, first: Traced, metrics: list[Metric], now: Traced) -> None:
     """Refuse a step that logs or returns other things for one batch than for the first one."""
-    if list(first.table.metrics) != metrics:
+    if [replace(m, is_integer=False) for m in first.table.metrics] != [replace(m, is_integer=False) for m in metrics]:
         old, new = {m.name for m in first.table.metrics}, {m.name for m in metrics}
         raise StateError(
             f"{name} logs {sorted(new - old or new)} for a batch of {now.rows} rows but {sorted(old - new or old)} for "
             "the first batch. Log the same metrics, with the same arguments, for every batch."
         )
+    if first.is_weighted != now.is_weighted:
+        raise ModuleError(f"{name} returns total_weight for some batches only. Return it for every batch, or for none.")
     old, new = jax.tree.structure(first.outputs), jax.tree.structure(now.outputs)
     if old != new:
         raise ModuleError(
@@ -367,28 +367,40 @@ def _written(step_state: Any, new: Any) -> dict[int, jax.Array]:
     return {i: after[name] for i, (name, x) in before if name in after and after[name] is not x}
 
 
-def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, Any]:
-    """Return the loss, zero in an evaluation, and the other outputs of what a step returned.
+def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Array | None, Any]:
+    """Return the loss, zero in an evaluation, its weight if it has one, and the other outputs of what a step returned.
 
     Raises:
         ModuleError: A training step returned no scalar floating loss, or an output is no array.
     """
     step = f"{name}.{STAGES[stage].step}"
-    loss, outputs = jnp.zeros(()), output
+    loss, weight, outputs = jnp.zeros(()), None, output
     if stage == "training":
         outputs = dict(output) if isinstance(output, dict) else {"loss": output}
-        loss = outputs.pop("loss", output)
+        loss, weight = outputs.pop("loss", output), outputs.pop("total_weight", None)
         if not isinstance(loss, jax.Array) or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise ModuleError(
                 f"{step} must return its loss as a floating () array, or in a dict, got {shown(loss)}. Return "
                 "loss.mean(), or {'loss': loss, 'logits': logits}: what else a dict holds reaches on_train_batch_end."
             )
+    elif stage != "predict" and isinstance(output, dict) and "loss" in output:
+        weight = output.get("total_weight")
     if stage == "predict" and not jax.tree.leaves(output):
         raise ModuleError(f"{step} returned {output!r}. Return the predictions, an array or a pytree of arrays.")
     for path, leaf in named_leaves(outputs):
         if not (hasattr(leaf, "shape") or isinstance(leaf, (bool, int, float))):
             raise ModuleError(f"{step} returned a {type(leaf).__name__} at {path or 'top'}. Return arrays.")
-    return loss, jax.tree.map(jnp.asarray, outputs)
+    if weight is not None:
+        kind = getattr(weight, "dtype", type(weight))
+        if jnp.shape(weight) or not (jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)):
+            if stage != "training":
+                return loss, None, jax.tree.map(jnp.asarray, outputs)
+            raise ModuleError(
+                f"{step} must return as total_weight a real () number, what its loss is a mean over, got "
+                f"{shown(weight)}. Return, for example, {{'loss': loss, 'total_weight': mask.sum()}}."
+            )
+        weight = jax.lax.stop_gradient(jnp.asarray(weight, float))
+    return loss, weight, jax.tree.map(jnp.asarray, outputs)
 
 
 # Layers that normalize their parameters in place at each call, in evaluation too.
@@ -463,6 +475,29 @@ def sync_batchnorm(module: nnx.Module, axis: str) -> None:
     for _, node in nnx.iter_graph(module, graph=True):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
             node.axis_name = axis
+            node.__class__ = SyncBatchNorm if type(node) is nnx.BatchNorm else type(node)
+
+
+class SyncBatchNorm(nnx.BatchNorm):
+    """A BatchNorm whose mask counts over all replicas: flax takes the mean of their means, of however many rows."""
+
+    def __call__(self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None) -> jax.Array:
+        """Normalize the rows of this replica."""
+        averages = self.use_running_average if use_running_average is None else use_running_average
+        if mask is None or averages:
+            return super().__call__(x, use_running_average, mask=mask)
+        features = {i % x.ndim for i in (self.axis if isinstance(self.axis, tuple) else (self.axis,))}
+        dims, y = tuple({*range(x.ndim)} - features), x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        where = jnp.broadcast_to(mask, x.shape)
+        sums = [jnp.sum(z, dims, where=where) for z in (jnp.ones(x.shape), y, jnp.square(jnp.abs(y)))]
+        count, total, square = jax.lax.psum(sums, str(self.axis_name))
+        now = total / count, jnp.maximum(square / count - jnp.square(jnp.abs(total / count)), 0)
+        before = self.mean[...], self.var[...]
+        self.mean[...], self.var[...] = now
+        outputs = super().__call__(x, use_running_average=True)
+        momentum = self.momentum
+        self.mean[...], self.var[...] = (momentum * a + (1 - momentum) * b for a, b in zip(before, now, strict=True))
+        return outputs
 
 
 def fold_keys(module: nnx.Module, replica: Replica, batch_idx: jax.Array | None) -> Callable[[], None]:

@@ -22,29 +22,18 @@ def identity(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Replica:
-    """What a step body sees of the batch, and its collectives with the other replicas.
-
-    Attributes:
-        axis: The mapped axis of the replicas; None when the body sees the global batch.
-        count: Replicas on the axis.
-        sees_all_rows: Every replica sees all rows, for a batch that does not divide among them.
-        sync_batchnorm: BatchNorm takes its statistics over all replicas.
-        loss_reduction: What a step's loss is over the rows it sees, "mean" or "sum".
-        constrain_batch: Shards a global batch inside the step.
-        prepare: Called with the module in each trace of a step, before it runs.
-        passes: How many passes a step takes, where each sees a part of the batch.
-    """
+    """What a step body sees of the batch, and its collectives with the other replicas."""
 
     # The one thing about strategies that a step's body knows: the same body serves all of them. Where it sees the
     # global batch, sums over its rows are global already, and everything below is the identity.
-    axis: str | None = None
-    count: int = 1
-    sees_all_rows: bool = False
-    sync_batchnorm: bool = True
-    loss_reduction: str = "mean"
-    constrain_batch: Callable[[Any], Any] = identity
-    prepare: Callable[[Any], Any] = identity
-    passes: float = 1
+    axis: str | None = None  # the mapped axis of the replicas; None when the body sees the global batch
+    count: int = 1  # replicas on the axis
+    sees_all_rows: bool = False  # every replica sees all rows, for a batch that does not divide among them
+    sync_batchnorm: bool = True  # BatchNorm takes its statistics over all replicas
+    loss_reduction: str = "mean"  # what a step's loss is over the rows it sees, "mean" or "sum"
+    constrain_batch: Callable[[Any], Any] = identity  # shards a global batch inside the step
+    prepare: Callable[[Any], Any] = identity  # called with the module in each trace of a step, before it runs
+    passes: float = 1  # how many passes a step takes, where each sees a part of the batch
 
     @property
     def splits(self) -> bool:
@@ -120,16 +109,12 @@ def with_rows(batch: Any, rows: int) -> Any:
 
 @dataclass(frozen=True)
 class Reduction:
-    """What is done with each value that a step computes on n replicas, so that it is that of the entire batch.
+    """What is done with each value that a step computes on n replicas, so that it is that of the entire batch."""
 
-    Attributes:
-        actions: For each leaf of what the step returns, but its loss: "keep"; the "mean", "sum", "min" or "max" of the
-            replicas; "first" for that of the first replica, "times" and "over" for n times and one n-th of a replica's.
-        parts: Leaves of the state that add up over the replicas: during the step the first replica has the value, the
-            others 0.
-    """
-
+    # for each leaf of what the step returns, but its loss: "keep"; the "mean", "sum", "min" or "max" of the replicas;
+    # "first" for that of the first replica, "times" and "over" for n times and one n-th of a replica's
     actions: tuple[str, ...]
+    # leaves of the state that add up over the replicas: during the step the first replica has the value, the others 0
     parts: frozenset[int]
 
 
@@ -167,4 +152,7 @@ def _reduce(replica: Replica, x: jax.Array, action: str) -> jax.Array:
         return _COLLECTIVES[action](x, str(replica.axis))
     if action == "times":
         return x * float(replica.count)
+    if action == "over" and jnp.issubdtype(x.dtype, jnp.integer):
+        part = x // replica.count
+        return jnp.where(replica.is_first, x - part * (replica.count - 1), part)
     return x / replica.count if action == "over" else x

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from jaxlit.core.log import StepTable, Table, loss_of
+from jaxlit.core.log import NO_WEIGHT, StepTable, Table, loss_of, weight_of
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import Hold, Rates
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, identity, num_rows, reduced, scatter_state
-from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window
+from jaxlit.core.replica import Replica, identity, reduced, scatter_state
+from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window, sum_dtype
 from jaxlit.errors import noting_place
 from jaxlit.programs.jaxpr import bind, indices, run, sources
 from jaxlit.texts import is_key
@@ -28,25 +28,17 @@ from jaxlit.texts import is_key
 
 @dataclass(frozen=True)
 class TrainStep:
-    """Builds the training steps of a module.
+    """Builds the training steps of a module."""
 
-    Args:
-        pure: The module, split.
-        options: How optimizer steps are taken.
-        layout: How the flat list becomes a `TrainState`.
-        traced: Functions of (grads, updates, params, opt_state) whose results leave the optimizer step.
-        rates: The learning rates, which leave the optimizer step with its table.
-        wrap: What the strategy makes of the user's step.
-        constrain_grads: Shards gradients inside the step.
-    """
-
-    pure: PureModule
-    options: StepOptions
-    layout: Layout
+    pure: PureModule  # the module, split
+    options: StepOptions  # how optimizer steps are taken
+    layout: Layout  # how the flat list becomes a `TrainState`
+    # functions of (grads, updates, params, opt_state) whose results leave the optimizer step
     traced: tuple[Callable, ...] = ()
+    # the learning rates, which leave the optimizer step with its table
     rates: Rates = Rates()  # noqa: RUF009 - frozen
-    wrap: Callable = identity
-    constrain_grads: Callable[[Any], Any] = identity
+    wrap: Callable = identity  # what the strategy makes of the user's step
+    constrain_grads: Callable[[Any], Any] = identity  # shards gradients inside the step
 
     def micro(self, replica: Replica, leaves: list, batch: Any) -> tuple[list, jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -70,12 +62,8 @@ class TrainStep:
         """
         old = self.layout.unflatten(leaves)
         if old.window is None:
-            new, grads, table, _, outputs = self._gradient(replica, old, batch, 1.0)
+            new, grads, table, outputs = self._gradient_of_all(replica, old, batch)
             loss = None  # it is in the table
-            # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
-            grads = self.constrain_grads(replica.pmean(grads))
-            if replica.splits:
-                table = self.table.reduce(table, replica.psum, str(replica.axis))
         else:
             new, loss, outputs = self._accumulate(replica, old, batch)
             assert new.window is not None
@@ -83,8 +71,7 @@ class TrainStep:
             if replica.axis is not None:
                 table = self.table.reduce(table, replica.psum, replica.axis)
             # Sums over rows, so that replicas and batches of different sizes weigh as their rows do.
-            total = self.constrain_grads(replica.psum(new.window.grads))
-            grads = over_rows(total, replica.psum(new.window.rows), old.params)
+            grads = mean_of(self.constrain_grads(replica.psum(new.window.grads)), table, old.params)
             new = replace(new, window=self.empty_window(new.window))
         new_leaves, logs, *seen = self.apply(old, new, grads, table)
         return new_leaves, logs, loss, outputs, *seen
@@ -119,17 +106,15 @@ class TrainStep:
             the counters; the table; and for each parameter how many numbers of its gradient over all replicas are not
             finite.
         """
-        state, grads, table, _, _ = self._gradient(replica, self.layout.unflatten(leaves), batch, 1.0)
-        if replica.splits:
-            table = self.table.reduce(table, replica.psum, str(replica.axis))
-        bad = replica.psum(count_bad(self.constrain_grads(replica.pmean(grads))))
+        state, grads, table, _ = self._gradient_of_all(replica, self.layout.unflatten(leaves), batch)
+        bad = replica.psum(count_bad(grads))
         leaves = self.layout.flatten(state.advance(steps=0))
         return [leaves[i] for i in written], table, bad
 
     def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state the indices of the gradients that it needs, see `guarded`."""
         params = state.params
-        number = jax.ShapeDtypeStruct((), jnp.float32)  # the loss, and the epoch
+        number = jnp.zeros(())  # the loss, and the epoch
         closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, number, number)
         num_grads = len(jax.tree.leaves(params))
         return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))
@@ -138,6 +123,21 @@ class TrainStep:
     def table(self) -> Table:
         """The training metrics."""
         return self.pure.table("training")
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses come with a `total_weight`."""
+        return self.pure.trace_of("training").is_weighted
+
+    def _gradient_of_all(
+        self, replica: Replica, state: TrainState, batch: Any
+    ) -> tuple[TrainState, Any, jax.Array, Any]:
+        """Return the state after the batch, the gradients and the table of all replicas, and the outputs."""
+        state, grads, table, _, outputs = self._gradient(replica, state, batch, 1.0)
+        # One reduction for all gradients; where the body sees the global batch, jit adds the one that is needed.
+        if replica.splits:
+            table = self.table.reduce(table, replica.psum, str(replica.axis))
+        return state, self.constrain_grads(replica.pmean(grads)), table, outputs
 
     def _gradient(
         self, replica: Replica, state: TrainState, batch: Any, share: float
@@ -150,20 +150,28 @@ class TrainStep:
         if (scale := state.loss_scale) is not None:  # before clipping and the guard look at them
             grads = jax.tree.map(lambda g: g / scale[0].astype(g.dtype), grads)
         state, table, outputs = self.after_batch(replica, state, loss, aux, share)
+        if self.is_weighted:  # a mean over nothing may be NaN, and counts nothing
+            counts = weight_of(table) > NO_WEIGHT
+            grads = jax.tree.map(lambda g: jnp.where(counts | jnp.isfinite(g), g, 0), grads)
         return state, grads, table, loss, outputs
 
     def objective(self, replica: Replica, state: TrainState, frozen: Any, model_state: Any, batch: Any) -> Callable:
         """Return a function of the parameters to what is differentiated, and (the loss, the step's other results)."""
         body = self.wrap(self.pure.body("training", replica))
         rest = frozen, model_state, batch, state.step, state.epoch, state.batch_idx
-        factor = replica.loss_factor
         scale = state.loss_scale
 
         def objective(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
-            loss = loss if factor == 1 else loss * factor
+            factor, total = replica.loss_factor, loss
+            if replica.splits and self.is_weighted:
+                # Here, and not in the gradients: in a collective, as of BatchNorm, those of all replicas meet.
+                factor = aux[2][0] / replica.pmean(aux[2][0])
+                total = loss * factor
+            elif factor != 1:
+                total = loss = loss * factor
             # The scaled loss is differentiated, the plain one is logged.
-            return loss if scale is None else loss * scale[0], (loss, aux)
+            return total if scale is None else total * scale[0], (loss, aux)
 
         return objective
 
@@ -180,11 +188,14 @@ class TrainStep:
         new, grads, table, loss, outputs = self._gradient(replica, old, batch, replica.share)
         window = old.window
         assert window is not None
-        weight = num_rows(batch) * replica.share
         # Weighted by rows, so that a tail counts for its rows; divided by all rows of the window in `update`.
-        grads = jax.tree.map(lambda total, g: total + weight * g.astype(total.dtype), window.grads, grads)
-        window = Window(self.constrain_grads(grads), window.rows + weight, self.table.combine(window.metrics, table))
-        return replace(self.only_finite(old, new), window=window, window_start=old.next_start()), loss, outputs
+        weight = weight_of(table)
+        if replica.splits and self.is_weighted:  # see `objective`
+            loss, weight = loss * weight / replica.pmean(weight), replica.pmean(weight)
+        grads = jax.tree.map(lambda total, g: total + (weight * g).astype(total.dtype), window.grads, grads)
+        window = Window(self.constrain_grads(grads), self.table.combine(window.metrics, table))
+        new = replace(self.only_finite(old, new), window=window, window_start=old.next_start())
+        return new, loss, outputs
 
     def only_finite(self, old: TrainState, new: TrainState) -> TrainState:
         """Return the state after a batch that completes no step, with what it has written as far as that is finite."""
@@ -203,7 +214,6 @@ class TrainStep:
         """Return a window of no batch."""
         return Window(
             jax.tree.map(jnp.zeros_like, window.grads),
-            jnp.zeros_like(window.rows),
             jnp.broadcast_to(self.table.empty(), window.metrics.shape),
         )
 
@@ -311,7 +321,9 @@ class TrainStep:
         hold = Hold(self.options.parts, epoch)
         clipped = grads = hold.without(grads)
         if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
-            clipped, _ = self.options.clip.update(grads, self.options.clip.init(params))
+            wide = jax.tree.map(lambda g: g.astype(sum_dtype(g)), grads)  # the square of 256 is infinite in float16
+            clipped, _ = self.options.clip.update(wide, self.options.clip.init(params))
+            clipped = jax.tree.map(_like, grads, clipped)
         owner = f"{self.pure.name}.configure_optimizers"
         updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, owner)
         updates = hold.without(updates)
@@ -325,9 +337,9 @@ class TrainStep:
         return layout.encode(table, rates, state.bad_step)
 
 
-def over_rows(total: Any, rows: jax.Array, params: Any) -> Any:
-    """Return the gradients of a window, in the parameters' dtypes, given their sum over its rows."""
-    return jax.tree.map(lambda g, p: (g / rows).astype(p.dtype), total, params)
+def mean_of(total: Any, table: jax.Array, params: Any) -> Any:
+    """Return the gradients of a window, in the parameters' dtypes, given their weighted sum and its table."""
+    return jax.tree.map(lambda g, p: (g / weight_of(table)).astype(p.dtype), total, params)
 
 
 def count_bad(grads: Any) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jaxlit.core.optimizer import Optimizer, on_real_parts
+from jaxlit.core.optimizer import Optimizer, on_real_parts, with_stacked
 from jaxlit.core.parts import Part
 from jaxlit.errors import ModuleError, note_place
 from jaxlit.texts import is_key, leaf_name, named_leaves, shown
@@ -30,9 +30,8 @@ class Window:
     dim of size `num_replicas`, and reduce it once, in the update step.
     """
 
-    grads: nnx.State[Any, Any]  # sum of row-weighted gradients, the shape of the parameters, see `sum_dtype`
-    rows: jax.Array  # () float32, rows so far
-    metrics: jax.Array  # (2, num_metrics) float32, see jaxlit.core.log.Table
+    grads: nnx.State[Any, Any]  # sum of weighted gradients, the shape of the parameters, see `sum_dtype`
+    metrics: jax.Array  # (2, num_metrics), see jaxlit.core.log.Table
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +39,7 @@ class Window:
 class WindowStart:
     """What the steps of an accumulation window write to the module, as it was before the window.
 
-    Under `nan_policy="skip"` a window that is not finite puts it back.
+    Under `nan_policy="skip"` a window that is not finite puts it back, under "16-mixed" one that overflows.
     """
 
     batches: jax.Array  # () int32, batches since then
@@ -60,7 +59,7 @@ class TrainState:
     opt_state: Any  # optax.OptState
     window: Window | None  # None when every batch is an optimizer step
     loss_scale: jax.Array | None  # (2,) float32, see Precision; None without loss scaling
-    sums: jax.Array  # (4, num_metrics) float32, metrics of the epoch so far
+    sums: jax.Array  # (4, num_metrics), metrics of the epoch so far
     extras: dict[str, Any] = field(default_factory=dict)  # arrays of callbacks, by their `state_key`
     window_start: WindowStart | None = None  # None where no window is put back
 
@@ -127,12 +126,14 @@ class Layout:
 
     Args:
         tree: A pytree of arrays or `jax.ShapeDtypeStruct`s.
+        view: What `unflatten` makes of such a pytree.
 
     Attributes:
         key_impls: The implementation of each leaf that is a key, by index.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, view: Callable[[Any], Any] = lambda tree: tree) -> None:
+        self._view = view
         leaves, self.treedef = jax.tree.flatten(tree)
         self.key_impls = {i: impl_of(x) for i, x in enumerate(leaves) if is_key(x)}
 
@@ -149,7 +150,7 @@ class Layout:
             leaves = list(leaves)
             for i, impl in self.key_impls.items():
                 leaves[i] = jax.random.wrap_key_data(leaves[i], impl=impl)
-        return jax.tree.unflatten(self.treedef, leaves)
+        return self._view(jax.tree.unflatten(self.treedef, leaves))
 
 
 _FIRST_SCALE = 2.0**15  # the largest power of two that float16 holds, as the loss itself may be float16
@@ -168,12 +169,9 @@ class Precision:
     parameters and batch leaves for the step. "16-mixed" scales the loss so that small gradients survive
     float16, after Micikevicius et al., 2017 (https://arxiv.org/abs/1710.03740): the scale halves when a
     gradient overflows, whose step changes nothing, and doubles after 2000 steps without.
-
-    Args:
-        name: "32-true", "bf16-mixed", "bf16-true" or "16-mixed".
     """
 
-    name: str = "32-true"
+    name: str = "32-true"  # "32-true", "bf16-mixed", "bf16-true" or "16-mixed"
 
     @property
     def compute(self) -> Any:
@@ -212,39 +210,33 @@ def cast(tree: Any, dtype: Any) -> Any:
 def sum_dtype(x: Any, dtype: Any = jnp.float32) -> Any:
     """Return the dtype in which gradients of a parameter add up, given that of real parameters.
 
-    It is float32 whatever the parameters are: small gradients would be lost in a sum of 16 bits.
+    It is float32 for parameters of fewer bits too: small gradients would be lost in a sum of 16 bits.
     """
+    dtype = jnp.float64 if jnp.finfo(x.dtype).bits == 64 else dtype
     return jnp.promote_types(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """How a training takes its optimizer steps.
+    """How a training takes its optimizer steps."""
 
-    Attributes:
-        optimizer: What `configure_optimizers` returned, with a state for each of the parts.
-        accumulate: Batches an optimizer step.
-        nan_policy: "raise", "skip" or "ignore".
-        clip: Transforms the gradients before the optimizer; without state. None for nothing.
-        extras: Callbacks that keep arrays in the state, by their keys.
-        parts: What is trained from an epoch on only.
-        tolerates: A function of (error, callback, hook) to whether training continues without the callback.
-        example: The first batch, for a strategy that looks at the step before it places the state.
-    """
-
-    optimizer: Optimizer
-    accumulate: int = 1
-    nan_policy: str = "raise"
+    optimizer: Optimizer  # what `configure_optimizers` returned, with a state for each of the parts
+    accumulate: int = 1  # batches an optimizer step
+    nan_policy: str = "raise"  # "raise", "skip" or "ignore"
+    # transforms the gradients before the optimizer; without state. None for nothing
     clip: optax.GradientTransformation | None = None
-    extras: Mapping[str, Any] = field(default_factory=dict)
-    parts: Sequence[Part] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)  # callbacks that keep arrays in the state, by their keys
+    parts: Sequence[Part] = ()  # what is trained from an epoch on only
+    # a function of (error, callback, hook) to whether training continues without the callback
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
-    example: Any = None
+    example: Any = None  # the first batch, for a strategy that looks at the step before it places the state
+    # how many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it
+    stacked: dict[str, int] = field(default_factory=dict)
 
     @property
     def tx(self) -> optax.GradientTransformation:
         """The optimizer's transform."""
-        return self.optimizer.tx
+        return with_stacked(self.optimizer.tx, self.stacked)
 
     def for_params(self, params: Any) -> "StepOptions":
         """Return the options with transforms for these parameters, some of which may be complex."""

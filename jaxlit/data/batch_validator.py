@@ -48,9 +48,6 @@ class BatchValidator:
     limit) restricts new shapes and dtypes, and `debug` refuses NaN in every batch.
 
     Attributes:
-        kind: The structure, dtypes and shapes of the newest batch.
-        example: The shapes and dtypes of the first batch, as the step takes them; None before it.
-        change: How the newest kind of batch differs from the kind before.
         blamed: Where an error comes from: the loader, or the user's hook if the hook raised.
     """
 
@@ -70,10 +67,10 @@ class BatchValidator:
         self._kinds: dict[Any, _Kind] = {}
         self._treedef: Any = None
         self._last_key: Any = None
-        self.kind = _Kind({}, (), None, as_is=False)
+        self.kind = _Kind({}, (), None, as_is=False)  # the structure, dtypes and shapes of the newest batch
         self._has_warned = False  # of float64
-        self.example: Any = None
-        self.change = ""
+        self.example: Any = None  # the shapes and dtypes of the first batch, as the step takes them; None before it
+        self.change = ""  # how the newest kind of batch differs from the kind before
 
     @property
     def prepares(self) -> bool:

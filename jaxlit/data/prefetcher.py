@@ -70,8 +70,6 @@ class Prefetcher:
     thread draws ahead, 0 for no thread, "auto" to decide by the first draws. `splits` is that of `Agreement`.
 
     Attributes:
-        token: A result of the newest step; draws cost no time until it is ready.
-        example: The shapes and dtypes of the newest batch as the step takes it: the global batch in several processes.
         drawn: How many batches were asked for.
         now: The time of the newest draw, by `time.perf_counter()`.
         seconds: How long all draws took.
@@ -93,7 +91,8 @@ class Prefetcher:
         self._epoch = epoch
         self._control = watchdog.control
         self._watchdog = watchdog if watchdog.has_limit else None
-        self.token: Any = None
+        self.token: Any = None  # a result of the newest step; draws cost no time until it is ready
+        # the shapes and dtypes of the newest batch as the step takes it: the global batch in several processes
         self.example: Any = None
         self.drawn, self.now, self.seconds = 0, 0.0, 0.0
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -229,10 +228,12 @@ class Prefetcher:
         may_stack = False
         try:
             for batch in draws:
+                if may_stack and validator.kind is not kind:  # a dispatch may begin with this batch
+                    batches, group = group, []
+                    yield from self._one_by_one(batches)
                 if not group:
                     kind = validator.kind
                     may_stack = steps.fits() and type(batch.arrays) is not ReplicatedBatch
-                may_stack = may_stack and validator.kind is kind
                 group.append(batch)
                 if may_stack and len(group) < steps.size and not batch.is_last:
                     continue

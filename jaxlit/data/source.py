@@ -409,6 +409,27 @@ class GrainSource(Source):
 
         if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
             flags.FLAGS.mark_as_parsed()
+        self._warn_of_losses()
+
+    def _warn_of_losses(self) -> None:
+        """Warn of records that are in no shard or in no window of an epoch."""
+        if self._kind == "DataLoader":
+            sampler, _, _, shards = loader_parts(self.loader)
+            count, length = shards.shard_count, length_of(sampler) or 0
+            if not shards.drop_remainder and length % count:
+                _logger.warning(
+                    "%s: grain.DataLoader gives each of %d shards %d of %d records, also with drop_remainder=False: %d "
+                    "are in none. Use a MapDataset, whose dataset[i::%d] has all.",
+                    *(self.argument, count, length // count, length, length % count, count),
+                )
+        for stage in self._stages:
+            window = _numbers(stage).get("window_size") if type(stage).__name__ == "WindowShuffleMapDataset" else None
+            if window and (length := length_of(stage) or 0) % window:
+                _logger.warning(
+                    "%s: WindowShuffleMapDataset(window_size=%d) of %d records repeats some in an epoch and leaves "
+                    "others out. Pass a window that divides, or use grain's WindowShuffleIterDataset.",
+                    *(self.argument, window, length),
+                )
 
     @property
     def is_fresh(self) -> bool:
@@ -459,7 +480,7 @@ class GrainSource(Source):
     def content(self) -> dict[str, Any]:
         """Return each stage's numbers, and a hash of a few records."""
         if self._kind == "DataLoader":
-            sampler, data_source, _ = loader_parts(self.loader)
+            sampler, data_source, *_ = loader_parts(self.loader)
             is_grains = type(sampler).__module__.startswith("grain")  # another repr may hold an address
             name = repr(sampler) if is_grains else type(sampler).__name__
             sources = {"sampler": name, "source": _digest(data_source)}
@@ -527,9 +548,9 @@ def _shifted(seed: int, epoch: int) -> int:
 
 
 def _from_here(state: str, iterator: Any) -> bytes:
-    """Return a DataLoader's state as its iterator takes it: grain compares the source by a repr that holds its id."""
-    source = json.loads(iterator.get_state())["data_source"]
-    return json.dumps({**json.loads(state), "data_source": source}).encode()
+    """Return a DataLoader's state as its iterator takes it: grain compares reprs, which hold an id and the seed."""
+    now = json.loads(iterator.get_state())
+    return json.dumps({**json.loads(state), **{key: now[key] for key in ("sampler", "data_source")}}).encode()
 
 
 def _numbers(stage: Any) -> dict[str, Any]:

@@ -109,20 +109,15 @@ class Fate:
 
     The service runs in process 0, at `address`, "host:port". A process counts as dead after `dead_after` seconds
     without a beat.
-
-    Attributes:
-        listener: What the thread calls once a second.
-        failure: Why the job ends; None while it goes on.
-        watched: What the run has set.
     """
 
     def __init__(self, client: Any, index: int, size: int, address: str, dead_after: float = DEAD_AFTER_S) -> None:
         self.client, self.index, self.size = client, index, size
         self._address, self._dead_after = address, dead_after
         self._host, self._pid = socket.gethostname(), os.getpid()
-        self.listener: Callable[[], object] = lambda: None
-        self.watched = Watch(lambda: "outside of a run", 10.0)
-        self.failure: Failure | None = None
+        self.listener: Callable[[], object] = lambda: None  # what the thread calls once a second
+        self.watched = Watch(lambda: "outside of a run", 10.0)  # what the run has set
+        self.failure: Failure | None = None  # why the job ends; None while it goes on
         self._deadline = 0.0
         self._code: int | None = None  # of this process, once it fails
         self._error: BaseException | None = None
@@ -314,6 +309,9 @@ class Fate:
 
     def _aborted(self) -> int | None:
         """Return the exit code of a process that jax aborts as the job ends; None if that is not the reason."""
+        end = time.monotonic() + 2 * _BEAT_S
+        while self.failure is None and time.monotonic() < end:  # gloo aborts before the thread reads a peer's reason
+            time.sleep(0.05)
         if self.failure is None:
             try:
                 reach(self._address, 2.0)

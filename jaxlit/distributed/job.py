@@ -47,6 +47,9 @@ JAX_SETTINGS = (
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MOST_ITEMS, _MOST_TEXT, _MOST_FRAMES = 8, 160, 1000
 _LIBRARY = str(Path(__file__).parents[1])
+_SAME_START = (
+    "The processes do not run the same training. Start the same script with the same arguments and libraries in each."
+)
 
 
 def initialize(
@@ -258,7 +261,8 @@ def shard_options(*, drop_remainder: bool = True) -> Any:
     """Return this process's `grain.sharding.ShardOptions`, for a `grain.DataLoader` or its sampler.
 
     Args:
-        drop_remainder: Leave out the records that do not divide, so that every process has as many batches.
+        drop_remainder: Leave out the records that do not divide, so that every process has as many batches. grain's
+            DataLoader leaves them out in any case.
     """
     import grain
 
@@ -290,13 +294,15 @@ def same_job(
     topic: str,
     make_items: Callable[[], Mapping[str, str]],
     *,
+    rule: str = _SAME_START,
     most: int = _MOST_ITEMS,
     place: Callable[[str], str] = lambda name: "",
 ) -> None:
     """Raise a ProcessError in every process if an item differs between them; exchange only a digest if none does.
 
-    `make_items`, which is not called in a single process, returns what must be the same, a text by its name. At most so
-    many are named, with their values, processes and hosts, and the place of each in the user's code, which may differ.
+    `make_items`, which is not called in a single process, returns what must be the same, a text by its name, and `rule`
+    what to do about a difference. At most so many are named, with their values, processes and hosts, and the place of
+    each in the user's code, which may differ.
     """
     processes = team()
     if processes.size == 1:
@@ -317,10 +323,7 @@ def same_job(
     lines = [f"  {name}: {_compared([x[name] for x in values_of], hosts)}" for name in values]
     if most > 1 and len(names) > most:
         lines.append(f"  and {len(names) - most} more")
-    error = ProcessError(
-        "The processes do not run the same training. Start the same script with the same arguments and libraries in "
-        f"each. What differs in {topic}:\n" + "\n".join(lines)
-    )
+    error = ProcessError(f"{rule} What differs in {topic}:\n" + "\n".join(lines))
     processes.same_error(f"{topic}: it differs", error)
 
 

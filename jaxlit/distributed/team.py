@@ -53,16 +53,11 @@ class Team:
 
     This class is a job of one process; in several, `team()` returns a subclass that does the same over jax's
     coordination service.
-
-    Attributes:
-        index: Which process this is.
-        size: How many processes there are.
-        announces: Whether jax announces a SIGTERM of one process to all of them, as it does by default.
     """
 
-    index = 0
-    size = 1
-    announces = False
+    index = 0  # which process this is
+    size = 1  # how many processes there are
+    announces = False  # whether jax announces a SIGTERM of one process to all of them, as it does by default
 
     def agree(self, topic: str, value: Any, *, timeout: float = PATIENCE_S) -> list[Any]:
         """Exchange a JSON value, and return that of each process, by its index; the topic is for messages.

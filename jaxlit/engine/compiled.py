@@ -45,12 +45,11 @@ class StepState:
 
 
 class StepLogs(Mapping[str, jax.Array]):
-    """The `loss` and the logged metrics of a step: () float32 arrays, made when they are asked for.
+    """The `loss` and the logged metrics of a step: () arrays, made when they are asked for.
 
     Args:
-        table: The metrics.
         columns: The column of each, by its name.
-        logs: The step's table, (2, num_metrics) float32.
+        logs: The step's table, (2, num_metrics).
     """
 
     def __init__(self, table: Table, columns: Mapping[str, int], logs: jax.Array) -> None:
@@ -149,8 +148,8 @@ def compile_step(
         seed: The seed of a lazy module's `rngs`.
 
     Returns:
-        The state, and `step(state, batch) -> state, logs`. `logs` maps "loss" and every logged name to a () float32
-        array. A state that was passed to the step is overwritten by it.
+        The state, and `step(state, batch) -> state, logs`. `logs` maps "loss" and every logged name to a () array. A
+        state that was passed to the step is overwritten by it.
 
     Raises:
         JaxlitError: An argument, the module or the batch cannot be used.

@@ -35,7 +35,6 @@ class CompiledProgram:
     """A program as a strategy has compiled it, and the shapes of its first call.
 
     Args:
-        name: Its name.
         program: The strategy's function.
         step: The trace of the user's step in it, for messages; None for none.
 
@@ -199,21 +198,13 @@ def _warn(reason: str) -> None:
 
 
 class Bound:
-    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python.
-
-    Args:
-        limit: The most steps in flight.
-
-    Attributes:
-        period: Steps from wait to wait.
-        seconds: How long all waits took.
-    """
+    """Bounds the steps in flight by one wait a period: a wait each step costs more than a step's Python."""
 
     def __init__(self, limit: int) -> None:
         # A wait is for the token of the period before: up to two periods of steps are under way at once.
-        self.period = max(1, limit // 2)
+        self.period = max(1, limit // 2)  # steps from wait to wait
         self._count, self._token, self._each = 0, None, limit == 1
-        self.seconds = 0.0
+        self.seconds = 0.0  # how long all waits took
 
     def __call__(self, token: jax.Array) -> None:
         """Count a step by one of its results, and wait once a period for the one a period ago."""

@@ -41,13 +41,8 @@ def init_state(
 ) -> TrainState:
     """Build the state of step 0; metrics have no columns until the step was traced.
 
-    Args:
-        tx: The optimizer.
-        window_replicas: Size of the accumulation window's leading dim, None if it has none, 0 for no window.
-        precision: The dtypes.
-        *variables: Trained variables, other parameters, and other state.
-        extras: The callbacks that keep arrays in it.
-        undone: The paths of the module's arrays that a window which is left out puts back.
+    `window_replicas` is the size of the accumulation window's leading dim, None if it has none, 0 for no window;
+    `variables` are (params, frozen, model_state), and `undone` the paths of what a window that is left out puts back.
     """
     params, frozen, model_state = variables
     params, frozen, window = cast(params, precision.held), cast(frozen, precision.held), None
@@ -56,8 +51,7 @@ def init_state(
         lead = () if window_replicas is None else (window_replicas,)
         window = Window(
             jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), sum_dtype(p)), params),
-            jnp.zeros(lead, jnp.float32),
-            jnp.zeros((*lead, *no_metrics.empty().shape), jnp.float32),
+            jnp.zeros((*lead, *no_metrics.empty().shape), float),
         )
     state = TrainState(
         counters=jnp.array([0, 0, 0, -1], jnp.int32),
@@ -110,6 +104,35 @@ def check_trainable(tx: optax.GradientTransformation, params: Any, module: Train
             "optax.masked and the labels of optax.multi_transform as functions of params: lambda params: "
             "jax.tree.map_with_path(lambda path, _: path[0].key, params)."
         ) from error
+
+
+def check_rounding(tx: optax.GradientTransformation, params: Any, module: TrainModule) -> None:
+    """Refuse an optimizer that keeps numbers in the 16 bits of the parameters, where these change them.
+
+    Raises:
+        ModuleError: A hyperparameter changes by over a thousandth, or is scheduled, or a number becomes 0 or 1.
+    """
+    state = dict(named_leaves(jax.eval_shape(tx.init, params)))
+    if not (low := [name for name, x in state.items() if not x.shape and x.dtype in (jnp.bfloat16, jnp.float16)]):
+        return
+    # Of small parameters: numbers such as a hyperparameter depend on the paths and dims of the parameters only.
+    small = jax.tree.map(lambda x: jnp.zeros((1,) * len(x.shape), x.dtype), params)
+    try:
+        rounded, exact = (dict(named_leaves(tx.init(x))) for x in (small, cast(small, jnp.float32)))
+    except Exception:  # of an optimizer that takes no other shapes
+        return
+    for name in [name for name in low if name in rounded and name in exact]:
+        was, now = float(exact[name]), float(rounded[name])
+        of_schedule = name.replace("hyperparams.", "hyperparams_states.")
+        is_scheduled = any(x.startswith(f"{of_schedule}.") for x in state)
+        is_changed = is_scheduled or abs(now - was) > 1e-3 * abs(was)
+        if (is_changed and of_schedule != name) or (now != was and now in (0, 1)):
+            rounding = "every value of its schedule" if is_scheduled else f"{was:.6g} to {now:.6g}"
+            raise ModuleError(
+                f"{type(module).__name__}.configure_optimizers: the optimizer keeps {name} in {rounded[name].dtype}, "
+                f"the dtype of the parameters, which rounds {rounding}. Pass optax.inject_hyperparams(..., "
+                "hyperparam_dtype=jnp.float32), or keep them in float32, as precision='bf16-mixed' does."
+            )
 
 
 def undone_with_window(pure: PureModule, strategy: Strategy, state: TrainState, example: Any) -> list[str]:

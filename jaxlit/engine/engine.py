@@ -53,16 +53,13 @@ class Engine:
 
     Args:
         module: The module; its arrays are copied.
-        strategy: The strategy, set up.
         options: How it is trained; None to evaluate only.
-        precision: The dtypes.
         debug: Donate nothing, so that old arrays stay readable.
         take_ownership: The module's arrays may be overwritten, and need not be copied.
 
     Attributes:
         state: The arrays.
         outputs_with_rows: Whether each output of `fused_steps` has one row for each row of a batch, a pytree like them.
-        pure: The module, split.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class Engine:
         if options is None and not take_ownership:  # else the module's arrays are overwritten, and show nothing
             leaves = self.state.module_leaves(module)
             self._placed = {i: (leaf.get_raw_value(), self.state.leaves[i]) for _, leaf, i in leaves}
-        self._applied: dict[Callable, tuple[Callable, Reads]] = {}
+        self._applied: dict[tuple[Callable, int], tuple[Callable, Reads]] = {}
         self._recent_evaluations: dict[_Key, deque[_EvalProgram]] = {}  # of recent runs, the last used at the end
         self._evaluations: dict[_Key, _EvalProgram] = {}  # of this run
         # A program of its own: the step counter is on the devices, and is not waited for.
@@ -130,14 +127,17 @@ class Engine:
         engine = copy.copy(self)  # shallow: programs are shared
         engine.state, engine.evaluates_only, engine._evaluations = self.state.branch(), True, {}
         state, engine._placed = engine.state, dict(self._placed)
-        for _, leaf, i in [] if module is None else state.module_leaves(module):
+        new = dict[str, tuple[int, Any, Any]]()
+        for name, leaf, i in [] if module is None else state.module_leaves(module):
             array = leaf.get_raw_value()
             data = jax.random.key_data(array) if is_key(array) else array
             known, placed = self._placed.get(i, (None, None))
             # A numpy array may have been written to in place: its identity shows nothing.
             is_placed = array is known and placed is state.leaves[i] and isinstance(array, jax.Array)
-            if is_placed or data is state.leaves[i]:  # after a fit the module has the arrays of the state
-                continue
+            if not (is_placed or data is state.leaves[i]):  # after a fit the module has the arrays of the state
+                new[f"module.{name}"] = i, array, data
+        same_job("the weights to evaluate", lambda: {name: array_text(data) for name, (_, _, data) in new.items()})
+        for i, array, data in new.values():
             if not getattr(data, "is_fully_addressable", True):  # jax moves no array to devices of other processes
                 data = fetch(data)
             # astype for weak types too, as jnp.full(shape, 1.0) makes them: to jit they are other types.
@@ -231,7 +231,7 @@ class Engine:
         """Drop the batches of an accumulation window that will not be completed."""
         state, index = self.state, self.state.spec.index
         if (window := index.window) is not None:
-            for i in jax.tree.leaves((window.grads, window.rows)):
+            for i in jax.tree.leaves(window.grads):
                 state.put(i, np.zeros(state.leaves[i].shape, state.leaves[i].dtype))
             state.put(window.metrics, state.spec.stacked(self.training_table.empty()))
         if (start := index.window_start) is not None:
@@ -248,8 +248,9 @@ class Engine:
         return StepTable(self.training_table, self.rates.names, self.nan_policy != "ignore")
 
     def epoch_values(self) -> list[float]:
-        """Return the epoch's value of each training metric; waits for the device."""
-        return self.training_table.read(np.asarray(self.state.leaves[self.state.spec.index.sums]))  # type: ignore[call-overload]
+        """Return the epoch's value of each training metric, none if every step was left out; waits for the device."""
+        sums = np.asarray(self.state.leaves[self.state.spec.index.sums])  # type: ignore[call-overload]
+        return self.training_table.read(sums) if sums[1, 0] else []
 
     def go_back(self, step: int, epoch: int, batch_idx: int) -> None:
         """Forget a bad step and those after it, none of which has changed the parameters: the next one is `step`."""
@@ -272,11 +273,15 @@ class Engine:
             self._use_metrics(self.training_table)  # a rollback to before the step was traced, or logged other metrics
 
     def _use_metrics(self, table: Table) -> None:
-        """Give the sums of an epoch and of an accumulation window the columns of these metrics, of no batch."""
+        """Give the sums of an epoch and of a window the columns of these metrics, of no batch but for the loss."""
         spec = self.state.spec = self.state.spec.with_metrics(table)
         self.state.put(spec.index.sums, table.empty_sums())
         if (window := spec.index.window) is not None:
-            self.state.put(window.metrics, spec.stacked(table.empty()))
+            sums = spec.stacked(table.empty())
+            if self.state.is_complete:  # the loss stays, with the weight of the gradients
+                before = fetch(self.state.leaves[window.metrics])
+                sums[..., : before.shape[-1]][..., :1] = before[..., :1]
+            self.state.put(window.metrics, sums)
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""
@@ -303,7 +308,7 @@ class Engine:
         key = (stage, loader)
         if key in self._evaluations and self._holds(key, self._evaluations[key]):
             return
-        like = jax.tree.flatten(abstract_batch(batch))
+        like = *jax.tree.flatten(abstract_batch(batch)), len(self.state.spec.eval_index)  # after a fit without averages
         # Bounded over all kinds of batches: calls with ever new sizes must not fill the memory with programs.
         recent = self._recent_evaluations.setdefault(key, deque(maxlen=8))
         program = next((x for x in recent if x.like == like and self._holds(key, x)), None)
@@ -361,7 +366,8 @@ class Engine:
 
     def apply(self, fn: Callable, *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""
-        if fn not in self._applied or not self._applied[fn][1].hold():
+        key = fn, len(self.state.spec.eval_index)
+        if key not in self._applied or not self._applied[key][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
             pure, origin, spec, reads = self.pure, self.module, self.state.spec, Reads()
 
@@ -378,8 +384,8 @@ class Engine:
                 _, *variables = spec.eval_layout.unflatten(leaves)
                 return spec.strategy.typed(on_module, spec.used)(*variables, inputs)
 
-            self._applied[fn] = self.strategy.on_state(applied), reads
-        return self._applied[fn][0](self.state.evaluated(), inputs)
+            self._applied[key] = self.strategy.on_state(applied), reads
+        return self._applied[key][0](self.state.evaluated(), inputs)
 
     @property
     def programs(self) -> list[CompiledProgram]:

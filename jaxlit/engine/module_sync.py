@@ -30,8 +30,6 @@ class ModuleSync:
     """Gives the engine's arrays to the user's module when it is touched, and takes back what hooks wrote.
 
     Args:
-        module: The caller's module.
-        engine: The engine that trains it.
         hook: Returns the name of the hook that runs.
         put_back: At the end give the module its original arrays, except those that a hook has written to.
     """
@@ -149,6 +147,7 @@ class ModuleSync:
                     "shape and dtype."
                 )
             written[i] = array
+            self.engine.state.note(f"{name}, written in {writer}", array)
         if written:
             self.engine.state.write(written)
             self.stale = True

@@ -19,13 +19,15 @@ from jax.sharding import NamedSharding
 from jaxlit import sharding
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule
+from jaxlit.core.optimizer import averaged
 from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
+from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
-from jaxlit.texts import is_key, leaf_name
+from jaxlit.texts import array_text, is_key, leaf_name
 from jaxlit.variables import arrays_of, numbers_in
 
 
@@ -34,26 +36,17 @@ class StateSpec:
     """What the arrays of a training state are, known before one of them exists; `state_spec` makes it.
 
     A step takes and returns a flat list: jax's fast path knows lists of arrays, and no other tree is cheaper.
-
-    Attributes:
-        strategy: The strategy, set up.
-        layout: How the list becomes a `TrainState`.
-        tree: The shape, dtype and sharding of each array, a `TrainState` as a step takes it.
-        arrays: The same as a list, in which random keys are raw data.
-        wrt: The filter of the variables that are trained.
-        grad_shardings: The gradients' shardings in a step; None lets XLA choose.
-        eval_params: The indices of what an evaluation sees as the parameters, a tree like them.
-        used: The shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`.
     """
 
-    strategy: Strategy
-    layout: Layout
-    tree: TrainState
-    arrays: list[jax.ShapeDtypeStruct]
-    wrt: Any
-    grad_shardings: Any
-    eval_params: Any
-    used: Any
+    strategy: Strategy  # the strategy, set up
+    layout: Layout  # how the list becomes a `TrainState`
+    tree: TrainState  # the shape, dtype and sharding of each array, a `TrainState` as a step takes it
+    arrays: list[jax.ShapeDtypeStruct]  # the same as a list, in which random keys are raw data
+    wrt: Any  # the filter of the variables that are trained
+    grad_shardings: Any  # the gradients' shardings in a step; None lets XLA choose
+    eval_params: Any  # the indices of what an evaluation sees as the parameters, a tree like them
+    used: Any  # the shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`
+    averages: Any = ()  # the indices of what evaluations compute the parameters with, see `averages_of`
 
     @cached_property
     def index(self) -> TrainState:
@@ -96,12 +89,13 @@ class StateSpec:
     def eval_index(self) -> list[int]:
         """The indices of what an evaluation reads: counters, parameters and the module's other state."""
         index = self.index
-        return jax.tree.leaves((index.counters, self.eval_params, index.frozen, index.model_state))
+        return jax.tree.leaves((index.counters, self.eval_params, index.frozen, index.model_state, self.averages))
 
     @cached_property
     def eval_layout(self) -> Layout:
-        """How what an evaluation reads becomes a tuple of the four."""
-        return Layout((self.tree.counters, *self.tree.variables))
+        """How what an evaluation reads becomes counters and the module's variables."""
+        view: Callable = lambda tree: (tree[0], averaged(tree[1], tree[4]), *tree[2:4])  # noqa: E731
+        return Layout((self.tree.counters, *self.tree.variables, self.averages), view)
 
     @property
     def wrap(self) -> Callable:
@@ -185,12 +179,8 @@ def state_spec(
 ) -> StateSpec:
     """Return what the arrays of a module's training state are; none is made.
 
-    Args:
-        pure: The module, split.
-        strategy: The strategy, set up.
-        init: A function of the module's trained, frozen and other variables to the state of step 0.
-        variables: These variables, or their shapes and dtypes.
-        example: The first batch of the training, if one is known.
+    `init` is a function of the module's `variables`, arrays or their shapes, to the state of step 0, and `example` the
+    first batch of the training, if one is known.
     """
     abstract = jax.eval_shape(init, *jax.tree.map(sharding.untyped, variables))
     # Without the callbacks' arrays and copies of the module's: they have the shardings of what they belong to.
@@ -208,7 +198,7 @@ def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> Tr
     """Return a strategy's shardings with those of jaxlit's bookkeeping, which no rule on shapes should meet."""
     replicated, window, start = strategy.replicated, shardings.window, abstract.window_start
     if window is not None:
-        window = replace(window, rows=_replica_sharding(strategy), metrics=_replica_sharding(strategy))
+        window = replace(window, metrics=_replica_sharding(strategy))
     if start is not None:
         start = WindowStart(replicated, {name: shardings.module[name] for name in start.arrays})  # type: ignore[arg-type]
     return replace(
@@ -228,13 +218,16 @@ class State:
     Attributes:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
+        written: What hooks have written in one of several processes, not compared yet: a text by its name.
+        infinities_at_start: What `infinities` returned when training began: a mask has some on purpose.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
+        self.written, self.infinities_at_start = dict[str, str](), dict[str, Any]()
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
-        self._all_finite: Callable[..., jax.Array] | None = None
+        self._count: Callable[..., jax.Array] | None = None
 
     def unflatten(self) -> TrainState:
         """Return the newest state as a `TrainState`."""
@@ -243,15 +236,28 @@ class State:
     def branch(self) -> "State":
         """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
         state = copy.copy(self)
-        state.leaves, state._given = list(self.leaves), dict(self._given)
+        state.leaves, state._given, state.written = list(self.leaves), dict(self._given), {}
         # A callback's averages are those of another module.
-        state.spec = replace(self.spec, eval_params=self.spec.index.params)
+        state.spec = replace(self.spec, eval_params=self.spec.index.params, averages=())
         return state
 
     def evaluated(self) -> list[jax.Array]:
         """Return what an evaluation reads, which donates none of it."""
         leaves = self.leaves
         return [leaves[i] for i in self.spec.eval_index]
+
+    def averaged(self) -> list[jax.Array]:
+        """Return the parameters that evaluations compute, none where they see arrays of the state."""
+        layout = self.spec.eval_layout
+        compute = self.spec.strategy.on_state(lambda leaves: jax.tree.leaves(layout.unflatten(leaves)[1]))
+        return compute(self.evaluated()) if self.spec.averages else []
+
+    def use_averages(self) -> None:
+        """Replace the parameters by those that evaluations compute, after training."""
+        if self.spec.averages:
+            for i, x in zip(jax.tree.leaves(self.spec.index.params), self.averaged(), strict=True):
+                self.leaves[i] = x
+            self.spec = replace(self.spec, averages=())
 
     @property
     def is_complete(self) -> bool:
@@ -263,19 +269,26 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def is_finite(self) -> bool:
-        """Return whether every floating number of the state is finite; waits for the device."""
-        if self._all_finite is None:
+    def infinities(self) -> dict[str, jax.Array]:
+        """Return how many infinities each parameter, and average that evaluations see, has: () int32, -1 for a NaN."""
+        spec = self.spec
+        if self._count is None:
+            self._count = spec.strategy.on_state(lambda x: jnp.where(jnp.isnan(x[0]).any(), -1, jnp.isinf(x[0]).sum()))
+        places = dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params)))
+        # One by one: a program is compiled for each shape, not for each array.
+        return {spec.entries[i][0].removeprefix("module."): self._count([self.leaves[i]]) for i in places}
 
-            def all_finite(xs: list[jax.Array]) -> jax.Array:
-                return jnp.stack([jnp.isfinite(x).all() for x in xs]).all()
-
-            self._all_finite = self.spec.strategy.on_state(all_finite)
-        return bool(self._all_finite([x for x in self.leaves if jnp.issubdtype(x.dtype, jnp.inexact)]))
+    def not_finite(self) -> list[str]:
+        """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
+        counts = {name: int(fetch(x)) for name, x in self.infinities().items()}
+        return [name for name, n in counts.items() if n < 0 or n > max(fetch(self.infinities_at_start.get(name, 0)), 0)]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
-        self.leaves[index] = jax.device_put(value, self.spec.sharding(index))
+        to = self.spec.sharding(index)
+        # Between processes `device_put` compares host values in a collective, but only some may have put one.
+        is_local = not to.is_fully_addressable and getattr(value, "is_fully_addressable", True)
+        self.leaves[index] = (sharding.place_replicated if is_local else jax.device_put)(value, to)
 
     def counters(self) -> list[int]:
         """Return step, epoch, batch_idx and bad_step, see `TrainState`; waits for the device."""
@@ -328,6 +341,11 @@ class State:
             # A copy: what the caller holds must survive the next, donating step.
             self.put(self._variable_index[i], jnp.array(data, copy=True))
 
+    def note(self, name: str, value: Any) -> None:
+        """Note what a hook has written, which the processes compare where they meet next."""
+        if jax.process_count() > 1:
+            self.written[name] = array_text(value) if value.ndim else str(value)
+
 
 def _replica_sharding(strategy: Strategy) -> NamedSharding:
     per_replica = strategy.replica.stack_size is not None
@@ -365,7 +383,8 @@ class Hyperparams(MutableMapping[str, float]):
         i = self._index(name)
         if isinstance(value, (bool, str)):
             raise ArgumentTypeError(f"trainer.hyperparams[{name!r}] takes a number, got {value!r}.")
-        self._state.put(i, np.asarray(float(value), self._state.leaves[i].dtype))
+        self._state.put(i, new := np.asarray(float(value), self._state.leaves[i].dtype))
+        self._state.note(f"trainer.hyperparams[{name!r}]", new)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A hyperparameter cannot be deleted. Set it.")
@@ -381,7 +400,8 @@ class Hyperparams(MutableMapping[str, float]):
         if name not in known:
             raise KeyError(
                 f"The optimizer has no hyperparameter {name!r} that can be set.{did_you_mean(name, known)} Known: "
-                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+                f"{sorted(known)}. Build it as optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)"
+                "(learning_rate=1e-3)."
             )
         return known[name]
 

@@ -19,41 +19,36 @@ import numpy as np
 
 from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
-from jaxlit.core.inspection import Measure, Seen, StepTraces, inspect_step, reduction_of
+from jaxlit.core.inspection import SAY_WEIGHT, Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
+from jaxlit.core.optimizer import averages_of
 from jaxlit.core.parts import Rates, rates_of
 from jaxlit.core.pure_module import PureModule
-from jaxlit.core.replica import Replica, is_row, num_rows, with_rows
+from jaxlit.core.replica import Replica, identity, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
 from jaxlit.core.train_state import StepOptions, TrainState, cast, check_extras, eval_index
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
-from jaxlit.engine.creation import check_trainable, init_state, undone_with_window
+from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import run_drawing_alike
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, numbers_of, run_drawing_alike, walk_back
+from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
-from jaxlit.texts import is_key
+from jaxlit.texts import is_key, named_leaves
 
 _logger = logging.getLogger("jaxlit")
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """How a module is trained under a strategy; nothing here needs the devices' memory.
+    """How a module is trained under a strategy; nothing here needs the devices' memory."""
 
-    Attributes:
-        pure: The module, split.
-        options: How optimizer steps are taken.
-        rates: The learning rates of a step.
-        init: A function of the module's trained, frozen and other variables to the state of step 0.
-        spec: What its arrays are; the metrics have columns once `trace` has seen the step.
-    """
-
-    pure: PureModule
-    options: StepOptions
-    rates: Rates
+    pure: PureModule  # the module, split
+    options: StepOptions  # how optimizer steps are taken
+    rates: Rates  # the learning rates of a step
+    # a function of the module's trained, frozen and other variables to the state of step 0
     init: Callable[..., TrainState]
-    spec: StateSpec
+    spec: StateSpec  # what its arrays are; the metrics have columns once `trace` has seen the step
 
     def trace(self, batch: Any, arrays: tuple[TrainState, Any] | None = None, *, debug: bool = False) -> "Training":
         """Trace the step on a batch or its shapes, and return the training with the metrics that it logs.
@@ -65,6 +60,10 @@ class Training:
         """
         spec, inspect = self.spec, partial(inspect_step, self.pure, twice=debug)
         trace_step(self.pure, spec, ("training", None), inspect, batch, arrays)
+        is_weighted, replica = self.pure.trace_of("training").is_weighted, spec.strategy.replica
+        has_parts = self.options.accumulate > 1 or replica.passes > 1
+        if has_parts and arrays is not None and not (is_weighted or replica.splits or self.pure.resumed):
+            _check_mean(self.pure, spec, batch, arrays)
         return replace(self, spec=spec.with_metrics(self.pure.table("training")))
 
     @cached_property
@@ -154,16 +153,25 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
     check_trainable(options.tx, variables[0], module)
     params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
+    check_rounding(options.tx, params, module)
     rates = rates_of(options.optimizer, params, options.parts)
     options = replace(options, extras=check_extras(options.extras, params, options.tolerates))
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
     replicas = strategy.replica.stack_size if options.accumulate > 1 else 0
     init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
-    if options.nan_policy == "skip" and options.accumulate > 1:
+    if options.stacked and options.example is not None:  # only then, as the step is traced for it
+        program = strategy.step_program(jax.eval_shape(init, *variables), pure, options.example)
+        names, end = [name for name, _ in named_leaves(params)], len(program.jaxpr.invars) - 3  # the counters
+        of_layers = scanned_dims(program, range(len(names)), range(end - len(jax.tree.leaves(options.example)), end))
+        options.stacked.update({names[i]: len(x) for i, x in of_layers.items()})
+    # A window is put back where a step is left out: after an overflow, or by the policy.
+    if options.accumulate > 1 and (options.nan_policy == "skip" or precision.first_scale() is not None):
         undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)
     eval_params = eval_index(options.extras, spec.index, spec.arrays)
+    if eval_params is spec.index.params:  # else a callback has other averages
+        spec = replace(spec, averages=averages_of(spec.index.opt_state))
     return Training(pure, options, rates, init, replace(spec, eval_params=eval_params))
 
 
@@ -229,13 +237,9 @@ def trace_step(
 ) -> None:
     """Trace a stage's step as it will run, and note in `pure` what it does.
 
-    Args:
-        pure: The module, split.
-        spec: The state.
-        key: The stage, and the loader for a step that asks for it.
-        inspect: Looks at the step, given the replica and the arguments of its body.
-        batch: The first batch.
-        arrays: The state, and the first batch as the strategy has placed it, if there are arrays.
+    `key` is the stage, and the loader for a step that asks for it. `inspect` looks at the step, given the replica and
+    the arguments of its body. `arrays` are the state, and the first batch as the strategy has placed it, if there are
+    arrays.
     """
     states, strategy = (*spec.tree.variables, spec.tree.counters), spec.strategy
     (stage, loader), replica = key, strategy.replica
@@ -251,7 +255,8 @@ def trace_step(
         why = "it could not be traced with more rows, which would show it"
     elif arrays is not None:
         try:
-            measure = _measuring(strategy, traces, bits, batch, arrays, traced.changed)
+            wanted = [*itertools.compress(traces.places[0], traced.changed), *itertools.chain(*traces.places[1:])]
+            measure = _measuring(strategy, traces, bits, batch, arrays, wanted)
             measure(frozenset(), None)
         except Exception as error:  # of what jax.vmap or the devices cannot run
             measure, why = None, f"it could not be run outside of training: {str(error).splitlines()[0]}"
@@ -263,7 +268,12 @@ def trace_step(
 
 
 def _trace_replicas(
-    pure: PureModule, replica: Replica, states: Any, key: tuple[str, int | None], batch: Any
+    pure: PureModule,
+    replica: Replica,
+    states: Any,
+    key: tuple[str, int | None],
+    batch: Any,
+    under: Callable[[Callable], Callable] = identity,
 ) -> StepTraces:
     """Return the program of a step for the rows of one replica, and for those of the batch, on a single replica."""
     (stage, loader), rows = key, -(-num_rows(batch) // replica.count)
@@ -274,7 +284,7 @@ def _trace_replicas(
 
     def trace(replicas: int, rows: int) -> tuple[Any, Any]:
         axis_env = [(str(replica.axis), replicas)]
-        return jax.make_jaxpr(run, axis_env=axis_env, return_shape=True)(*states, with_rows(batch, rows))
+        return jax.make_jaxpr(under(run), axis_env=axis_env, return_shape=True)(*states, with_rows(batch, rows))
 
     program, results = trace(replica.count, rows)
     longer, rows_of = None, pure.trace_of(stage, loader).rows_of
@@ -283,10 +293,33 @@ def _trace_replicas(
         pairs = zip(jax.tree.leaves(results[3]), jax.tree.leaves(more[3]), strict=True)
         have_rows = [is_row(y, rows * replica.count) and x.shape[1:] == y.shape[1:] for x, y in pairs]
         rows_of = pure.trace_of(stage, loader).rows_of = tuple(map(and_, rows_of, have_rows))
-    step, metrics = f"{pure.name}.{STAGES[stage].step}", pure.table(stage, loader).metrics
+    step, traced = f"{pure.name}.{STAGES[stage].step}", pure.trace_of(stage, loader)
+    metrics, is_weighted = traced.table.metrics, traced.is_weighted
     rtol = 2e-3 if pure.precision.compute is None else 2e-2
-    return StepTraces(
-        replica, program, longer, (*states, with_rows(batch, rows)), results, rows_of, step, metrics, rtol
+    arguments = (*states, with_rows(batch, rows))
+    return StepTraces(replica, program, longer, arguments, results, rows_of, step, metrics, rtol, is_weighted)
+
+
+def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[TrainState, Any]) -> None:
+    """Warn if a loss is no mean over rows, where gradients of several parts of a batch are averaged by their rows."""
+    strategy, states = spec.strategy, (*spec.tree.variables, spec.tree.counters)
+    replica = replace(strategy.replica, axis="parts", count=2, passes=1, constrain_batch=identity)
+    loss = None
+    # Nothing is said of a step that takes no other number of rows, or of what jax.vmap or the devices cannot run.
+    with contextlib.suppress(Exception), np.errstate(invalid="ignore", divide="ignore"):
+        apart = replace(pure, traced={}, told=set(pure.told), _bodies={})  # its traces do not count
+        traces = _trace_replicas(apart, replica, states, ("training", None), batch, strategy.in_mesh)
+        place, bits = traces.places[1][0], traces.dependence()
+        # A sum is linear too, but is not divided by a number of rows.
+        is_sum = bits[place] == LINEAR and _numbers(traces.program, place) == _numbers(traces.longer, place)
+        if is_sum or bits[place] not in (CONSTANT, LINEAR):
+            loss = _measuring(strategy, traces, bits, batch, arrays, [place])(frozenset(), None)[place]
+    if loss is None or loss.fits("mean"):
+        return
+    _logger.warning(
+        "%s.training_step: on the first batch the loss is not a mean over rows. The batches or microbatches of an "
+        "optimizer step count by their rows, so that the step may differ from that of one large batch. %s",
+        *(pure.name, SAY_WEIGHT),
     )
 
 
@@ -296,15 +329,20 @@ def _measuring(
     bits: Sequence[int],
     example: Any,
     arrays: tuple[TrainState, Any],
-    changed: Sequence[bool],
+    wanted: Sequence[int],
 ) -> Measure:
-    """Return the `measure` of `reduction_of`, given how results depend on rows, the batch's shapes, and the arrays."""
+    """Return the `measure` of `reduction_of`, given how results depend on rows, and the batch's shapes.
+
+    `arrays` are those of `trace_step`, `wanted` the places of the results to measure.
+    """
     state, batch = arrays
     n, rows, axis = traces.replica.count, num_rows(example), str(traces.replica.axis)
     share, leaves = -(-rows // n), jax.tree.leaves((*state.variables, state.counters))
     (states, *others), shapes = traces.places, jax.tree.leaves(example)
-    wanted = [i for i in itertools.compress(states, changed) if not is_key(leaves[i])]
-    wanted += itertools.chain(*others)
+    wanted = [i for i in wanted if i not in states or not is_key(leaves[i])]
+    spread = strategy.replica.constrain_batch
+    if strategy.per_replica:
+        spread = partial(sharding.constrain, shardings=sharding.rows(strategy.mesh, axis))
     mapped = tuple(0 if x.ndim else None for x in shapes)
 
     def first_batch(x: jax.Array, shape: jax.ShapeDtypeStruct, order: jax.Array) -> jax.Array:
@@ -313,10 +351,7 @@ def _measuring(
         # Each replica has all rows, or its own in a dim of replicas or without one, perhaps of a stack of batches.
         is_replicated = isinstance(batch, ReplicatedBatch)
         x = x.reshape(-1, *shape.shape)[0] if is_replicated else x.reshape(rows, -1, *shape.shape[1:])[:, 0]
-        return sharding.constrain(x[order], sharding.rows(strategy.mesh, axis))  # no device has all of them
-
-    def step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
-        return run_drawing_alike(program, [*state, *rows])
+        return spread(x[order])  # no device has all of them
 
     def run(before: list[list[Any]], batch: Any, order: jax.Array, moves: jax.Array) -> list[list[Any]]:
         x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
@@ -325,7 +360,7 @@ def _measuring(
             later = jnp.where(moves[-1] > 0, counters.at[:2].set(1000), counters)  # the step and the epoch
             state = [*(_moved(y, i, moves[i]) for i, y in enumerate(variables)), later]
             split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
-            leaves = jax.vmap(partial(step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
+            leaves = jax.vmap(partial(_step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
             results.append([(leaves[i] if bits[i] else leaves[i][:1], state[i] if i in states else 0) for i in wanted])
         return results
 
@@ -347,6 +382,17 @@ def _measuring(
         return list(seen.values())
 
     return measure
+
+
+def _numbers(closed: Any, place: int) -> list[str]:
+    """Return the constants and literals from which a program computes a result."""
+    jaxpr, result = closed.jaxpr, closed.jaxpr.outvars[place]
+    part = jaxpr.replace(eqns=walk_back(jaxpr.eqns, {result: None}), outvars=[result])
+    return [str(x) for x in numbers_of(closed.replace(jaxpr=part))]
+
+
+def _step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
+    return run_drawing_alike(program, [*state, *rows])
 
 
 def _moved(x: jax.Array, i: int, size: jax.Array) -> jax.Array:

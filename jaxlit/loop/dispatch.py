@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxlit.data.prefetcher import Batch
 from jaxlit.distributed.team import fetch
@@ -27,7 +26,6 @@ class Dispatch:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._steps_per_execution = None
         self._steps = 0
         self._began = 0.0
         self.decided = True
@@ -37,11 +35,8 @@ class Dispatch:
         """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window."""
         steps_per_execution = self._run.settings.steps_per_execution
         strategy = self._run.engine.strategy
-        if steps_per_execution != self._steps_per_execution:
-            self._steps_per_execution = steps_per_execution
-            self._steps = 0
-            self.decided = steps_per_execution != "auto"
-            self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
+        self.decided = steps_per_execution != "auto" or self._run.auto_size > 0
+        self.size = steps_per_execution if isinstance(steps_per_execution, int) else 1
         if steps_per_execution != 1 and not strategy.fuses_steps:
             raise ArgumentError(
                 f"Trainer(steps_per_execution={steps_per_execution!r}): {strategy.describe().splitlines()[0]} runs a "
@@ -58,7 +53,7 @@ class Dispatch:
             control.log_once(logging.INFO, text, steps_per_execution, starts.functions[0].owner)
             return
         if steps_per_execution == "auto":
-            self.size = max(int(min(self.size, control.num_training_batches)) // window * window, 1)
+            self.size = max(int(min(self._run.auto_size, _MOST, control.num_training_batches)) // window * window, 1)
             return
         check_size(self.size, window)
         if self.size > control.num_training_batches:
@@ -70,10 +65,8 @@ class Dispatch:
         run = self._run
         position = self._run.position
         due = self._run.due
-        control = self._run.control
+        # A stop, which may come at any time, ends no dispatch: where the next ends follows from the position alone.
         if self.size == 1 or position.filled:
-            return False
-        if control.interrupted or control.should_stop:
             return False
         if due.is_stale or position.global_step >= due.next_step or run.prefetcher.now >= due.next_time:
             due.find_next(run, position.global_step)
@@ -91,7 +84,8 @@ class Dispatch:
             window = self._run.accumulation.batches
             fastest = int(_LONGEST_S * len(_TIMED) / max(time.perf_counter() - self._began, 1e-9))
             most = int(min(_MOST, fastest, self._run.control.num_training_batches))
-            self.size = max(min(self._run.times.team.agree("steps_per_execution", most)) // window * window, 1)
+            self._run.auto_size = max(min(self._run.times.team.agree("steps_per_execution", most)), 1)
+            self.size = max(self._run.auto_size // window * window, 1)
 
 
 def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batches") -> None:
@@ -123,7 +117,7 @@ class StepOutputs(Mapping[str, Any]):
         if self.loss is not None:
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
-        return np.float32(total / weight)
+        return total / weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(("loss", *self.outputs))

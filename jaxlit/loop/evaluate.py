@@ -85,14 +85,14 @@ def _evaluate(run: Run, stage: str, loaders: Sequence[Loader], evaluation: Evalu
 def end_loader(run: Run, idx: int, evaluation: Evaluation) -> None:
     """Show a loader's metrics, of its steps and of its batch hooks."""
     evaluation.metrics.append({})
-    values = [(total.metric, float(total)) for total in run.hooks.log.take_evaluation(idx)]
+    values: list[Any] = [(total.metric, total) for total in run.hooks.log.take_evaluation(idx)]
     if evaluation.sums is not None:  # an empty loader has no metrics
         of_steps = evaluation.table.read(fetch(evaluation.sums[0]))
         values = [*zip(evaluation.table.metrics, of_steps, strict=True), *values]
     for metric, value in values:
         if metric.on_epoch:
             end = run.hooks.log.suffix(metric)
-            _put(evaluation, metric, metric.epoch_name + end, value, evaluation.metrics[-1:])
+            _put(evaluation, metric, metric.epoch_name + end, float(value), evaluation.metrics[-1:])
             run.results.put_epoch(metric, value, end)
     evaluation.sums = evaluation.table = None
 

@@ -74,6 +74,7 @@ class Hook:
         """Call every hook of this name; returns whether one of them returned -1."""
         hooks = self.hooks
         skip = False
+        failed = None
         if not self.functions:
             return skip
         log = hooks.log
@@ -96,7 +97,9 @@ class Hook:
                         result = function.function(hooks.trainer, hooks.module, *args)
                     except BaseException as error:
                         if not hooks.disable_if_allowed(error, function.source, self.name, args):
-                            raise
+                            if self.name != "on_log" or not isinstance(error, Exception):
+                                raise
+                            failed = failed or error  # every logger gets the row
                         result = None
                     if result is not None and isinstance(result, (int, np.integer)) and result == -1:
                         skip = True
@@ -115,6 +118,8 @@ class Hook:
             log.hook = outer_hook
             log.named = outer_named
             hooks.nested_seconds = outer_nested + start - begun
+        if failed is not None:
+            raise failed
         return skip
 
 

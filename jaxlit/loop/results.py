@@ -65,6 +65,10 @@ class MetricView(Mapping[str, float]):
         """Return a number that is another for each new value of a metric; None for one that every step changes."""
         return self._slots[name].number
 
+    def hook(self, name: str) -> str | None:
+        """Return the hook that has logged a metric, whose value is this process's own; None for one of a step."""
+        return getattr(self._slots[name].value, "hook", None)
+
     def __getitem__(self, name: str) -> float:
         if active_collector() is not None:
             raise StateError(

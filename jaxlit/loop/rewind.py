@@ -12,6 +12,7 @@ from jaxlit.checkpoints.files import Checkpoint, Resume, read
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.batch_validator import batch_leaves
+from jaxlit.engine.state import Hyperparams
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.run import Run, Start
 from jaxlit.loop.snapshot import load_engine
@@ -20,24 +21,35 @@ _logger = logging.getLogger("jaxlit")
 
 MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
 _MOST_ROLLBACKS = 3  # to one checkpoint: more is not a bad batch, but a training that diverges
-_MOST_ROWS = 5  # that a message names
+_MOST_ROWS = 5  # or arrays, that a message names
 
 
-def check_finite(run: Run) -> None:
+def check_finite(run: Run, *, params: bool = False) -> None:
     """Read the guard's mark, which waits for the device, and do what `nan_policy` says.
+
+    With `params` look at the parameters too: an update may not be finite where the loss and the gradients are.
 
     Raises:
         NonFiniteError: Under "raise", if a step was not finite, at each check until training has ended. The parameters
-            are those before it. Under "rollback" only if there is nothing to go back to.
+            are those before it. Under "rollback" only if there is nothing to go back to. Under all policies but
+            "ignore", if parameters are not finite and there is nothing to go back to.
     """
     policy = run.settings.nan_policy
     if policy == "ignore":
         return
-    if (bad := run.engine.bad_step()) < 0:
-        run.settle(run.position.global_step)
-        return
-    if bad == run.unchecked.warned_of:
-        return
+    bad = run.engine.bad_step()
+    is_new = bad >= 0 and bad != run.unchecked.warned_of
+    if (params or is_new) and (names := run.engine.state.not_finite()):
+        what = _update_not_finite(run, names, bad if is_new else run.position.global_step)
+        if policy != "rollback":
+            raise NonFiniteError(f"{what} Checkpoints, if there are any, are finite: resume with another optimizer.")
+        return roll_back(run, _checkpoint_before(run, what), what)
+    if params:
+        run.unchecked.finite_step = run.position.global_step
+    if bad < 0:
+        return run.settle(run.position.global_step)
+    if not is_new:
+        return None
     what = f"The loss or a gradient was NaN or infinite at optimizer step {bad} (epoch {run.position.epoch})."
     if policy == "skip":
         run.unchecked.warned_of = bad  # warned of once
@@ -49,6 +61,20 @@ def check_finite(run: Run) -> None:
             f"{what} The parameters are still those before that step. Lower the learning rate, clip gradients, look at "
             "the batch (Trainer(debug=True) refuses one that holds NaN), or pass Trainer(nan_policy='skip')."
         )
+
+
+def _update_not_finite(run: Run, names: list[str], step: int) -> str:
+    """Return what is known of an update that was not finite, given the arrays that show it after `step` steps."""
+    first, latest = run.unchecked.finite_step, run.results.latest
+    since = f"since optimizer step {first}{f' or a later one before {step}' * (step > first + 1)}"
+    rates = {} if latest is None else run.results.read(latest).rates
+    listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
+    more = f" and {len(names) - _MOST_ROWS} more" * (len(names) > _MOST_ROWS)
+    return (
+        f"Parameters hold NaN or infinity {since}: {', '.join(names[:_MOST_ROWS])}{more}. The "
+        "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
+        f"Newest step: {listed or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
+    )
 
 
 def roll_back(run: Run, to: Checkpoint, why: str) -> None:
@@ -66,6 +92,7 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
         engine.clear_sums()
     run.results.history.clear(was.global_step)
     run.hooks.log.take_window()
+    run.unchecked.finite_step = was.global_step
     _forget_later(run)
     run.hooks("on_load_checkpoint", dict(to.state))  # last: a hook may read all of the above
 
@@ -135,7 +162,7 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
     run.hooks.log.forget(position.total_batch_idx)
     _forget_later(run)
     changed_arrays = None
-    if isinstance(error, NonFiniteError):
+    if isinstance(error, NonFiniteError) and not engine.state.not_finite():
         text, changed_arrays = _diagnose(run, start.batch_idx, end)
         before = run.checkpoints.resume and run.checkpoints.resume.checkpoint.state.get("not_finite")
         second = "\nIt is the second time: training was resumed right before this step."

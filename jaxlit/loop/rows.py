@@ -1,6 +1,7 @@
 """The rows of steps, epochs and validations, and the guard that is read with them."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -80,12 +81,12 @@ def row_of_epoch(run: Run) -> dict[str, Any]:
     if run.position.global_step == run.position.first_step:  # without a step there are no metrics
         return row
     metrics = engine.training_table.metrics
-    values = engine.epoch_values() if any(m.on_epoch for m in metrics) else [0.0] * len(metrics)
-    run.results.newest_loss = lambda: engine.epoch_values()[0]
-    for metric, value in zip(metrics, values, strict=True):
+    values = engine.epoch_values() if any(m.on_epoch for m in metrics) else []
+    run.results.newest_loss = lambda: (engine.epoch_values() or [math.nan])[0]
+    for metric, value in zip(metrics, values or [math.nan] * len(metrics), strict=True):
         if metric.on_epoch:
             run.results.put_epoch(metric, value)
-            row |= {metric.epoch_name: value} if metric.logger else {}
+            row |= {metric.epoch_name: value} if metric.logger and values else {}
     return {**row, **run.results.read(run.results.latest).rates, **row} if run.results.rates_in == "epoch" else row
 
 
@@ -97,7 +98,7 @@ def note_monitor(run: Run) -> None:
         _logger.warning(
             "%s: the learning rate cannot be read from what %s.configure_optimizers returns, and is in no row. Return "
             "jl.Optimizer(tx, lr_schedule=schedule), or keep it in the optimizer's state: "
-            "optax.inject_hyperparams(optax.adam)(learning_rate=schedule).",
+            "optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=schedule).",
             type(monitor).__name__,
             type(run.module).__name__,
         )

@@ -26,6 +26,7 @@ from jaxlit.control import Control
 from jaxlit.core.log import Metric
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher
+from jaxlit.distributed.job import same_job
 from jaxlit.distributed.team import READS_ARE_COMPARED, fetch
 from jaxlit.engine.compiled_program import Bound
 from jaxlit.engine.engine import Engine
@@ -38,6 +39,7 @@ from jaxlit.reporting.terminal import say
 from jaxlit.texts import shown
 
 MOST_QUIET = 1024  # optimizer steps after which the loop looks at all in any case
+_WRITTEN = "what hooks have written"
 _NAMES = ("on_train_batch_start", "on_train_batch_end", "on_safe_point")
 
 
@@ -64,6 +66,7 @@ class Unchecked:
 
     starts: list[Any] = field(default_factory=list)  # as `Start` has them
     warned_of: int = -1  # the bad step
+    finite_step: int = 0  # the steps after which the parameters were found to be finite last
     bad: dict[str, Any] | None = None  # the step that training ends before, see `jaxlit.loop.rewind`
 
 
@@ -104,6 +107,7 @@ class Run:
     engine: Engine
     prefetcher: Prefetcher
     unchecked: Unchecked = field(default_factory=Unchecked)
+    auto_size: int = 0  # the batches of a dispatch that steps_per_execution="auto" has chosen; 0 before that
     is_safe: bool = True  # a checkpoint may be taken now
     requested: list[Callable[[], None]] = field(default_factory=list)  # checkpoints to write at the next safe point
     part: str = "start"  # of the run's time, see `LoopPart`
@@ -207,7 +211,17 @@ class Run:
             processes.agree(f"the end of step {self.position.global_step}", None)
         if processes.is_preempted():
             control.take([f"signal {int(signal.SIGTERM)}"])
+        control.agree(_WRITTEN, bool(self.engine.state.written))
         control.take(processes.decide(control.asked or ()))
+        if control.agree(_WRITTEN, False):
+            self.compare_writes()
+
+    def compare_writes(self) -> None:
+        """Raise a ProcessError in all processes, which call this together, if what hooks have written differs."""
+        state = self.engine.state
+        rule = "Hooks must write the same weights and hyperparameters in every process, or none."
+        same_job(_WRITTEN, lambda: state.written, rule=rule)
+        state.written.clear()
 
     def print_signal(self) -> None:
         """Print once that a signal ends training here, if one does."""
@@ -250,15 +264,11 @@ class Tracing:
     """Runs the optimizer steps at which a `trace_step` fires, and gives its values to `on_trace`.
 
     Callbacks that name no interval have `log_every`.
-
-    Attributes:
-        every: The callbacks with their intervals.
-        seen: Values that `on_trace` has not received yet: (callback, step, values on the device).
     """
 
     def __init__(self, hooks: Hooks, log_every: int) -> None:
         self._hooks = hooks
-        self.every: list[tuple[Callback, int]] = []
+        self.every: list[tuple[Callback, int]] = []  # the callbacks with their intervals
         for callback in hooks.callbacks:
             if not overrides(callback, "trace_step"):
                 continue
@@ -269,6 +279,7 @@ class Tracing:
                 fitting(callback, "trace_step")
                 self.every.append((callback, every))
         self._checked = False
+        # values that `on_trace` has not received yet: (callback, step, values on the device)
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
@@ -344,16 +355,7 @@ class Wait(NamedTuple):
 
 
 class Due:
-    """When something acts that does not act in each step, and the hooks of a step's batches.
-
-    Attributes:
-        next_step: The count of optimizer steps at which something is due next.
-        next_time: The time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one.
-        dispatch_end: The count of optimizer steps that a dispatch of several batches must not pass: a validation, a
-            limit, a callback or a traced step comes there.
-        quiet_hooks: The hooks of a step in which no callback with `due_in` acts.
-        is_stale: Whether all of this must be found again before the next step.
-    """
+    """When something acts that does not act in each step, and the hooks of a step's batches."""
 
     def __init__(self, hooks: Hooks, tracing: Tracing) -> None:
         self._hooks = hooks
@@ -365,11 +367,14 @@ class Due:
         self._next_callback = 0.0
         self._time_callback = math.inf
         self._intervals = list[int]()
-        self.is_stale = True
-        self.next_step: float = 0
+        self.is_stale = True  # whether all of this must be found again before the next step
+        self.next_step: float = 0  # the count of optimizer steps at which something is due next
+        # the time, by `time.perf_counter()`, at which something acts next; infinite if nothing waits for one
         self.next_time = math.inf
+        # the count of optimizer steps that a dispatch of several batches must not pass: a validation, a limit, a
+        # callback or a traced step comes there
         self.dispatch_end: float = 0
-        self.quiet_hooks = StepHooks()
+        self.quiet_hooks = StepHooks()  # the hooks of a step in which no callback with `due_in` acts
 
     def forget(self) -> None:
         """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
@@ -404,9 +409,10 @@ class Due:
         if run.settings.debug:
             self.next_step = step + 1
             self.dispatch_end = step
-        if step < max_steps:
-            self.next_step = min(self.next_step, max_steps)
-            self.dispatch_end = min(self.dispatch_end, max_steps)
+        for limit in (max_steps, run.settings.min_steps):  # at both, training may end
+            if step < limit:
+                self.next_step = min(self.next_step, limit)
+                self.dispatch_end = min(self.dispatch_end, limit)
         if run.data.val_every is not None and (batches := run.batches_to_validation) is not None:
             # From the start of the current window; rounded up, as a validation may come inside an optimizer step.
             batches += run.position.filled

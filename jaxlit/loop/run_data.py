@@ -125,22 +125,15 @@ class Limit(NamedTuple):
 
 
 class TimeLimits:
-    """The times of a run, the same in all of its processes.
-
-    Attributes:
-        team: The processes, and the seconds since the run began.
-        waits: Whether something waits for a time; an attribute, because each step reads it.
-        ended: When the run ended, by `time.monotonic()`; None while it continues.
-        has_failed: Whether it has raised an error.
-    """
+    """The times of a run, the same in all of its processes."""
 
     def __init__(self) -> None:
-        self.team = team()
-        self.waits = False
+        self.team = team()  # the processes, and the seconds since the run began
+        self.waits = False  # whether something waits for a time; an attribute, because each step reads it
         self._started = time.monotonic()
         self._checked = 0.0  # seconds at the newest check
-        self.ended: float | None = None
-        self.has_failed = False
+        self.ended: float | None = None  # when the run ended, by `time.monotonic()`; None while it continues
+        self.has_failed = False  # whether it has raised an error
         self._limits: list[Limit] = []
         self._next_validation: float | None = None
 

@@ -44,7 +44,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     engine = run.engine
     strategy = run.engine.strategy
     data = run.data.loaders.datamodule
-    entries = engine.state.spec.entries
+    entries = _entries(run)
     ask_for = run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
@@ -74,7 +74,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     }
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
-    optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad}
+    optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
     argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
@@ -89,17 +89,26 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
 
 def stored(run: Run, weights_only: bool) -> dict[int, str]:
     """Return by index the name of each array in a checkpoint; of weights only, an average has its parameter's name."""
-    names = [name for name, _, _ in run.engine.state.spec.entries]
+    names = [name for name, _, _ in _entries(run)]
     if not weights_only:
         return dict(enumerate(names))
     evaluated = _evaluated(run)
     return {evaluated.get(i, i): name for i, name in enumerate(names) if name.startswith("module.")}
 
 
+def _entries(run: Run) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return the (name, shape, dtype) of each array of the state, and then of those of `State.averaged`."""
+    spec = run.engine.state.spec
+    computed = [spec.entries[i] for i in jax.tree.leaves(spec.index.params) if spec.averages]
+    return [*spec.entries, *((f"evaluated.{name}", *kind) for name, *kind in computed)]
+
+
 def _evaluated(run: Run) -> dict[int, int]:
     """Return by the index of a parameter that of the array which evaluations see in its place, such as an average."""
     spec = run.engine.state.spec
-    pairs = zip(jax.tree.leaves(spec.index.params), jax.tree.leaves(spec.eval_params), strict=True)
+    params = jax.tree.leaves(spec.index.params)
+    computed = [len(spec.arrays) + k for k in range(len(params))]  # see `_entries`
+    pairs = zip(params, computed if spec.averages else jax.tree.leaves(spec.eval_params), strict=True)
     # After a fit a checkpoint has the parameters as they are: `WeightAveraging` has left the average in them, and the
     # caller may have written others since.
     return {} if run.times.ended is not None and not run.times.has_failed else {i: k for i, k in pairs if i != k}
@@ -142,7 +151,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
         if evaluates:
             return not name.startswith("module.")
         fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
-        fresh = fresh or (name.startswith("window.") and not filled)
+        fresh = fresh or (name.startswith("window.") and not filled) or name.startswith("evaluated.")
         return (
             fresh or (_is_bookkeeping(name) and name not in same) or _callback_key(name) in (saved_keys ^ wanted_keys)
         )
@@ -163,7 +172,9 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
     target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
     read = checkpoint.arrays(target)
-    arrays = {k: read[i] for i, k in pairs.items()} | {k: fit(read[i]) for i, (k, fit) in extra.items()}
+    arrays = {k: read[i] for i, k in pairs.items()}
+    # Of a run with 64 bits, or without them, they have another dtype.
+    arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
@@ -225,6 +236,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
     run.checkpoints.resumed = True
+    run.auto_size = state.get("auto_size") or 0
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.
     keeps = keeps_accumulation(run.accumulation.argument, run.settings, state)
@@ -265,18 +277,19 @@ def _pack(array: Any) -> dict[str, Any] | None:
     if array is None:
         return None
     # As text a float would be rounded; a resume has to be exact.
-    x = np.ascontiguousarray(fetch(array), np.float32)
+    x = np.ascontiguousarray(fetch(array))
     return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
 
 
 def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
     data = base64.b64decode(packed["data"])
     shape = packed["shape"]
-    if math.prod(shape) * 4 != len(data):  # the file may be damaged, or made by hand
+    size = math.prod(shape)
+    if len(data) not in (4 * size, 8 * size):  # the file may be damaged, or made by hand
         raise CheckpointError(
             f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
         )
-    return np.frombuffer(data, np.float32).reshape(shape)
+    return np.frombuffer(data, np.float32 if len(data) == 4 * size else np.float64).reshape(shape)
 
 
 def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 
 from jaxlit.data.prefetcher import Batch
-from jaxlit.errors import add_note
+from jaxlit.errors import NonFiniteError, add_note
 from jaxlit.loop.dispatch import Dispatch, take_step, take_steps
 from jaxlit.loop.evaluate import evaluate, sanity_check
 from jaxlit.loop.hooks import Hook
@@ -35,6 +35,10 @@ def fit(run: Run) -> None:
         write_requested(run)
         if has_trained:
             run.hooks("on_train_end")
+            run.compare_writes()
+        run.engine.state.use_averages()
+        if run.hooks.live is not None:
+            run.hooks.live.stale = True
     except BaseException as error:
         run.times.fail(error, run.place)  # first: what follows may wait for the device, and so for the other processes
         try:  # a second Ctrl-C may come while these wait for the device
@@ -63,12 +67,16 @@ def train_epochs(run: Run) -> bool:
         return False
     note_monitor(run)
     run.hooks("on_train_start")
+    run.engine.state.infinities_at_start = run.engine.state.infinities()
+    run.unchecked.finite_step = run.position.global_step
     run.meet()
     dispatch = Dispatch(run)
     while resumes_epoch or not run.done:
         reload(run)  # first: the loader hook may return other data now, whose length the rest uses
         run.position.cut = False
         train_epoch(run, dispatch, resumes_epoch=resumes_epoch)
+        if run.done:
+            check_finite(run, params=True)
         # A rollback at the end may have undone the step with which training ended: then the epoch continues.
         resumes_epoch = run.position.cut and not run.done
     run.print_signal()  # one that came when the epoch had ended
@@ -173,17 +181,25 @@ def log_step(run: Run, rows: list[Row] | None) -> None:
     """
     position = run.position
     step = run.position.global_step
-    if run.results.pending:
-        log_pending(run)
-    if run.times.waits and (run.due.is_stale or time.perf_counter() >= run.due.next_time):
-        run.times.check(run.control)
-    if run.times.team.size > 1:
-        run.meet()
+    failed = None
+    try:
+        if run.results.pending:
+            log_pending(run)
+        if run.times.waits and (run.due.is_stale or time.perf_counter() >= run.due.next_time):
+            run.times.check(run.control)
+        if run.times.team.size > 1:
+            run.meet()
+    except NonFiniteError:  # which undoes the newest step
+        raise
+    except Exception as error:
+        failed = error  # the newest step keeps its row
     if position.global_step == step:  # else a rollback has undone it
         is_due = run.due.is_stale or step >= run.due.next_step or run.control.should_stop or run.hooks.log.window
         if rows is None and is_due and not position.filled:
             rows = rows_of_step(run, step - 1)
-        run.results.pending = rows or []
+        run.results.pending = [*run.results.pending, *(rows or [])]
+    if failed is not None:
+        raise failed
     # In debug mode this waits for each step, so that an error names it at once; else where nothing is logged.
     if run.settings.debug or len(run.unchecked.starts) >= MOST_STARTS:
         check_finite(run)
@@ -234,13 +250,16 @@ def end_epoch(run: Run) -> None:
     hooks.log.show_epoch()
     hooks("on_train_epoch_end")
     run.meet()
-    log_row(run, {**row, **hooks.log.row_of_epoch()}, max(position.global_step - 1, 0))
-    run.times.check(run.control, epoch_over=True)
-    run.meet()
-    position.cut = cut
-    if not cut:  # before the hook, where checkpoints are taken: they continue with the next epoch
-        position.advance_epoch(run.data.training[0].between_epochs(position.data))
-        hooks.log.begin_epoch()
+    try:
+        log_row(run, {**row, **hooks.log.row_of_epoch()}, max(position.global_step - 1, 0))
+        run.times.check(run.control, epoch_over=True)
+        run.meet()
+    finally:  # also after an error in a logger: a resume brings no second row
+        position.cut = cut
+        if not cut:  # before the hook, where checkpoints are taken: they continue with the next epoch
+            position.advance_epoch(run.data.training[0].between_epochs(position.data))
+            hooks.log.begin_epoch()
+    if not cut:
         safe_point(run, hooks.bind("on_safe_point"), epoch_over=True, training_over=run.done)
 
 

@@ -59,7 +59,8 @@ class Cut:
 
         def run(inputs: Sequence[Any], ins: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             values = dict(zip(names, [*self.closed.consts, *inputs, *ins], strict=True))
-            walk(piece.eqns, values, _without_marks)
+            # A mark gives the value itself: a gradient that needs it refers to what the stage was sent, not to a copy.
+            walk(piece.eqns, values, lambda eqn, args: list(args) if mark_of(eqn) else bind(eqn, args))
             results = [value_of(jaxpr.outvars[i], values) for i in piece.results]
             return [values[x] for x in piece.outs], results
 
@@ -68,11 +69,6 @@ class Cut:
     def users(self, var: Any) -> list[int]:
         """Return the stages that are sent a value."""
         return [piece.stage for piece in self.pieces if var in piece.ins]
-
-
-def _without_marks(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    # The value itself, so that a gradient which needs it refers to what the stage was sent, and keeps no second copy.
-    return list(args) if mark_of(eqn) else bind(eqn, args)
 
 
 def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balance: Any) -> Cut:

@@ -15,6 +15,7 @@ from jaxlit.distributed.job import same_program
 from jaxlit.errors import StateError
 from jaxlit.pipeline.executor import Places
 from jaxlit.programs.jaxpr import inline, value_of, variables, walk, walk_back
+from jaxlit.texts import is_key
 
 _SMALL = 4096  # bytes that may be sent to where they meet arrays of another rank
 
@@ -48,8 +49,6 @@ class Placed:
 
     Args:
         fn: A function of pytrees of arrays to a pytree of arrays.
-        places: The ranks.
-        name: That of its programs.
         follows: Run an operation on arrays of several ranks on that of its largest uncomputed array, such as a weight,
             or of the array computed last. False refuses it, unless the arrays are small.
         outputs: The sharding of each of the first leaves of the result.
@@ -83,7 +82,7 @@ class Placed:
         return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> Callable[[Sequence[Any]], Any]:
-        shapes = abstract_batch(list(leaves))
+        shapes = [x if is_key(x) else abstract_batch(x) for x in leaves]
         closed, result = jax.make_jaxpr(lambda *x: self._fn(*treedef.unflatten(x)), return_shape=True)(*shapes)
         same_program(self.name, lambda: closed)
         closed, structure = inline(closed, selects=True), jax.tree.structure(result)

@@ -156,7 +156,7 @@ class Microbatched:
         rows_of, treedef = jax.tree.flatten(self._outputs)
         pairs = zip(outputs, rows_of, strict=False)
         joined = treedef.unflatten([_join(x, rows, is_rows=is_rows) for x, is_rows in pairs])
-        return self._finish(leaves, written, grads, np.float32(sum(rows)), self._combine(tables), joined)
+        return self._finish(leaves, written, grads, self._combine(tables), joined)
 
     def prepare(self, leaves: Sequence[Any], batch: Any) -> tuple[list[Microbatch], list[StageSet]]:
         """Return the microbatches of a batch, and the programs of each; of the state only shapes are read."""

@@ -109,7 +109,7 @@ class Stage:
         leaves = [next(rest) if source is None else arrays[source[0]][source[1]] for source in self._sources]
         along = [sum(parts[1:], parts[0]) for parts in cotangents]
         pull = jax.tree.unflatten(self._treedef, leaves)
-        return pull(along + ([jnp.ones((), jnp.float32)] if self.ends else []))
+        return pull(along + ([jnp.ones((), float)] if self.ends else []))
 
     def _add(self, totals: list[Any], grads: Sequence[Any], rows: Any, scale: Any) -> list[Any]:
         return [self._passes.add(t, g, rows, scale) for t, g in zip(totals, grads, strict=True)]
@@ -124,7 +124,7 @@ class Stage:
         self, inputs: list[Any], ins: list[Any], totals: list[Any], rows: Any, scale: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
         _, pull, (_, results) = self._pass(inputs, ins)
-        grads, sent = pull([jnp.ones((), jnp.float32)])
+        grads, sent = pull([jnp.ones((), float)])
         return results, sent, self._add(totals, grads, rows, scale)
 
     def _backward_input(self, *returned: Any) -> tuple[list[Any], list[Any]]:

@@ -260,7 +260,7 @@ def log_epoch(run: Run) -> None:
     log_pending(run)
     table, index = run.programs.step_table.metrics, run.programs.spec.index
     for i, sums in enumerate(np.asarray(run.leaves[index.sums])):  # type: ignore[call-overload]
-        pairs = zip(table.metrics, table.read(sums), strict=True)
+        pairs = zip(table.metrics, table.read(sums), strict=True) if sums[1, 0] else ()  # without a step there is none
         log_row(run, i, run.progress.step - 1, {m.epoch_name: x for m, x in pairs if m.on_epoch and m.logger})
     for i, bad in enumerate(read_counters(run)[:, _BAD_STEP].tolist()):
         status, member = run.progress.statuses[i], run.programs.members[i]
@@ -427,7 +427,7 @@ def _built(
     most_devices = None if isinstance(options.devices, str) else options.devices
     programs = Programs(members_mesh(len(variations), most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
-    for built in build(make_module, variations, Precision(options.precision)):
+    for built in build(make_module, variations, Precision(options.precision), examples[0]):
         programs.add(built.member)  # traced before the next one is built
         layouts.append(built.layout)
         arrays.append(built.arrays)

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -27,7 +27,6 @@ from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import PRECISIONS, Layout, Precision, StepOptions
-from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import Training, training_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean
 from jaxlit.loop.hooks import OF_CALLBACK
@@ -112,10 +111,6 @@ class Member:
     def strategy(self) -> Strategy:
         """The strategy of one member alone."""
         return self.training.spec.strategy
-
-    def with_spec(self, spec: StateSpec) -> "Member":
-        """Return the member with another spec of its state."""
-        return replace(self, training=replace(self.training, spec=spec))
 
 
 class _OneMember(SingleDevice):
@@ -213,7 +208,7 @@ class Built(NamedTuple):
 
 
 def build(
-    make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision
+    make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision, example: Any
 ) -> Iterator[Built]:
     """Yield the members; each module is built when the iterator reaches it.
 
@@ -234,7 +229,7 @@ def build(
         pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
-        training = training_of(origin, pure, strategy, StepOptions(optimizer))
+        training = training_of(origin, pure, strategy, StepOptions(optimizer, example=example))
         # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
         arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
         yield Built(Member(i, dict(variations[i]), contents, training, i), layout, arrays)
@@ -318,7 +313,7 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
         opt_state, tx = training.options.tx.init(params), training.options.tx
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
-    programs = [jax.make_jaxpr(first_step)(params, params, jax.ShapeDtypeStruct((), jnp.float32))]
+    programs = [jax.make_jaxpr(first_step)(params, params, jnp.zeros(()))]
     logged: dict[str, Sequence[Any]] = {"the optimizer": training.rates.names}
     for (stage, loader), batch in examples.items():
         programs.append(trace_of(training, stage, loader, batch))

@@ -118,9 +118,10 @@ class Population:
         """
         index = check.integer("index", index, low=0, owner="Population.module")
         check.require(index < len(self), "index", index, f"takes an int below {len(self)}", owner="Population.module")
-        pure, layout = self._members[index].pure, self._members[index].training.spec.layout
-        leaves = [jnp.asarray(np.asarray(x[index])) for x in self._leaves]
-        module: TrainModule = merge(pure.graphdef, *layout.unflatten(leaves).variables)
+        pure, spec = self._members[index].pure, self._members[index].training.spec
+        leaves = [jnp.asarray(np.asarray(self._leaves[i][index])) for i in spec.eval_index]
+        _, *variables = spec.eval_layout.unflatten(leaves)
+        module: TrainModule = merge(pure.graphdef, *variables)
         share_hparams(module, pure.origin)
         return module
 

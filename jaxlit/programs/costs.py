@@ -22,17 +22,12 @@ from jaxlit.texts import shown
 
 @dataclass(frozen=True)
 class Flops:
-    """Multiplications and additions of a program.
+    """Multiplications and additions of a program."""
 
-    Attributes:
-        count: How many, at least.
-        exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
-        by_dtype: The part of each kind of operands: a dtype's name, or "float32 fast" for those of float32 that a
-            device may round to fewer bits, which is what it does unless a product asks for more.
-    """
-
-    count: int = 0
-    exact: bool = True
+    count: int = 0  # how many, at least
+    exact: bool = True  # whether there are no more: a loop whose turns are known only while it runs counts as one turn
+    # the part of each kind of operands: a dtype's name, or "float32 fast" for those of float32 that a device may round
+    # to fewer bits, which is what it does unless a product asks for more
     by_dtype: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def __add__(self, other: "Flops") -> "Flops":
@@ -158,24 +153,18 @@ _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([^\]]*)\]")
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of collective in a program.
+    """One kind of collective in a program."""
 
-    Attributes:
-        kind: "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute",
-            "ragged-all-to-all" or "reduce-scatter".
-        calls: How many of them one call of the program runs; those in loops count by the loops' turns.
-        bytes: Of the results of all of them on one device: of an all-gather the entire array, of a reduce-scatter a
-            device's part.
-        exact: Whether there are no more: a loop whose turns are known only while it runs counts as one turn.
-        sent_by_span: Bytes that a device sends at least, around a ring of its group, by the span of the group: how far
-            apart its devices are in the program's order, both ends counted. A span of more devices than a node has
-            crosses nodes.
-    """
-
+    # "all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "ragged-all-to-all" or
+    # "reduce-scatter"
     kind: str
-    calls: int
+    calls: int  # how many of them one call of the program runs; those in loops count by the loops' turns
+    # of the results of all of them on one device: of an all-gather the entire array, of a reduce-scatter a device's
+    # part
     bytes: int
-    exact: bool = True
+    exact: bool = True  # whether there are no more: a loop whose turns are known only while it runs counts as one turn
+    # bytes that a device sends at least, around a ring of its group, by the span of the group: how far apart its
+    # devices are in the program's order, both ends counted. A span of more devices than a node has crosses nodes
     sent_by_span: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     @property

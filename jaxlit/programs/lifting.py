@@ -33,19 +33,12 @@ class DifferentError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """A program that computes what each of a list of programs does, given the numbers of that program.
+    """A program that computes what each of a list of programs does, given the numbers of that program."""
 
-    Attributes:
-        first: The first program.
-        treedef: The structure of its results.
-        inputs: The index in `numbers` of the number at each place of the first program that differs.
-        numbers: Arrays of shape (programs, ...).
-    """
-
-    first: Any
-    treedef: Any
-    inputs: dict[Place, int]
-    numbers: list[np.ndarray]
+    first: Any  # the first program
+    treedef: Any  # the structure of its results
+    inputs: dict[Place, int]  # the index in `numbers` of the number at each place of the first program that differs
+    numbers: list[np.ndarray]  # arrays of shape (programs, ...)
 
     def __call__(self, numbers: Sequence[Any], *args: Any) -> Any:
         """Return what one program returns for the arguments of the traced function, given the program's numbers."""

@@ -24,13 +24,18 @@ class Stacked(NamedTuple):
     is_slice: bool = False  # in a scan
 
 
+_BATCH = Stacked(-1, ())  # a value that depends on the batch
 _Followed = Sequence[Stacked | None]  # of each input of an equation or a program, None for another value
 
 
-def scanned_dims(closed: Any, inputs: Sequence[int]) -> dict[int, set[int]]:
-    """Return for those of some inputs that scans of a program take apart the dims that they take one by one."""
+def scanned_dims(closed: Any, inputs: Sequence[int], batch: Sequence[int] = ()) -> dict[int, set[int]]:
+    """Return for those of some inputs that scans of a program take apart the dims that they take one by one.
+
+    With the places of the batch, only those of layers: of scans with a carry, which take nothing of the batch apart.
+    """
     scanned: dict[int, set[int]] = {}
-    _follow(closed.jaxpr, _stacked_inputs(closed.jaxpr, inputs), scanned)
+    followed = [_BATCH if i in batch else x for i, x in enumerate(_stacked_inputs(closed.jaxpr, inputs))]
+    _follow(closed.jaxpr, followed, scanned, of_layers=bool(batch))
     return scanned
 
 
@@ -38,15 +43,18 @@ def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
     return [Stacked(i, tuple(range(x.aval.ndim))) if i in inputs else None for i, x in enumerate(jaxpr.invars)]
 
 
-def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]]) -> None:
+def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]], *, of_layers: bool = False) -> None:
     def rule(eqn: Any, ins: _Followed) -> _Followed:
         if any(ins) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
-                for outer in itertools.compress(ins, inside):
-                    assert outer is not None
-                    scanned.setdefault(outer.index, set()).add(outer.dims[0])
-            _follow(inner, inside, scanned)
+                outers = [x for x in itertools.compress(ins, inside) if x is not None]
+                if not of_layers or (eqn.params["num_carry"] and _BATCH not in outers):
+                    for outer in outers:
+                        scanned.setdefault(outer.index, set()).add(outer.dims[0])
+            _follow(inner, inside, scanned, of_layers=of_layers)
+        if _BATCH in ins:
+            return [_BATCH] * len(eqn.outvars)
         return [_moved(eqn, ins)] + [None] * (len(eqn.outvars) - 1)
 
     follow(jaxpr, inputs, rule, None)
@@ -77,7 +85,8 @@ def _inside(eqn: Any, ins: _Followed) -> _Followed:
     inside: list[Stacked | None] = []
     for x, outer, inner in zip(ins, eqn.invars, _entered(eqn).invars, strict=True):
         is_scanned = outer.aval.ndim > inner.aval.ndim
-        inside.append(x._replace(dims=x.dims[1:], is_slice=True) if x and is_scanned else None)
+        sliced = x if x is None or x is _BATCH else x._replace(dims=x.dims[1:], is_slice=True)
+        inside.append(sliced if is_scanned else None)
     return inside
 
 

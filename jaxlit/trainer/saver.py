@@ -74,7 +74,8 @@ class Saver:
         Raises:
             ArgumentError: `order` is no number, or negative.
             CheckpointError: It cannot be begun, or the state was lost in a step that failed.
-            NonFiniteError: A step was not finite, and the policy is to raise.
+            NonFiniteError: A step was not finite, and the policy is to raise; or a parameter is not, and the policy is
+                not "ignore".
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         check.boolean("weights_only", weights_only, owner="trainer.saver.begin")
@@ -91,14 +92,16 @@ class Saver:
         else:
             run.hooks.live.take_later_writes()
         log_pending(run)  # first: a checkpoint does not store pending rows
-        check_finite(run)
+        check_finite(run, params=True)
         run.tracing.deliver()
         where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
         if order is None:
             open_orders = [saving.order for saving in self._open if saving.path.parent == where.parent]
             order = max([last_order(where.parent), *open_orders]) + 1
-        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order)
-        leaves = [run.engine.state.leaves[i] for i in snapshot.stored(run, weights_only)]
+        has = bool(run.engine.state.written)
+        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order, run.compare_writes, has)
+        leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
+        leaves = [leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving = draft.write(dict(enumerate(leaves)))
             saving.when_done(run.due.forget)
@@ -159,11 +162,11 @@ class Saver:
         snapshot.take(self._training(), ask=False)
 
     def check_finite(self) -> None:
-        """Look whether every step was finite, as `nan_policy` says; at a safe point it may go back to a checkpoint.
+        """Look whether all steps and parameters are finite, as `nan_policy` says; it may go back to a checkpoint.
 
         Raises:
             CheckpointError: The policy is "rollback", and no training can be continued in this hook.
-            NonFiniteError: A step was not finite, and the policy is to raise.
+            NonFiniteError: As in `begin`.
         """
         if (run := self._fitted()) is None:
             return
@@ -172,11 +175,11 @@ class Saver:
                 f"trainer.saver.check_finite is called in {run.hooks.log.hook or 'a hook'}, and nan_policy='rollback' "
                 "goes back to a checkpoint between two batches only. Call it in on_safe_point."
             )
-        check_finite(run)
+        check_finite(run, params=True)
 
     def is_finite(self) -> bool:
-        """Return whether every floating number of the training state is finite; waits for the device."""
-        return (run := self._fitted()) is None or run.engine.state.is_finite()
+        """Return whether all parameters, and averages that evaluations see, are finite; waits for the device."""
+        return (run := self._fitted()) is None or not run.engine.state.not_finite()
 
     def announce(self, callback: Callback, path: str | Path) -> None:
         """Call `on_checkpoint_saved` of all callbacks: a checkpoint is complete on the disk.

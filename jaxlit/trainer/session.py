@@ -85,13 +85,6 @@ class Session:
     as they were passed, as JSON values.
 
     Attributes:
-        callbacks: The callbacks of the newest run; before it those of the Trainer.
-        added: Those of them that the run's module has added.
-        takes: Whether a callback that a module adds takes part.
-        current: The newest run, from before its first batch on.
-        fitted: The newest fit, once it has a state; None once another one begins.
-        running: Whether the newest run is not over.
-        compiles: How long its steps took to compile.
         media: Stores what no logger can.
     """
 
@@ -105,19 +98,20 @@ class Session:
         self.position = Position()
         self.results = Results()
         self.saver = Saver(lambda: self.fitted)
-        self.callbacks = trainer_callbacks.callbacks
+        self.callbacks = trainer_callbacks.callbacks  # the callbacks of the newest run; before it those of the Trainer
         self.config = config
-        self.added: list[Callback] = []
+        self.added: list[Callback] = []  # those of them that the run's module has added
+        # whether a callback that a module adds takes part
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
         self.folder = RunFolder(settings.default_root_dir)
         self.module: TrainModule | None = None
         self.loaders: Loaders | None = None
-        self.current: Run | None = None
-        self.fitted: Run | None = None
+        self.current: Run | None = None  # the newest run, from before its first batch on
+        self.fitted: Run | None = None  # the newest fit, once it has a state; None once another one begins
         # The newest fit and where it is, which a fit that cannot begin leaves in place.
         self._before: tuple[Run, Position, TrainModule | None] | None = None
-        self.running = False
-        self.compiles = CompileLog()
+        self.running = False  # whether the newest run is not over
+        self.compiles = CompileLog()  # how long its steps took to compile
         use_compile_cache(settings.compile_cache)
         self._evaluates: Engine | None = None  # of the newest evaluation
         self._built: Built | None = None

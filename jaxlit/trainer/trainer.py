@@ -335,6 +335,7 @@ class Trainer(TrainerProperties):
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
+            NonFiniteError: A parameter is not finite, and `nan_policy` is not "ignore".
             ArgumentError: `path` is something else than a checkpoint.
 
         Example:

@@ -45,10 +45,10 @@ class LRFinder:
             loss of the step itself.
 
     Example:
-        >>> import jaxlit as jl, optax
+        >>> import jax.numpy as jnp, jaxlit as jl, optax
         >>> class Line(jl.testing.Line):
         ...     def configure_optimizers(self):
-        ...         return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr)
+        ...         return optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.float32)(learning_rate=self.lr)
         >>> model, data = Line(), jl.testing.line_data()
         >>> found = jl.lr_find(jl.Trainer(max_epochs=2), model, data, min_lr=1e-4, update_attr=True)
         >>> 1e-4 < found.suggestion() < 1.0 and model.lr == found.suggestion()
@@ -140,7 +140,7 @@ def lr_find(
 
     Args:
         trainer: The Trainer that will train the module.
-        model: The module. Its optimizer keeps its rate: `optax.inject_hyperparams(optax.adam)(learning_rate=self.lr)`.
+        model: The module, with `optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(self.lr)`.
         train_dataloaders: As for `fit`.
         datamodule: As for `fit`.
         min_lr: The rate of the first step.

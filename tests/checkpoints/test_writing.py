@@ -241,7 +241,7 @@ def test_small_replicated_arrays_compile_no_slices(strategy):
     jax.clear_caches()
     with compiles() as made:
         trainer.save_checkpoint("saved")
-    assert made == []
+    assert {*made} == {"jit(call)"}  # which looks at the parameters
 
 
 def crash(root, at):

@@ -1,5 +1,7 @@
 """`self.log` in steps and hooks: what may be logged and where, and what metrics add up to, against numpy."""
 
+import csv
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -188,6 +190,50 @@ def test_the_mean_of_a_million_batches_is_exact(value: float) -> None:
     x = float(np.float32(value))
     # A batch's own entry is rounded to float32; what a million of them add up to is not rounded any further.
     assert table.read(np.asarray(sums)) == pytest.approx([x, x * 10**6, x], rel=1e-7)
+
+
+INTEGERS = [("single", 1), ("fsdp", 1), ("shard_map", 2), ("single", 2), ("pmap", 1), ("simulate:8", 2), ("ddp", 2)]
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), thinned(INTEGERS, ("single", 2), full=INTEGERS[1:3]))
+def test_integers_above_2_to_the_24_keep_all_digits(strategy: str, accumulate: int) -> None:
+    numbers = [16_777_217, 2**31 - 1, -(2**30) - 1, 1]
+    batches = [{"x": np.zeros((8, 1), np.float32), "n": np.full(8, n, np.int32)} for n in numbers]
+
+    def log(self: Any, batch: Any, batch_idx: Any) -> None:
+        self.log("same", jnp.int32(2**24 + 1), on_step=True, on_epoch=True)
+        self.log("total", jnp.uint32(2**32 - 1), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("n", batch["n"].max(), on_step=True, on_epoch=True)
+
+    rows = Rows()
+    arguments: dict[str, Any] = {"strategy": strategy, "accumulate_grad_batches": accumulate, "log_every_n_steps": 1}
+    trainer = fit(logging(log, log), batches, batches, rows, **arguments)
+    windows = [numbers[i : i + accumulate] for i in range(0, 4, accumulate)]
+    assert rows.of("same_step") == [2**24 + 1] * len(windows)
+    assert rows.of("total_step") == [(2**32 - 1) * accumulate] * len(windows)
+    assert rows.of("n_step") == [sum(window) / len(window) for window in windows]
+    # Validation's comes last.
+    assert rows.of("same_epoch") == [2**24 + 1] * 2
+    assert rows.of("total_epoch") == [4 * (2**32 - 1)] * 2
+    assert rows.of("n_epoch") == [sum(numbers) / 4] * 2
+    with (trainer.run_dir / "metrics.csv").open() as file:
+        read = list(csv.DictReader(file))
+    assert {row["same_step"] for row in read} == {"16777217", ""}  # the row of the validation has none
+    assert {row["total_epoch"] for row in read} == {str(4 * (2**32 - 1)), ""}
+
+
+def test_the_rows_of_a_batch_take_no_digit_of_an_integer() -> None:
+    table = Table([Metric("loss"), Metric("n", is_integer=True), Metric("total", reduce_fx="sum", is_integer=True)])
+    for n, rows in itertools.product(
+        (16_777_217, -16_777_219, 2**31 - 1, -(2**31), 0), (1, 7, 8191, 10_007, 57_599, 65_536)
+    ):
+        entry = table.entry([jnp.float32(0.5), jnp.int32(n), jnp.int32(n)], [jnp.float32(rows)] * 3)
+        assert table.read(np.asarray(entry)) == [0.5, n, n]
+        sums = jnp.asarray(table.empty_sums())
+        for _ in range(3):
+            sums = table.add(sums, entry)
+        assert table.read(np.asarray(sums)) == [0.5, n, 3 * n]
+        assert float(table.value(entry, 2)) == np.float32(n)
 
 
 def test_an_infinity_among_the_values_spoils_no_other_metric() -> None:

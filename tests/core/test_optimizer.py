@@ -163,6 +163,54 @@ def test_only_weights_of_layers_decay(kind: str, as_pure: bool) -> None:
     assert {"/".join(map(str, path)) for path, x in flat if np.any(np.asarray(x) != 0)} == DECAY
 
 
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.gain, self.shift = nnx.Param(jnp.full(8, 2.0)), nnx.Param(jax.random.normal(rngs.params(), (8,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.linear(x) * self.gain + self.shift)
+
+
+class Layers(Linear):
+    """Four layers in a list, or stacked by nnx.vmap for a scan, with the same weights."""
+
+    def __init__(self, stacked: bool, seed: int = 0) -> None:
+        layers, self.stacked = nnx.vmap(Layer)(nnx.Rngs(seed).split(4)), stacked
+        graph, state = nnx.split(layers)
+        each = [nnx.merge(graph, jax.tree.map(lambda x, i=i: x[i], state)) for i in range(4)]
+        self.layers = layers if stacked else nnx.List(each)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jnp.tile(x, (1, 3))[:, :8]
+        if self.stacked:
+            return nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", thinned(["all", "groups"], "all"))
+@pytest.mark.parametrize("strategy", thinned([*THREE, "fit_many"], "single", "fit_many", full=["fsdp"]))
+def test_a_loop_that_is_rewritten_as_a_scan_decays_the_same(strategy: str, kind: str, monkeypatch: Any) -> None:
+    tx = optax.adamw(0.01, weight_decay=3.0, mask=jl.decay_mask)
+    layers = HandLoop(Layers(stacked=False), tx)(*random(4)).module.layers
+    monkeypatch.setattr(
+        Layers,
+        "configure_optimizers",
+        lambda _: jl.Optimizer(by={"layers/linear": tx, ...: tx}) if kind == "groups" else tx,
+    )
+    made = Layers(stacked=True)
+    if strategy == "fit_many":
+        made = jl.fit_many(Layers, [{"stacked": True, "seed": k} for k in range(2)], random(4), max_epochs=1).module(0)
+    else:
+        fit(made, random(4), strategy=splitting(strategy))
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *[nnx.as_pure(nnx.state(layer)) for layer in layers])
+    assert_same(
+        made, {f"['layers']{jax.tree_util.keystr(k)}": x for k, x in jax.tree_util.tree_leaves_with_path(expected)}
+    )
+
+
 def test_an_nnx_optimizer_in_the_step_is_refused() -> None:
     def step(self: Any, batch: Any, optimizer: Any) -> jax.Array:
         loss, grads = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))(self)

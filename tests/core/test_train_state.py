@@ -136,6 +136,21 @@ def test_clipping_sees_accumulated_unscaled_gradients(precision: str) -> None:
     assert float(made.w[...]) == pytest.approx(-1 / 6, rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_a_clip_in_16_bits_has_the_norm_of_float32(dtype: Any) -> None:
+    """The square of 512 is infinite in float16; in bfloat16 it stays as it is when that of 22 is added, 30 times."""
+
+    def init(self: Any) -> None:
+        self.ws = nnx.List([nnx.Param(jnp.zeros(1, dtype)) for _ in range(31)])
+
+    grads = [512, *[22] * 30]
+    loss = lambda self, batch: sum(w[0] * g for w, g in zip(self.ws, grads, strict=True))  # noqa: E731
+    made = module(loss, tx=optax.sgd(1.0), init=init)
+    fit(made, constant(1), gradient_clip_val=1.0)
+    expected = -np.array(grads) / np.linalg.norm(grads)
+    np.testing.assert_allclose([float(w[0]) for w in made.ws], expected, rtol=float(jnp.finfo(dtype).eps))
+
+
 def test_a_write_that_would_round_trained_weights_is_refused() -> None:
     def step(self: Any, batch: Any) -> jax.Array:
         self.kernel[...] = 0.999 * self.kernel[...]

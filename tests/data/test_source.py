@@ -402,6 +402,64 @@ def test_random_maps_draw_anew_in_each_epoch(make):
     assert not draws[0] & draws[1] | draws[1] & draws[2] | draws[2] & draws[0], "no record draws as another one did"
 
 
+class Noise(grain.transforms.RandomMap):
+    def random_map(self, element, rng):
+        return add_noise(element, rng)
+
+
+SAMPLERS = {
+    "IndexSampler": lambda epochs: grain.samplers.IndexSampler(ROWS, shuffle=False, num_epochs=epochs, seed=3),
+    "SequentialSampler": lambda _: grain.samplers.SequentialSampler(ROWS, grain.sharding.NoSharding(), seed=3),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_data_loader_draws_anew_in_each_epoch_whether_it_shuffles_or_not(kind):
+    def make(epochs=1):
+        operations = [Noise(), grain.transforms.Batch(BATCH)]
+        return grain.DataLoader(data_source=records(), sampler=SAMPLERS[kind](epochs), operations=operations)
+
+    epochs = epochs_of(make())
+    assert epochs[0] == [everything(batch) for batch in make()], "the first is grain's"
+    assert [rows_of(epoch) for epoch in epochs] == [[*range(ROWS)]] * 3
+    if kind == "IndexSampler":
+        assert rows_of(itertools.chain(*epochs)) == rows_of(everything(batch) for batch in make(3))
+    assert len({x for epoch in epochs for batch in epoch for x in batch["noise"]}) == 3 * ROWS
+    before, state = take(source_of(make(), "loader"), 1, 2)
+    state["at"] = state["at"].replace("seed=1000006", "seed=3")  # as it was saved when each epoch had the first seed
+    (resumed := source_of(make(), "loader")).load_state_dict(state)
+    assert [*before, *take(resumed, 1)[0]] == epochs[1]
+
+
+@pytest.mark.parametrize(("count", "window"), [(10, 4), (12, 4)])
+def test_a_window_shuffle_that_loses_records_is_named(count, window, caplog):
+    rows = grain.MapDataset.source(records(count))
+    rows = grain.experimental.WindowShuffleMapDataset(rows, window_size=window, seed=0)
+    loses = rows_of([everything(batch) for batch in rows.batch(count)]) != [*range(count)]
+    (epoch,) = epochs_of(rows.batch(2), 1)
+    is_whole = sorted(rows_of(epoch)) == [*range(count)]
+    assert loses and is_whole == (count == 12)
+    text = "loader: WindowShuffleMapDataset(window_size=4) of 10 records repeats some in an epoch and leaves others out"
+    assert caplog.text.count(text) == (not is_whole)
+
+
+@pytest.mark.parametrize(("count", "drop"), [(10, False), (10, True), (9, False)])
+def test_records_that_are_in_no_shard_are_counted(count, drop, caplog):
+    def make(index):
+        shards = grain.sharding.ShardOptions(index, 3, drop)
+        sampler = grain.samplers.IndexSampler(count, shards, shuffle=False, num_epochs=1)
+        return grain.DataLoader(data_source=records(count), sampler=sampler, operations=[grain.transforms.Batch(1)])
+
+    read = [row for index in range(3) for row in rows_of(epochs_of(make(index), 1)[0])]
+    assert len(read) == 9
+    text = (
+        "loader: grain.DataLoader gives each of 3 shards 3 of 10 records, also with drop_remainder=False: 1 are in none"
+    )
+    assert caplog.text.count(text) == 3 * (count == 10 and not drop)
+    dataset = grain.MapDataset.source(records(count))
+    assert sorted(int(x["x"][0]) for i in range(3) for x in dataset[i::3]) == [*range(count)]
+
+
 def test_an_endless_dataset_with_workers_is_known():
     rows = shuffled().repeat().to_iter_dataset().batch(BATCH)
     assert source_of(rows.mp_prefetch(grain.MultiprocessingOptions(num_workers=1)), "loader").is_endless

@@ -6,6 +6,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,15 @@ def test_what_jax_raises_as_a_peer_has_failed_is_a_peer_error() -> None:
         assert fate.explained(other) is other
     fate._error = broken  # this process has failed itself, and first
     assert fate.explained(broken) is broken
+
+
+def test_an_abort_by_gloo_waits_for_the_reason_of_a_peer(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        fate = Fate(None, 0, 2, f"127.0.0.1:{coordinator.getsockname()[1]}")
+        failure = Failure("process 1 on b failed after step 6: ValueError: bad sample 123", 1, False)
+        threading.Timer(0.2, lambda: setattr(fate, "failure", failure)).start()
+        assert fate._aborted() == 1
+    assert "jaxlit: process 1 on b failed after step 6: ValueError: bad sample 123" in capfd.readouterr().err
 
 
 @pytest.mark.full

@@ -6,6 +6,7 @@ What they tell each other is tested with threads: test_team.py, tests/data/test_
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -241,6 +242,75 @@ def be_taken():
         say("ended", [trainer.global_step, trainer.interrupted])
 
 
+class Rated(Mean):
+    """Logs another score in each process, and has a rate that can be set."""
+
+    def on_train_epoch_end(self):
+        self.log("score", [5.0, 2.0, 4.0][(jax.process_index() + self.trainer.current_epoch) % 3])
+        self.log("same", 3.0 - self.trainer.current_epoch)
+
+    def configure_optimizers(self):
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=0.05)
+
+
+def set_weights(trainer, module):
+    module.w[...] = module.w[...] + jax.process_index()
+
+
+def set_local_weights(trainer, module):
+    if jax.process_index() == 1 and trainer.current_epoch == 1:
+        module.w[...] = np.full(1, 7.0, np.float32)
+
+
+def set_rate(trainer, *_):
+    if jax.process_index() == 1 and trainer.global_step == 5:
+        trainer.hyperparams["learning_rate"] = 0.5
+
+
+def set_equally(trainer, module):
+    module.w[...] = module.w[...] + 1
+    trainer.hyperparams["learning_rate"] *= 0.5
+
+
+MONITORS = {
+    "checkpoint": lambda: jl.callbacks.ModelCheckpoint("checkpoint", monitor="score"),
+    "plateau": lambda: jl.callbacks.ReduceLROnPlateau("score", patience=1, check_on_train_epoch_end=True),
+}
+WRITES = {
+    "global": (set_weights, "on_train_epoch_end"),
+    "local": (set_local_weights, "on_train_epoch_end"),
+    "last": (set_weights, "on_train_end"),
+    "rate": (set_rate, "on_train_batch_end"),
+}
+SAVED = {"global": 2, "local": 5, "last": 9, "rate": 4}  # before the hook wrote: a checkpoint comes with each step
+
+
+def differ():
+    """Log and write what differs between the processes, and what does not."""
+
+    def fit(*callbacks, module=None):
+        given = BARE | {"strategy": "ddp", "max_epochs": 3, "enable_checkpointing": True}
+        trainer = make_trainer(*callbacks, **given)
+        trainer.fit(module or Rated(), jl.ArrayLoader(rows(16 * 3), 16))
+        return trainer
+
+    for name, monitor in MONITORS.items():
+        say(name, error_of(lambda: fit(monitor())))  # noqa: B023
+    for name, (write, hook) in WRITES.items():
+        saves = jl.callbacks.ModelCheckpoint(name, every_n_train_steps=1, save_on_exception=False)
+        say(name, error_of(lambda: fit(hooks(**{hook: write}), saves)))  # noqa: B023
+        team().agree("all is written", None)
+        say(f"{name} saved", names(name) if Path(name).exists() else [])
+    monitors = [jl.callbacks.ModelCheckpoint("same", monitor="same"), jl.callbacks.EarlyStopping("same")]
+    module = Rated()
+    trainer = fit(*monitors, hooks(on_train_epoch_end=set_equally), module=module)
+    say("equal", [plain(module.w[...]), trainer.hyperparams["learning_rate"], names("same")])
+    trainer.validate(module, batches := [{"x": np.ones((8, 1), np.float32)}])
+    if jax.process_index() == 1:
+        module.w[...] = np.full(1, 7.0, np.float32)
+    say("validate", error_of(lambda: trainer.validate(module, batches)))
+
+
 def records():
     data = rows(ROWS)
     return [{key: x[i] for key, x in data.items()} for i in range(ROWS)]
@@ -300,6 +370,28 @@ def test_a_sigterm_to_one_process_ends_all_at_one_step(tmp_path):
     (step, interrupted), other = first.said["ended"], second.said["ended"]
     assert other == [step, interrupted] and interrupted and 3 <= step < 20_000
     assert names(tmp_path / "run" / "checkpoints") == [f"step_{step:08d}"]
+
+
+def test_what_hooks_log_and_write_is_the_same_in_all_processes(tmp_path):
+    processes = launch(differ, tmp_path, devices=1, grace=60.0)
+    assert [process.code for process in processes] == [0, 0], processes[0].errors + processes[1].errors
+    for process in processes:
+        said = process.said
+        for name, owner in (("checkpoint", "ModelCheckpoint"), ("plateau", "ReduceLROnPlateau")):
+            assert said[name].startswith("ProcessError: ") and f"{owner}(monitor='score')" in said[name]
+            assert re.search(r"self\.log\('score', \.\.\.\): 5\.0 in process 0 .*; 2\.0 in process 1", said[name])
+        for name in WRITES:
+            written = "trainer.hyperparams" if name == "rate" else "w, written in Made.on_train_"
+            assert said[name].startswith("ProcessError: ") and written in said[name], said[name]
+            assert said[f"{name} saved"] == [f"step_{SAVED[name]:08d}"], "what was saved before"
+        weight, rate = 0.0, 0.05
+        x = rows(48)["x"].astype(np.float64)
+        for _ in range(3):
+            for batch in range(3):
+                weight += 2 * rate * (x[16 * batch :][:16] - weight).mean()
+            weight, rate = weight + 1, rate / 2
+        assert said["equal"] == [pytest.approx([weight]), pytest.approx(rate), ["step_00000009"]]
+        assert said["validate"].startswith("ProcessError: ") and "module.w: nothing in process 0" in said["validate"]
 
 
 @pytest.fixture(scope="module")

@@ -12,30 +12,33 @@ from kit.batches import numbered, random
 from kit.inside import engine_of
 from kit.journal import hooks
 from kit.modules import Net, module
-from kit.refusals import refuses
+from kit.refusals import fit_refuses, refuses
 from kit.trainers import FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.callbacks import EMA
 from jaxlit.core.parts import by_part
 from jaxlit.engine.state import find_hyperparams
-from jaxlit.errors import ArgumentTypeError
+from jaxlit.errors import ArgumentTypeError, ModuleError
 from jaxlit.trainer.defaults import frozen_parts
 
 
 @pytest.mark.parametrize("strategy", thinned(THREE, "fsdp"))
-def test_a_state_is_finite_if_every_number_of_it_is(strategy) -> None:
-    state = engine_of(fit(Net(rngs=nnx.Rngs(0)), random(1), strategy=strategy)).state
-    assert state.is_finite()
+def test_each_parameter_and_average_that_is_not_finite_is_named(strategy) -> None:
+    state = engine_of(fit(Net(rngs=nnx.Rngs(0)), random(1), None, EMA(), strategy=strategy)).state
+    assert state.not_finite() == []
     for place, array in enumerate(state.leaves):
         if not jnp.issubdtype(array.dtype, jnp.floating) or not array.size:
             continue
+        name = state.spec.entries[place][0].removeprefix("module.")
+        expected = [name] * (place in jax.tree.leaves((state.spec.index.params, state.spec.eval_params)))
         for bad in (np.nan, np.inf):
             wrong = np.array(array)
             wrong.flat[-1] = bad
             state.put(place, wrong)
-            assert not state.is_finite(), place
+            assert state.not_finite() == expected
         state.put(place, array)
-    assert state.is_finite()
+    assert state.not_finite() == []
 
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))
@@ -114,6 +117,39 @@ def test_a_hyperparameter_set_inside_a_window_holds_for_its_step() -> None:
     model = sloping(INJECTED(learning_rate=1.0))
     fit(model, numbered(4), None, hooks(on_train_batch_end=change), accumulate_grad_batches=2)
     assert weight(model) == -(2.0 + 8.0)
+
+
+def wide(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.ndim > 0, params)
+
+
+WRAPPED: dict[str, Any] = {
+    "plain": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip(1.0), tx),
+    "masked": lambda tx: optax.masked(tx, wide),
+    "windows": lambda tx: optax.MultiSteps(tx, 2),
+    "groups": lambda tx: jl.Optimizer(by={"w": tx}),
+}
+
+
+@pytest.mark.parametrize(("wrap", "precision"), [*((name, "bf16-true") for name in WRAPPED), ("plain", None)])
+def test_a_hyperparameter_that_16_bits_change_is_refused(wrap: str, precision: str | None) -> None:
+    held = lambda self: setattr(self, "w", nnx.Param(jnp.zeros(1, "float32" if precision else "bfloat16")))  # noqa: E731
+    tx = WRAPPED[wrap](optax.inject_hyperparams(optax.adam)(0.5, b1=0.5))
+    words = r"hyperparams\.b2 in bfloat16.* 0\.999 to 1\..*hyperparam_dtype=jnp\.float32"
+    given = {"precision": precision} if precision else {}
+    fit_refuses(ModuleError, words, model=module(init=held, tx=tx), train=numbered(1), **given)
+    tx = WRAPPED[wrap](optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(0.5, b1=0.5))
+    trainer = fit(module(init=held, tx=tx), numbered(1), **given)
+    assert np.float32(0.999) in trainer.hyperparams.values()
+
+
+def test_a_rate_that_16_bits_hold_is_trained_with() -> None:
+    low = {"precision": "bf16-true"}
+    assert dict(fit(module(tx=INJECTED(0.5)), numbered(1), **low).hyperparams) == {"learning_rate": 0.5}
+    fit(module(tx=optax.contrib.prodigy()), numbered(1), **low)  # what it estimates may be rounded
+    for rate in (3e-4, optax.constant_schedule(0.5)):  # one is changed, and the numbers of the other are not known
+        fit_refuses(ModuleError, "learning_rate", model=module(tx=INJECTED(rate)), train=numbered(1), **low)
 
 
 def test_wrong_hyperparameters_are_refused() -> None:

@@ -288,6 +288,9 @@ def test_batches_of_two_shapes_are_not_stacked() -> None:
     batches, sizes = [*numbered(4), *numbered(4, rows=16), *numbered(2), *numbered(2, rows=16)], Sizes()
     fit(Mean(), batches, None, sizes, steps_per_execution=4, **BARE)
     assert sizes.sizes == [4, 4]
+    sizes.sizes.clear()  # a dispatch begins with the first batch of another shape
+    fit(Mean(), [*numbered(2), *numbered(4, rows=16)], None, sizes, steps_per_execution=4, **BARE)
+    assert sizes.sizes == [4]
 
 
 def test_host_keys_and_transfer_hooks_hold() -> None:
@@ -305,12 +308,42 @@ def test_signals_and_times_are_seen_between_dispatches() -> None:
     sends = at_batch(1, lambda *_: signal.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         fit(Mean(), numbered(12), None, sends, steps_per_execution=4, default_root_dir="run")
-    assert names() == ["step_00000005"]  # the bar has the first step alone
+    assert names() == ["step_00000004"]
     stops = at_batch(5, lambda trainer, module: trainer.stop("enough"))
     assert fit(Mean(), numbered(12), None, stops, steps_per_execution=4, **BARE).global_step == 8
     endless = itertools.cycle(numbered(2))
     given = BARE | {"max_epochs": None}
     assert fit(Mean(), endless, None, Timer({"seconds": 1}), steps_per_execution=4, **given).global_step % 4 == 0
+
+
+def test_a_stop_that_has_to_wait_cuts_no_dispatch() -> None:
+    sizes, stops = Sizes(), at_batch(1, lambda trainer, module: trainer.stop("enough"))
+    arguments = BARE | {"max_epochs": 5, "min_steps": 10, "steps_per_execution": 4}
+    trainer = fit(Mean(), numbered(4), None, stops, sizes, **arguments)
+    assert trainer.global_step == 10
+    assert sizes.sizes == [4, 4]
+
+
+def test_a_written_checkpoint_cuts_no_dispatch() -> None:
+    saver, sizes = ModelCheckpoint(every_n_train_steps=8), Sizes()
+    waits = hooks(on_train_batch_end=lambda *_: saver._saving is None or saver._saving.join())
+    fit(Mean(), numbered(20), None, sizes, waits, saver, steps_per_execution=4, default_root_dir="run")
+    assert sizes.sizes == [4] * 5
+
+
+def test_a_resume_dispatches_as_the_uninterrupted_run() -> None:
+    sizes, arguments = Sizes(), {"steps_per_execution": 4, "max_epochs": 1, "enable_progress_bar": True}
+    fit(Mean(), numbered(20), None, **arguments, max_steps=8, default_root_dir="run")
+    fit(Mean(), numbered(20), None, sizes, **arguments, ckpt_path="last", default_root_dir="run")
+    assert sizes.sizes == [4] * 3
+
+
+def test_a_resume_takes_the_size_that_auto_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxlit.loop.dispatch._LONGEST_S", 1e9)
+    sizes, arguments = Sizes(), {"steps_per_execution": "auto", "default_root_dir": "run"}
+    fit(Mean(), numbered(40), None, **arguments, max_epochs=1)
+    fit(Mean(), numbered(40), None, sizes, **arguments, max_epochs=2, ckpt_path="last")
+    assert sizes.sizes == [32]
 
 
 def test_auto_decides_once_and_trains_alike() -> None:

@@ -137,3 +137,39 @@ def test_errors_of_loggers_before_training_are_raised(caplog: Any) -> None:
 
     with pytest.raises(jl.errors.StateError, match=r"Mine\.on_train_batch_end wrote to w"):
         fit(Mean(), numbered(1), logger=logger_with(on_train_batch_end=write))
+
+
+class Summed(Mean):
+    """Logs a loss in the rows of steps and of the epoch."""
+
+    def training_step(self, batch: Any) -> Any:
+        loss = jnp.mean(self.error(batch) ** 2)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 4])
+@pytest.mark.parametrize("at", [(1, "both_step"), (3, "val"), (7, "both_epoch")])
+def test_an_error_in_on_log_costs_other_loggers_no_row(at: tuple[int, str], steps_per_execution: int) -> None:
+    """Neither that row nor those of later steps, and after a resume each is there once."""
+
+    def train(fails: bool) -> list[tuple[int, str]]:
+        rows: list[tuple[int, str]] = []
+        collect = hooks(on_log=lambda trainer, values, step: rows.append((step, next(iter(values)))))
+
+        def fail(trainer: Any, values: Any, step: int) -> None:
+            if fails and (step, next(iter(values))) == at:
+                gone()
+
+        given = {"max_epochs": 2, "log_every_n_steps": 1, "num_sanity_val_steps": 0, "val_check_interval": 4}
+        given |= {"steps_per_execution": steps_per_execution, "enable_checkpointing": True, "resume": "auto"}
+        given["default_root_dir"] = f"run {fails}"
+        for first in (True, False)[not fails :]:
+            look = hooks(on_log=fail if first else lambda *_: None)
+            try:
+                fit(Summed(), numbered(8), numbered(2), look, collect, **given)
+            except ConnectionError:
+                assert first
+        return rows
+
+    assert train(True) == train(False)

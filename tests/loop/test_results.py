@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from kit.batches import numbered, sized
+from kit.batches import Stream, numbered, sized
 from kit.by_hand import mean
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, logging, module
@@ -60,7 +60,19 @@ def test_values_of_batch_hooks_are_weighted_by_rows(reduce_fx: str, expected: fl
     assert trainer.callback_metrics["x"] == pytest.approx(expected)
 
 
-def test_a_second_fit_may_log_a_name_of_the_first_elsewhere() -> None:
+def test_an_epoch_whose_steps_were_all_left_out_has_no_value_in_rows() -> None:
+    def training(self: Any, batch: Any, batch_idx: Any) -> None:
+        for reduce_fx in ("mean", "sum", "min", "max"):
+            self.log(reduce_fx, batch["x"].mean(), on_step=False, on_epoch=True, reduce_fx=reduce_fx)
+
+    bad = [{"x": np.full((8, 1), np.nan, np.float32)}] * 2
+    rows, read = Rows(), list[list[float]]()
+    names = ("mean", "sum", "min", "max")
+    metrics = hooks(on_train_epoch_end=lambda t, m: read.append([t.callback_metrics[name] for name in names]))
+    fit(logging(training), Stream(bad, numbered(2)), None, rows, metrics, max_epochs=2, nan_policy="skip")
+    assert [[row[name] for name in names] for _, row in rows.rows if {*names} & {*row}] == [[1.5, 3.0, 1.0, 2.0]]
+    assert np.isnan(read[0]).all()  # a monitor finds no number to be the best
+    assert read[1] == [1.5, 3.0, 1.0, 2.0]
     trainer = fit(logging(lambda m, batch, i: m.log("x", 1.0)), numbered(1))
     other = logging()
     type(other).on_train_start = lambda self: self.log("x", 2.0)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from sweeps.mixed.case import Case
 from sweeps.mixed.net import LOGS, Net, data_of, make_net, make_tx, wrt_of
@@ -35,10 +36,21 @@ def train(case: Case) -> Record:
                     step, window = step + 1, []
                 due = (i + 1) % case.val_every == 0 if case.val_every else i + 1 == case.num_batches
                 if case.val and due:
-                    record.validations.append((step, validate(net, evaluate, val)))
+                    record.validations.append((step, validate(averaged(case, net, opt_state), evaluate, val)))
             record.epochs[fit, epoch] = add_up(entries)
+        net = averaged(case, net, opt_state)
     record.take(net)
     return record
+
+
+def averaged(case: Case, net: Net, opt_state: Any) -> Net:
+    """Return the network as evaluations see it, and as it is after a fit."""
+    if case.optimizer != "schedule_free":
+        return net
+    copy = nnx.clone(net)
+    params = nnx.as_pure(nnx.state(net, wrt_of(case)))
+    nnx.update(copy, optax.contrib.schedule_free_eval_params(opt_state, params))
+    return copy
 
 
 def make_steps(case: Case) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

@@ -87,7 +87,9 @@ def make_tx(case: Case, steps_per_epoch: int) -> Any:
         "sgd": lambda: optax.sgd(rate),
         "momentum": lambda: optax.sgd(rate, momentum=0.9, nesterov=True),
         "adamw": lambda: optax.adamw(rate, eps=1e-2, weight_decay=0.1),
-        "inject": lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=rate, eps=1e-2),
+        "inject": lambda: optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(
+            learning_rate=rate, eps=1e-2
+        ),
         "multi_transform": lambda: optax.multi_transform(
             {"b": optax.sgd(0.1), "w": optax.adam(0.02, eps=1e-2)}, lambda params: _by_name(params, "b", "w")
         ),

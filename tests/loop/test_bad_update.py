@@ -1,0 +1,153 @@
+"""An update that is not finite, of a finite loss and gradient, is in no checkpoint, and the error says since when."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from kit.batches import numbered
+from kit.checkpoints import names
+from kit.journal import at_batch
+from kit.modules import Mean, module
+from kit.trainers import BARE, fit, make_trainer, thinned
+
+import jaxlit as jl
+from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.errors import NonFiniteError
+
+LAST = 6  # the update of this step is NaN: the schedule takes the root of a negative number
+ENDING = optax.sgd(lambda step: 0.25 * jnp.sqrt(1 - step / (LAST - 0.5)))
+POLICIES = ("raise", "skip", "rollback", "ignore")
+
+
+def by_hand(steps: int) -> float:
+    w = 0.0
+    for k in range(steps):
+        w -= 0.25 * np.sqrt(1 - k / (LAST - 0.5)) * 2 * (w - (k + 1))
+    return w
+
+
+def saved(name: str) -> float:
+    return float(Mean.load_from_checkpoint(f"run/checkpoints/{name}").w[0])
+
+
+def train(model: Any, *callbacks: Any, batches: int = 16, **arguments: Any) -> jl.Trainer:
+    return fit(model, numbered(batches), None, *callbacks, default_root_dir="run", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "every"),
+    thinned(
+        [(policy, size, every) for policy in POLICIES for size in (1, 4) for every in (2, 4)],
+        *[("raise", 1, 2), ("skip", 4, 4), ("rollback", 1, 4), ("ignore", 1, 2)],
+    ),
+)
+def test_no_checkpoint_of_a_bad_update_replaces_a_finite_one(policy: str, size: int, every: int) -> None:
+    saver = ModelCheckpoint(every_n_train_steps=every)
+    arguments = {"nan_policy": policy, "steps_per_execution": size, "log_every_n_steps": 1}
+    finite = f"step_{LAST // every * every:08d}"
+    if policy == "ignore":
+        assert train(module(tx=ENDING), saver, **arguments).global_step == 16
+        assert names() == [finite, "step_00000016"]
+    else:
+        with pytest.raises(NonFiniteError, match=r"NaN or infinity since .*: w\..* lr=nan"):
+            train(module(tx=ENDING), saver, batches=40, **arguments)
+        assert names() == [finite]
+    assert saved(finite) == pytest.approx(by_hand(int(finite[-1])))
+
+
+@pytest.mark.parametrize("policy", POLICIES[:-1])
+def test_a_bad_last_update_ends_a_run_without_checkpoints_in_an_error(policy: str) -> None:
+    with pytest.raises(NonFiniteError, match="NaN or infinity since optimizer step 0 or a later one before 7: w"):
+        fit(module(tx=ENDING), numbered(7), None, nan_policy=policy, **BARE)
+    fit(module(tx=ENDING), numbered(7), None, nan_policy="ignore", **BARE)
+
+
+def unit(self: Any) -> None:
+    self.w, self.dead = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.ones(3))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_without_a_gradient_that_becomes_nan_is_named(accumulate: int) -> None:
+    model = module(init=unit, tx=optax.inject_hyperparams(optax.adam)(0.1, eps=0.0))
+    saver = ModelCheckpoint(every_n_train_steps=1)
+    with pytest.raises(NonFiniteError, match=r"since optimizer step 0: dead\..*eps=0,.*learning_rate=0\.1"):
+        train(model, saver, accumulate_grad_batches=accumulate)
+    assert names() == []
+
+
+def test_the_error_names_the_one_step_that_it_can_be() -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        train(module(tx=ENDING), ModelCheckpoint(every_n_train_steps=1))
+    assert f"since optimizer step {LAST}: w." in str(caught.value)
+    assert "still those before" not in str(caught.value)
+    assert names() == [f"step_{LAST:08d}"]
+    assert saved(names()[0]) == pytest.approx(by_hand(LAST))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_that_is_infinite_from_the_beginning_may_stay_so(policy: str) -> None:
+    def init(self: Any) -> None:
+        self.w, self.mask = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.array([0.0, -jnp.inf]))
+
+    def step(self: Any, batch: Any) -> jax.Array:
+        return jnp.mean((self.w - batch["x"]) ** 2) + jax.nn.softmax(self.mask[...])[1]
+
+    model = module(step, init=init, tx=optax.sgd(0.25))
+    train(model, ModelCheckpoint(every_n_train_steps=1), batches=3, nan_policy=policy)
+    assert float(model.w[0]) == pytest.approx(1 / 2**3 + 2 / 2**2 + 3 / 2)
+    assert np.asarray(model.mask[...])[1] == -np.inf
+    assert names() == ["step_00000003"]
+
+
+def breaks_at(number: float) -> optax.GradientTransformation:
+    """Return plain SGD whose update is infinite for one batch, whose loss and gradient are finite."""
+    spoil = optax.stateless(lambda grads, _: jax.tree.map(lambda g: jnp.where(g < -number, jnp.inf, g), grads))
+    return optax.chain(spoil, optax.sgd(0.25))
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_rollback_leaves_the_batch_of_a_bad_update_out(every: int) -> None:
+    values = [1.0, 2.0, 3.0, 4.0, 1000.0, 5.0, 6.0, 7.0]
+    batches = [{"x": np.full((8, 1), x, np.float32)} for x in values]
+    model = module(tx=breaks_at(1000))
+    fit(model, batches, None, ModelCheckpoint(every_n_train_steps=every), nan_policy="rollback", default_root_dir="run")
+    w = 0.0
+    for x in values[:4] + values[(5 if every == 1 else 6) :]:
+        w -= 0.5 * (w - x)
+    assert float(model.w[0]) == pytest.approx(w)
+
+
+def test_of_two_savers_none_keeps_a_bad_update() -> None:
+    def bound(self: Any, batch: Any) -> None:
+        self.log("best", jnp.nan_to_num(self.w[...].sum(), nan=1e3))  # as an accuracy may be: the best is NaN
+
+    best = ModelCheckpoint("best", monitor="best", mode="max", save_top_k=1, save_last=False)
+    newest = ModelCheckpoint("newest", every_n_train_steps=2)
+    model = module(tx=ENDING, validation=bound)
+    fit(model, numbered(4), numbered(1), best, newest, nan_policy="ignore", max_epochs=3, default_root_dir="run")
+    assert "step_00000004" in names("best")
+    assert best.best_model_path.endswith("step_00000004")
+    assert "step_00000006" in names("newest")
+
+
+def test_a_save_by_hand_refuses_and_leaves_what_it_would_replace() -> None:
+    trainer = make_trainer(**BARE)
+    trainer.fit(model := Mean(), numbered(2))
+    trainer.save_checkpoint("mine")
+    model.w[...] = jnp.full(1, jnp.nan)
+    with pytest.raises(NonFiniteError, match="NaN or infinity"):
+        trainer.save_checkpoint("mine")
+    assert float(Mean.load_from_checkpoint("mine").w[0]) == 1.25
+
+
+def test_an_error_writes_no_checkpoint_of_a_bad_update(caplog: pytest.LogCaptureFixture) -> None:
+    fails = at_batch(LAST + 1, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(module(tx=ENDING), ModelCheckpoint(every_n_train_steps=5), fails, log_every_n_steps=100)
+    assert names() == ["step_00000005"]
+    assert re.search("No checkpoint was written at the error: .*NaN", caplog.text)
