@@ -31,7 +31,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import CONSTANT, LINEAR, numbers_of, run_drawing_alike, walk_back
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, inline, numbers_of, run_drawing_alike, walk_back
 from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
 from jaxlit.texts import is_key, named_leaves
@@ -386,6 +386,7 @@ def _measuring(
 
 def _numbers(closed: Any, place: int) -> list[str]:
     """Return the constants and literals from which a program computes a result."""
+    closed = inline(closed)  # with the calls that jax leaves in a trace
     jaxpr, result = closed.jaxpr, closed.jaxpr.outvars[place]
     part = jaxpr.replace(eqns=walk_back(jaxpr.eqns, {result: None}), outvars=[result])
     return [str(x) for x in numbers_of(closed.replace(jaxpr=part))]

@@ -49,7 +49,8 @@ def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]], *, of_l
             inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
                 outers = [x for x in itertools.compress(ins, inside) if x is not None]
-                if not of_layers or (eqn.params["num_carry"] and _BATCH not in outers):
+                pairs = zip(eqn.outvars, inner.outvars, strict=True)  # a carry has no dim more outside
+                if not of_layers or (_BATCH not in outers and any(x.aval.ndim == y.aval.ndim for x, y in pairs)):
                     for outer in outers:
                         scanned.setdefault(outer.index, set()).add(outer.dims[0])
             _follow(inner, inside, scanned, of_layers=of_layers)
