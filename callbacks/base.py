@@ -58,12 +58,15 @@ class Traits(Configured):
     `unfreeze_at_epoch` and `tx`; None for none."""
 
     exclusive: tuple[str, Any] | None = None
-    """What no two callbacks of a Trainer may share, in words, and its value: ("folder", path); None for nothing."""
+    """What no two callbacks of a Trainer may share, in words, and its value; None for nothing: ("folder", path), or
+    ("folder, the dirpath", path), with the argument that sets it."""
 
     def conflict_with(self, other: "Traits") -> str | None:
         """Return why a Trainer cannot have this callback and an earlier one, as an error message; None if it can."""
         if self.exclusive is not None and self.exclusive == other.exclusive:
-            return f"The callbacks hold two {type(self).__name__}s of one {self.exclusive[0]}. Leave one of them out."
+            what, _, argument = self.exclusive[0].partition(", the ")
+            remedy = f"Give one of them another {argument}=, or leave it out." if argument else "Leave one of them out."
+            return f"The callbacks hold two {type(self).__name__}s of one {what}. {remedy}"
         if shared := sorted({*self.row_files} & {*other.row_files}):
             return (
                 f"The callbacks hold two loggers that write to {shared[0]}. Leave one of them out, give it another "

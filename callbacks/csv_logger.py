@@ -91,14 +91,16 @@ class CSVLogger(Logger):
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Drop the rows that training will repeat."""
         # A checkpoint before a step that was not finite counts rows of later steps, which were undone.
-        self._drop(checkpoint["global_step"], undone="not_finite" in checkpoint)
+        position = checkpoint["position"]
+        begins = position["epoch"] + (position["batch_idx"] > 0 or position["over"])
+        self._drop(checkpoint["global_step"], begins, undone="not_finite" in checkpoint)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Drop the rows of a training that left no checkpoint and starts again."""
         if self._target is not None and (old := self._target.with_name("metrics.jsonl")).exists():
             _logger.warning("%s, of an earlier jaxlit, is not continued: new rows are in %s only.", old, self.filename)
         if trainer.resume == "auto" and not trainer.global_step and self.path is None:
-            self._drop(0)
+            self._drop(0, 0)
 
     def on_log(self, trainer: "Trainer", values: dict[str, Any], step: int) -> None:
         """Write one row; refuse a file of another program, and with `on_error="raise"` one that cannot be written."""
@@ -167,19 +169,22 @@ class CSVLogger(Logger):
         os.replace(temporary, path)
         self._columns = columns
 
-    def _drop(self, step: int, *, undone: bool = False) -> None:
+    def _drop(self, step: int, epoch: int, *, undone: bool = False) -> None:
         """Drop the rows that a checkpoint does not count; without a count, or if `undone`, those from a step on."""
         path, restored, self._restored = self._target, self._restored, None
         if path is None or not path.exists():
             return
         self._close()
         try:
-            rows, tail = self._read(path), []
+            rows, tail, later = self._read(path), [], []
             if restored is not None:
-                tail = restored["tail"]
+                tail, later = restored["tail"], rows[restored["rows"] :]
                 rows = [*rows[: restored["rows"] - len(tail)], *tail]
             if restored is None or undone:
-                rows = [row for row in rows if str(row["step"]).isdigit() and int(row["step"]) < step]
+                rows = [row for row in rows if _is_before(row, step)]
+            # Rows of a `test` after the fit stay: of its last step, in the epoch that comes next.
+            later = [row for row in later if _is_before(row, step) and not _is_before(row, epoch, "epoch")]
+            rows, tail = [*rows, *later], [*tail, *later][-_TAIL:]
             self._rewrite(path, self._columns, rows)
         except OSError as error:  # better no training than rows that are repeated
             raise LoggerError(
@@ -228,6 +233,10 @@ class CSVLogger(Logger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def _is_before(row: Mapping[str, Any], limit: int, column: str = "step") -> bool:
+    return str(row[column]).isdigit() and int(row[column]) < limit
 
 
 def _write(file: BinaryIO, start: int, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """`EarlyStopping`, which stops training when a metric no longer improves."""
 
+import copy
 import math
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,7 +34,8 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(MonitorCallback):
     """Stop training when a monitored metric has not improved for some checks.
 
-    Arguments and attributes are Lightning's. Checks that `min_epochs` or `min_steps` block do not count.
+    Arguments and attributes are Lightning's. Checks that `min_epochs` or `min_steps` block only take the best value. A
+    resume is stopped again, unless the rule that stopped training holds no longer, for example a larger `patience`.
 
     Args:
         monitor: The metric's name in `trainer.callback_metrics`.
@@ -85,19 +87,26 @@ class EarlyStopping(MonitorCallback):
     def _reset(self) -> None:
         super()._reset()
         self.stopped_epoch = 0
+        self._value = math.nan  # the newest
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
-        """Stop at once if the training of the checkpoint was stopped, unless `patience` is larger now."""
-        if self.stopping_reason_message is not None and self.wait_count >= self.patience:
-            trainer.stop(self.stopping_reason_message)
+        """Let training continue if the rule that has stopped it holds no longer."""
+        if self.stopping_reason_message is None:
+            return
+        again = copy.copy(self)
+        again.wait_count = max(self.wait_count - 1, 0)  # the last value is judged again
+        if not again.judge(self._value, blocked=self._is_blocked(trainer))[1]:
+            trainer.should_stop &= trainer.stop_reason != self.stopping_reason_message  # another reason stays
+        if not trainer.should_stop:
+            self.stopped_epoch = 0
+            self.stopping_reason, self.stopping_reason_message = EarlyStoppingReason.NOT_STOPPED, None
 
     def check(self, trainer: "Trainer", value: float) -> None:
         """Take a new value, and stop training if a rule applies."""
-        former_best = self.best_score
-        blocked = trainer.current_epoch + 1 < trainer.min_epochs or trainer.global_step < trainer.min_steps
-        reason, message = self.judge(value, blocked=blocked)
+        former_best, self._value = self.best_score, value
+        reason, message = self.judge(value, blocked=self._is_blocked(trainer))
         if self.verbose and self.best_score != former_best and trainer.is_global_zero:
             change = f" by {abs(value - former_best):.4g}" if math.isfinite(former_best) else ""
             say(f"{self.monitor} improved{change} to {value:.4g}.")
@@ -106,14 +115,23 @@ class EarlyStopping(MonitorCallback):
             self.stopped_epoch = trainer.current_epoch
             trainer.stop(message)
 
+    def _is_blocked(self, trainer: "Trainer") -> bool:
+        epochs = trainer.current_epoch + trainer.is_last_batch
+        return epochs < trainer.min_epochs or trainer.global_step < trainer.min_steps
+
     def judge(self, value: float, *, blocked: bool = False) -> tuple[EarlyStoppingReason, str]:
         """Take a new value, and return why to stop, with a message that is empty if training continues.
 
         Args:
             value: The metric's value.
-            blocked: Whether a check without improvement does not count.
+            blocked: Whether training continues anyway, and only the best value is taken.
         """
         is_better, name, reasons = self.is_better, self.monitor, EarlyStoppingReason
+        is_best = is_better(value, self.best_score, self.min_delta)
+        if blocked:
+            if is_best and math.isfinite(value):
+                self.best_score, self.wait_count = value, 0
+            return reasons.NOT_STOPPED, ""
         if self.check_finite and not math.isfinite(value):
             return reasons.NON_FINITE_METRIC, f"{name} = {value} is not finite; the best was {self.best_score:.4g}"
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold):
@@ -121,9 +139,9 @@ class EarlyStopping(MonitorCallback):
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value):
             passed = f"{name} = {value:.4g} passed the divergence threshold {self.divergence_threshold}"
             return reasons.DIVERGENCE_THRESHOLD, passed
-        if is_better(value, self.best_score, self.min_delta):
+        if is_best:
             self.best_score, self.wait_count = value, 0
-        elif not blocked:
+        else:
             self.wait_count += 1
             if self.wait_count >= self.patience:
                 checks = f"{name} did not improve in the last {self.wait_count} checks"
@@ -134,6 +152,7 @@ class EarlyStopping(MonitorCallback):
         """Return the counts, the best value and why training was stopped."""
         return super().state_dict() | {
             "stopped_epoch": self.stopped_epoch,
+            "value": str(self._value),  # NaN is no JSON value
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
         }
@@ -142,5 +161,6 @@ class EarlyStopping(MonitorCallback):
         """Restore the counts, the best value and why training was stopped."""
         super().load_state_dict(state_dict)
         self.stopped_epoch = state_dict["stopped_epoch"]
+        self._value = float(state_dict.get("value", self.best_score))
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]

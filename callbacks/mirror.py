@@ -12,7 +12,7 @@ from jaxlit import checks as check
 from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, TEMPORARY, order_of
-from jaxlit.checkpoints.remote import MARK, check_url, connect, manifests, read_mark, staging
+from jaxlit.checkpoints.remote import MARK, check_url, connect, manifests, read_mark, staging, write
 from jaxlit.distributed.team import once_per_node, team
 from jaxlit.errors import CheckpointError, JaxlitError
 from jaxlit.reporting.terminal import absolute, say
@@ -124,7 +124,7 @@ class Mirror(Callback):
             if not mark.exists():
                 mark.parent.mkdir(parents=True, exist_ok=True)
                 mark.write_text(secrets.token_hex(8))
-            self._fs.pipe_file(f"{self._base}/{MARK}", mark.read_bytes())
+            write(self._fs, f"{self._base}/{MARK}", mark.read_bytes())
         except JaxlitError:
             raise
         except Exception as error:  # of any class: each file system has its own
@@ -199,7 +199,7 @@ class Mirror(Callback):
             self._manifests[name] = None
             files = [x for x in links.rglob("*") if x.is_file() and x != links / MANIFEST]
             self._fs.put([str(x) for x in files], [f"{remote}/{x.relative_to(links).as_posix()}" for x in files])
-            self._fs.pipe_file(f"{remote}/{MANIFEST}", raw)
+            write(self._fs, f"{remote}/{MANIFEST}", raw)
             self._manifests[name] = raw
         finally:
             shutil.rmtree(links, ignore_errors=True)
@@ -230,8 +230,5 @@ class Mirror(Callback):
                     content = path.read_bytes() if version[1] <= _MOST_BYTES else None
                 except OSError:  # it was deleted meanwhile
                     continue
-                if content is not None:
-                    self._fs.pipe_file(f"{self._base}/{name}", content)
-                else:
-                    self._fs.put_file(str(path), f"{self._base}/{name}")
+                write(self._fs, f"{self._base}/{name}", path if content is None else content)
                 self._copied[name] = version

@@ -36,7 +36,7 @@ class ModelCheckpoint(Callback):
         dirpath: The folder; None for `checkpoints` in `trainer.run_dir`.
         filename: The part after `step_00000040` in a checkpoint's name: "{epoch}-{val/loss:.3f}" gives
             `step_00000040-epoch=3-val_loss=0.120`, with epochs from 0.
-        monitor: The metric that decides which are best; None keeps the newest.
+        monitor: The metric that decides which are best, by its value at a checkpoint's step; None keeps the newest.
         mode: "min" if lower is better, else "max".
         save_top_k: How many of the best to keep, -1 for all.
         save_last: Write a checkpoint also if it is not among the best, so that a crash costs little.
@@ -122,13 +122,13 @@ class ModelCheckpoint(Callback):
         self.last_model_path = self._newest_finite = ""
         self._before: dict[str, Any] = {}  # the state before the checkpoint that is being written
         self._replaced: list[str] = []  # the names of checkpoints that are deleted once it is written
-        self._seen: int | None = None  # the version of the monitored value that was read last
         self._step = 0  # of the last trigger by steps
         self._order = 0  # of the newest checkpoint in its folder
         self._saved_at: Any = None
         self._resumed = self._fitting = self._at_epoch_end = False
         self._deadline, self._rests_until = math.inf, 0.0
         self._validated_at = -1  # the step of the last validation
+        self._had_value = set[bool]()  # whether the checkpoints that were due had a value of their step
         self._restored_step: int | None = None  # of the newest checkpoint in the state that was restored
         self._steps_in_folder = set[int | None]()  # of checkpoints that the state does not have
 
@@ -234,8 +234,14 @@ class ModelCheckpoint(Callback):
             _logger.warning("No checkpoint was written at the error: %s", error)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Wait for the last checkpoint, before other callbacks print its path."""
+        """Wait for the last checkpoint, before other callbacks print its path; warn if none could be ranked."""
         self.finish(trainer)
+        if self._had_value == {False} and not trainer.interrupted:
+            text = (
+                "ModelCheckpoint(monitor=%r): no checkpoint that was due is of a step with a value of it, so none is "
+            )
+            text += "ranked. Give every_n_... and Trainer(val_check_interval=%s) values that meet."
+            _logger.warning(text, self.monitor, trainer.val_check_interval)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Wait for the checkpoint that is being written."""
@@ -258,13 +264,15 @@ class ModelCheckpoint(Callback):
             return
         self.finish(trainer)
         is_finite = trainer.nan_policy != "ignore" or trainer.saver.is_finite()
-        score = None if self.monitor is None or not is_finite else self._score(trainer, epoch_over, due)
+        score = None if self.monitor is None or not is_finite else self._score(trainer, epoch_over)
+        if due and self.monitor is not None and self.monitor in trainer.callback_metrics:
+            self._had_value.add(self._is_new(trainer, self.monitor))
         is_best = score is not None and self._is_best(score)
         if self.monitor is not None and not (is_best or self.save_last or forced):
             return
         self._before = self.state_dict()
         try:
-            path = str(self._path(trainer, epoch_over))
+            path = str(self._path(trainer))
         except OSError as error:
             self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
             return
@@ -333,28 +341,28 @@ class ModelCheckpoint(Callback):
     def _worst(self) -> str:
         return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
 
-    def _score(self, trainer: "Trainer", epoch_over: bool, due: bool) -> float | None:
-        """Return the monitored value, None if no new one exists or it is not finite; refuse an unknown metric."""
+    def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
+        """Return the monitored value, None if these weights have none or it is not finite; refuse an unknown metric."""
         metrics, name = trainer.callback_metrics, str(self.monitor)
-        if (value := read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)) is None:
-            if epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
-                raise no_such_metric("ModelCheckpoint", name, metrics)
-            return None
-        number = metrics.version(name)
-        is_older = not (due or epoch_over or self._validated_at == trainer.global_step)
-        if number is not None and (number == self._seen or is_older):
-            return None  # of an earlier checkpoint, or, if training is interrupted, of earlier weights
-        self._seen = number
+        value = self._value(trainer, name, f"ModelCheckpoint(monitor={name!r})")
+        if name not in metrics and epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
+            raise no_such_metric("ModelCheckpoint", name, metrics)
         return value if math.isfinite(value) else None
 
-    def _path(self, trainer: "Trainer", epoch_over: bool) -> Path:
+    def _value(self, trainer: "Trainer", name: str, owner: str) -> float:
+        """Return a metric's value; NaN if it was not logged, or after an earlier step, and so of other weights."""
+        value = read_monitored(owner, name, trainer.callback_metrics)
+        return value if value is not None and self._is_new(trainer, name) else math.nan
+
+    def _is_new(self, trainer: "Trainer", name: str) -> bool:
+        return trainer.callback_metrics.step(name) in (None, trainer.global_step)
+
+    def _path(self, trainer: "Trainer") -> Path:
         suffix = ""
-        metrics = trainer.callback_metrics
         if self.filename:
-            counts = {"epoch": trainer.current_epoch - epoch_over, "step": trainer.global_step}
+            counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
             owner = f"ModelCheckpoint(filename={self.filename!r})"
-            values = lambda name: x if (x := read_monitored(owner, name, metrics)) is not None else math.nan  # noqa: E731
-            suffix = f"-{filled(self.filename, counts, values)}"
+            suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name, owner))}"
         name = disk.name_of(trainer.global_step, suffix)
         path, version = self._folder / name, 0
         own_paths = {*self.best_k_models, self.last_model_path, self._newest_finite}
@@ -378,7 +386,6 @@ class ModelCheckpoint(Callback):
             "best_model": name(self.best_model_path),
             "newest_finite": name(self._newest_finite),
             "replaced": self._replaced,
-            "seen": self._seen,
             "step": self._step,
             "validated_at": self._validated_at,
         }
@@ -391,8 +398,9 @@ class ModelCheckpoint(Callback):
         self._newest_finite = known.get(state_dict["newest_finite"], "")
         # A crash may have come before they were deleted.
         self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
-        self._seen, self._step = state_dict["seen"], state_dict["step"]
+        self._step = state_dict["step"]
         self._restored_step = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
         self._validated_at = state_dict.get("validated_at", -1)
+        self._had_value = {True} if self.best_k_models else set()
         unknown = known.keys() - self._names(state_dict) - {*self._replaced}
         self._steps_in_folder = {disk.step_of(Path(name)) for name in unknown}

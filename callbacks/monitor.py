@@ -90,12 +90,12 @@ class MonitorCallback(Callback, ABC):
 
     def _read(self, trainer: "Trainer") -> None:
         metrics = trainer.callback_metrics
-        if self.monitor not in metrics and trainer.global_step == self._first_step:
+        # First: of several processes all take part, also one in which nothing was logged.
+        value = read_monitored(f"{type(self).__name__}(monitor={self.monitor!r})", self.monitor, metrics)
+        if value is None and trainer.global_step == self._first_step:
             return  # a stop inside the first window: no step has logged anything yet
         self._has_checked = True
-        if (
-            value := read_monitored(f"{type(self).__name__}(monitor={self.monitor!r})", self.monitor, metrics)
-        ) is not None:
+        if value is not None:
             self.check(trainer, value)
         elif self.strict:
             raise no_such_metric(type(self).__name__, self.monitor, metrics)

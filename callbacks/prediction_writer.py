@@ -51,7 +51,7 @@ class PredictionWriter(Callback):
         if format == "parquet":
             check.import_package("pyarrow.parquet", owner="PredictionWriter", install="pyarrow", kind=ArgumentError)
         self._folder = self.output_dir.resolve()  # a link stays, and its target is replaced
-        self.exclusive = "folder", self._folder
+        self.exclusive = "folder, the output_dir", self._folder
         self._begin(None)
 
     def _begin(self, partial: Path | None) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("jaxlit")
 _STAGES = {"fit": "validat", "validate": "validat", "test": "test", "predict": "predict"}  # with "ing" and "ed"
+_BY_PATH = "the path of a checkpoint as resume="  # after a stop
 _MIN_COMPILE_SECONDS = 0.005  # of a program that is printed
 
 
@@ -363,21 +364,26 @@ def _location(callback: Any) -> str | None:
 
 
 def _resume(trainer: "Trainer", *, is_cut: bool) -> str:
-    """Return how to continue, with a larger limit if the training has reached it; "" if only weights were saved."""
+    """Return how to continue, with what ended the training changed; "" if only weights were saved."""
     callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
     if not (paths := [Path(callback.last_model_path) for callback in callbacks if callback.last_model_path]):
         return ""
-    limit = ""
-    if not is_cut and trainer.stop_reason is None:
-        limit = "max_steps" if trainer.max_steps == trainer.global_step else ""
-        limit = "max_epochs" if trainer.max_epochs == trainer.current_epoch else limit
+    changes = []
+    if not is_cut:
+        # An epoch that max_steps has cut counts for `current_epoch`.
+        is_last = trainer.max_epochs == trainer.current_epoch and not trainer.batches_done
+        changes += ["a larger max_epochs"] if is_last else []
+        changes += ["a larger max_steps"] if trainer.max_steps == trainer.global_step else []
+        changes += [_BY_PATH] if trainer.is_finished else []
     if trainer.resume == "auto":
-        return "run the same command" + (f" with a larger {limit}" if limit else " again")
+        return "run the same command" + (f" with {' and '.join(changes)}" if changes else " again")
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
     place, root = short_path(trainer.run_dir if in_run else paths[0]), trainer.default_root_dir
-    arguments = f"default_root_dir={root!r}, resume='auto'" if check.is_url(root) else f"resume={str(place)!r}"
+    arguments = f"resume={str(place)!r}"
+    if check.is_url(root):
+        arguments = f"default_root_dir={root!r}, resume={root if _BY_PATH in changes else 'auto'!r}"
     # Not as a call: the Trainer needs its other arguments again.
-    return f"pass {arguments}{f' and a larger {limit}' if limit else ''}"
+    return " and ".join([f"pass {arguments}", *(x for x in changes if x != _BY_PATH)])
 
 
 def _count(number: int, noun: str) -> str:

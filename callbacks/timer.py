@@ -102,7 +102,7 @@ class Timer(Callback):
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Train no step if no time is left after a checkpoint."""
         if self.duration is not None and self._before >= self.duration:
-            trainer.stop(self._reason)
+            trainer.stop(self._reason, final=False)
 
     def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Begin to count."""

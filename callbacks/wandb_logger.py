@@ -106,17 +106,18 @@ class WandbLogger(Logger):
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self.offline, self.log_model, self.watch = offline, log_model, watch
         self.trace_every_n_steps = 0 if watch is None else trace_every
-        self.exclusive = "project of W&B", (entity, project)
+        self.exclusive = "project of W&B, the project", (entity, project)
         self._users_run, self._users_id = experiment, id
         self._id: str | None = experiment.id if experiment is not None else id
         self._trainer: Trainer | None = None  # while one runs
+        self._folder: Path | None = None  # of the newest fit
         self._run: WandbRun | None = None
         self._last: wandb.Run | None = None  # the newest finished one
         self._opened = False
 
     @property
     def id(self) -> str | None:
-        """The run's id, the same for every fit and for a training that is resumed; None before it is opened."""
+        """The run's id, the same for every fit of a Trainer and for a resumed one; None before it is opened."""
         return self._id
 
     @property
@@ -139,6 +140,10 @@ class WandbLogger(Logger):
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a run of the Trainer; W&B's run is opened after a checkpoint is loaded, which may name it."""
         self._trainer, self._module = trainer, module
+        if stage == "fit":
+            if self._folder not in (None, trainer.run_dir):  # another training; its checkpoint may name a run
+                self._id = self._users_id if self._users_run is None else self._users_run.id
+            self._folder = trainer.run_dir
         self._opened = False
         self._sent: set[str] = set()  # checkpoints
 

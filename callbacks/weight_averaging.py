@@ -1,5 +1,6 @@
 """`WeightAveraging` and `EMA`, averages of the weights that evaluations see and the module has after a fit."""
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ from jaxlit.errors import ArgumentError
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
+
+_logger = logging.getLogger("jaxlit")
 
 
 class WeightAveraging(Callback):
@@ -68,7 +71,7 @@ class WeightAveraging(Callback):
         return average + (weights - average) / (count + 1).astype(average.dtype)
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Find the first step."""
+        """Find the first step, and warn if the average will be of one step that is not the last."""
         if self.update_starting_at_epoch:
             batches = trainer.num_training_batches
             if batches == math.inf:
@@ -78,6 +81,11 @@ class WeightAveraging(Callback):
                 )
             accumulate, epochs = trainer.accumulate_grad_batches, self.update_starting_at_epoch
             self._start = steps_of(trainer.callbacks, accumulate, int(batches), epochs)
+        every, steps = self.update_every_n_steps, trainer.estimated_stepping_batches
+        first = -(-self._start // every) * every
+        if first + 1 < steps <= first + every and not trainer.fast_dev_run:
+            text = "%s(update_every_n_steps=%d) takes the weights of step %d of %d alone. Give a smaller number."
+            _logger.warning(text, type(self).__name__, every, first + 1, steps)
 
     def init_arrays(self, params: Any) -> dict[str, Any]:
         """Return the average, its number of arrays, and for parameters of low precision the rounded average."""

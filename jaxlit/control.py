@@ -25,12 +25,13 @@ class Control:
 
     should_stop: bool = False
     stop_reason: str | None = None  # of the first `stop`
+    is_final: bool = False  # the stop is kept by a resume, unless that names a checkpoint
     interrupted: bool = False  # Ctrl-C, SIGTERM or the like came: training ends after the step that runs
     signal: int | None = None  # the signal that came first in the fit that runs
     again: int | None = None  # the signal that asked the fit to end at once
     drawing: bool = False  # the main thread waits for a batch, which a signal may cut by `Interrupted`
-    # If there are more processes, the requests of this one, until all do them at the same step: "signal 15", "stop" or
-    # "interrupt" and a reason, or what a callback has named. None in one process, where they are done at once.
+    # If there are more processes, the requests of this one, until all do them at the same step: "signal 15", "stop",
+    # "finish" or "interrupt" and a reason, or what a callback has named. None in one process: they are done at once.
     asked: list[str] | None = None
     agreed: set[str] = field(default_factory=set)  # what callbacks have named and all processes do now
     shielded: bool = False  # what runs must not be cut, not even by a second signal
@@ -56,10 +57,10 @@ class Control:
             self.noted.add(text)
             _logger.log(level, text, *args)
 
-    def stop(self, reason: str | None) -> None:
+    def stop(self, reason: str | None, *, final: bool = False) -> None:
         """Ask for a stop; the first reason counts."""
         if self.asked is None or not self.should_stop:
-            self._ask(f"stop {reason or ''}")
+            self._ask(f"{'finish' if final else 'stop'} {reason or ''}")
 
     def interrupt(self, reason: str) -> None:
         """Ask for the end of training after the step that runs, as by a signal."""
@@ -94,8 +95,9 @@ class Control:
             if kind == "signal":
                 self.signal = self.signal or int(rest)
                 self.interrupted = True
-            elif kind in ("stop", "interrupt"):
-                self.should_stop |= kind == "stop"
+            elif kind in ("stop", "finish", "interrupt"):
+                self.should_stop |= kind != "interrupt"
+                self.is_final |= kind == "finish"
                 self.interrupted |= kind == "interrupt"
                 self.stop_reason = self.stop_reason or rest or None
             else:

@@ -579,3 +579,4 @@ class Resume:
     checkpoint: Checkpoint
     strict: bool = True  # refuses other arrays than the engine's; otherwise those that fit are taken, the others named
     reset_optimizer: bool = False  # leaves the optimizer as it is at step 0
+    named: bool = False  # by a path, and so continues a run that was stopped

@@ -158,6 +158,7 @@ _OPTIONAL = {
     "accumulate_set": (_is_count, _is_count),
     "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
     "not_finite": NOT_FINITE,
+    "stopped": str,  # why the run was stopped, and ends at once when it is resumed
     "numbers": {...: object},  # in Variables of the module, by path; see `encode`
 }
 

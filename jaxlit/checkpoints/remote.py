@@ -25,6 +25,7 @@ from jaxlit.distributed.team import once_per_node
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError
 
 MARK = ".mirror"  # the file with a token of the run, on this machine and in the bucket
+_PART = ".jaxlit-part"  # ends the name of a file that is being written
 _logger = logging.getLogger("jaxlit")
 
 
@@ -146,6 +147,18 @@ def _fetch(url: str, folder: Path, *, as_run: bool, prune: bool) -> None:
             raise CheckpointError("\n  ".join([f"There is no checkpoint in {url} that can be used.", *problems]))
 
 
+def write(fs: Any, path: str, source: bytes | Path) -> None:
+    """Write a file of a run; a process that ends meanwhile leaves the old one or the new one."""
+    in_place = "file" in getattr(fs, "fs", fs).protocol  # also if another one wraps it; buckets show complete files
+    part = f"{path}{_PART}" if in_place else path
+    if isinstance(source, bytes):
+        fs.pipe_file(part, source)
+    else:
+        fs.put_file(str(source), part)
+    if in_place:
+        fs.mv(part, path)
+
+
 def read_mark(fs: Any, base: str) -> str | None:
     """Return the token of a run in a bucket; None if no run was copied there."""
     try:
@@ -204,7 +217,7 @@ def _fetch_files(fs: Any, base: str, folder: Path) -> None:
     """Fetch the files of a run that are in none of its checkpoints."""
     for path in fs.find(base):
         name = path.removeprefix(base).lstrip("/")
-        if not {FOLDER, ".."} & {*name.split("/")}:
+        if not ({FOLDER, ".."} & {*name.split("/")} or name.endswith(_PART)):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             fs.get_file(path, str(folder / name))
 

@@ -32,7 +32,7 @@ class DataModule(KeepsHparams):
     """Data and its loaders in one object, for `Trainer.fit(model, datamodule=...)`.
 
     Override what is needed. `prepare_data` runs first and is for downloads, `setup` builds datasets, the
-    loader hooks return a loader, or for validation, test and prediction a list of loaders.
+    loader hooks return a loader, or for validation, test and prediction a list or dict of loaders.
 
     Example:
         >>> import jaxlit as jl, numpy as np
@@ -66,15 +66,15 @@ class DataModule(KeepsHparams):
         raise NotImplementedError
 
     def val_dataloader(self) -> Any:
-        """Return a validation loader, or a list of several."""
+        """Return a validation loader, or a list or dict of several."""
         raise NotImplementedError
 
     def test_dataloader(self) -> Any:
-        """Return a test loader, or a list of several."""
+        """Return a test loader, or a list or dict of several."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
-        """Return a loader to predict, or a list of several."""
+        """Return a loader to predict, or a list or dict of several."""
         raise NotImplementedError
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -214,8 +214,10 @@ class Loaders:
                 f"datamodule= with {hook}, or define {hook} in the module."
             )
         pairs = each_loader(loaders, origin)
-        if stage == "training" and len(pairs) > 1:
-            raise ArgumentError(f"{origin} takes one loader, got {len(pairs)}. Join them, for example by grain's mix.")
+        if stage == "training" and (len(pairs) > 1 or isinstance(loaders, dict)):
+            raise ArgumentError(
+                f"{origin} takes one loader, got {len(pairs)} in a {type(loaders).__name__}. Join them."
+            )
         sources = []
         stage_limit = self._limits[stage]
         for idx, (loader, name) in enumerate(pairs):
@@ -293,7 +295,7 @@ def _check_loader(loader: Any, argument: str) -> None:
 
 
 def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
-    """Return a loader, or each of a list of loaders, with its argument for messages; refuse what is no loader."""
+    """Return a loader, or each of a list or dict of them, with its argument for messages; refuse what is no loader."""
     if loaders is None:
         return []
     pairs = [(loaders, argument)]
@@ -301,6 +303,8 @@ def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
         certain = [_is_loader(x) and not isinstance(x, list) for x in loaders]
         if any(certain) or all(map(_is_loader, loaders)):
             pairs = [(x, f"{argument}[{i}]") for i, x in enumerate(loaders)]
+    elif isinstance(loaders, dict) and loaders and all(map(_is_loader, loaders.values())):
+        pairs = [(x, f"{argument}[{key!r}]") for key, x in loaders.items()]
     for loader, name in pairs:
         _check_loader(loader, name)
     return pairs
@@ -369,7 +373,7 @@ def _is_loader(x: Any) -> bool:
     # A list of batches is one loader, not a list of loaders. Batches are pytrees of arrays.
     if isinstance(x, (Mapping, tuple, str, bytes)) or not _may_iterate(x):
         return False
-    return not isinstance(x, list) or not x or not hasattr(x[0], "shape")
+    return not (isinstance(x, list) and x and (hasattr(x[0], "shape") or isinstance(x[0], _NUMBERS)))
 
 
 def _classes(loader: Any) -> set[str]:

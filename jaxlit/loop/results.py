@@ -47,7 +47,7 @@ class Slot:
     value: Any  # a float, a () array, or a function that returns one of them
     callback: bool = True  # shows in callback_metrics
     logged: bool = True  # shows in logged_metrics and progress_bar_metrics, if the metric does
-    number: int | None = None  # which value of all this is; None for one that every step changes
+    step: int | None = None  # optimizer steps taken when it was logged; None for one that every step changes
 
     def __float__(self) -> float:
         value = self.value() if callable(self.value) else self.value
@@ -61,9 +61,9 @@ class MetricView(Mapping[str, float]):
         self._slots = slots
         self._shows = shows
 
-    def version(self, name: str) -> int | None:
-        """Return a number that is another for each new value of a metric; None for one that every step changes."""
-        return self._slots[name].number
+    def step(self, name: str) -> int | None:
+        """Return the optimizer steps taken when a metric was logged; None for one that every step changes."""
+        return self._slots[name].step
 
     def hook(self, name: str) -> str | None:
         """Return the hook that has logged a metric, whose value is this process's own; None for one of a step."""
@@ -94,14 +94,15 @@ class MetricView(Mapping[str, float]):
 
 
 class Results:
-    """The metrics of a run as callbacks see them.
+    """The metrics of a run as callbacks see them; `step` returns the optimizer steps taken.
 
     `latest` is the newest training step's table, still on device: storing it is all that a step pays. `newest_loss` is
     the loss of the epoch's newest row, or a function that returns the mean of the epoch that has ended. `pending` are
     the rows of the dispatch before, `rates_in` the rows that a callback wants learning rates in, "step" or "epoch".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: Callable[[], int]) -> None:
+        self._step = step
         self.latest: Any = None
         self.newest_loss: float | Callable[[], float] | None = None
         self.pending = list[Row]()
@@ -111,7 +112,6 @@ class Results:
         self._layout = _NO_STEPS
         self._newest_read: tuple[Any, StepRow | None] = (None, None)  # of a step: on the device, and on the host
         self._slots: dict[str, Slot] = {}
-        self._count = 0  # values of epochs put here
         self.callback_metrics = MetricView(self._slots, lambda slot: slot.callback)
         self.logged_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.logger)
         self.progress_bar_metrics = MetricView(self._slots, lambda slot: slot.logged and slot.metric.prog_bar)
@@ -135,16 +135,17 @@ class Results:
 
     def put_step(self, metric: Metric, value: Any, suffix: str = "", *, evaluating: bool = False) -> None:
         """Show the value of a step; that of an evaluation step is not in `callback_metrics`, as in Lightning."""
-        self._slots[metric.step_name + suffix] = Slot(metric, value, callback=not evaluating)
+        # An end hook may log in some batches only.
+        step = self._step() if getattr(value, "hook", "") == "on_train_batch_end" else None
+        self._slots[metric.step_name + suffix] = Slot(metric, value, callback=not evaluating, step=step)
         if metric.on_epoch and not evaluating:
-            self._slots[metric.name + suffix] = Slot(metric, value, logged=False)
+            self._slots[metric.name + suffix] = Slot(metric, value, logged=False, step=step)
 
     def put_epoch(self, metric: Metric, value: Any, suffix: str = "") -> None:
         """Show the value of an epoch."""
-        self._count += 1
-        self._slots[metric.epoch_name + suffix] = Slot(metric, value, number=self._count)
+        self._slots[metric.epoch_name + suffix] = Slot(metric, value, step=self._step())
         if metric.on_step:
-            self._slots[metric.name + suffix] = Slot(metric, value, logged=False, number=self._count)
+            self._slots[metric.name + suffix] = Slot(metric, value, logged=False, step=self._step())
 
     def drop(self, value: Any) -> None:
         """Forget a metric's value that hooks had logged."""
@@ -167,13 +168,12 @@ class Results:
 
     def state_dict(self) -> list[Any]:
         """Return every value as a float; waits for the device."""
-        return [[k, asdict(s.metric), float(s), s.callback, s.logged, s.number] for k, s in self._slots.items()]
+        return [[k, asdict(s.metric), float(s), s.callback, s.logged, s.step] for k, s in self._slots.items()]
 
     def load_state_dict(self, state: list[Any]) -> None:
         """Show what `state_dict` returned."""
-        for name, metric, value, callback, logged, number in state:
-            self._slots[name] = Slot(Metric(**metric), float(value), bool(callback), bool(logged), number)
-            self._count = max(self._count, number or 0)
+        for name, metric, value, callback, logged, step in state:
+            self._slots[name] = Slot(Metric(**metric), float(value), bool(callback), bool(logged), step)
 
     def read(self, logs: Any) -> StepRow:
         """Return what a step has returned for the host; waits for the device."""

@@ -80,6 +80,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
     if not argument == later == run.accumulation.batches:
         optional["accumulate_set"] = [argument, later]
+    optional["stopped"] = run.control.stop_reason or "trainer.should_stop" if run.control.is_final else ""
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
     state |= {key: x for key, x in optional.items() if x}
     if ask:  # last, so that a hook sees, and may add to, all there is
@@ -236,6 +237,8 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
     run.checkpoints.resumed = True
+    if (reason := state.get("stopped")) and run.checkpoints.resume and not run.checkpoints.resume.named:
+        run.control.take([f"finish {reason}"])
     run.auto_size = state.get("auto_size") or 0
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.

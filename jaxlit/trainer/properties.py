@@ -96,15 +96,20 @@ class TrainerProperties(Arguments):
     def should_stop(self, value: bool) -> None:
         control = self._session.control
         if value:
-            control.stop(None)
+            control.stop(None, final=True)
         else:
-            control.should_stop = False
-            control.asked = control.asked and [x for x in control.asked if x[:5] != "stop "]
+            control.should_stop, control.is_final, control.stop_reason = False, False, None
+            control.asked = control.asked and [x for x in control.asked if x.split()[0] not in ("stop", "finish")]
 
     @property
     def stop_reason(self) -> str | None:
         """Why, as the first `stop` said."""
         return self._session.control.stop_reason
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a final `stop` was asked for: a resume trains nothing, unless it names a checkpoint by its path."""
+        return self._session.control.is_final
 
     @property
     def interrupted(self) -> bool:
@@ -322,9 +327,17 @@ class TrainerProperties(Arguments):
             "from fit on, with a callback that defines init_arrays and update_arrays."
         )
 
-    def stop(self, reason: str) -> None:
-        """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached."""
-        self._session.control.stop(reason)
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the newest batch is the last one of its epoch, as in Lightning."""
+        return self._session.position.over
+
+    def stop(self, reason: str, *, final: bool = True) -> None:
+        """End training after the current step and a last validation, once `min_epochs` and `min_steps` are reached.
+
+        A `final` stop finishes the run: a resume by "auto" or "last" ends at once, one by a path continues.
+        """
+        self._session.control.stop(reason, final=final)
 
     def request_stop(self, reason: str) -> None:
         """End training after the step that runs, with a checkpoint, as a first Ctrl-C does; any thread may call this.

@@ -206,6 +206,12 @@ class Saver:
         # One with `not_finite` is another one.
         return (position.epoch, position.total_batch_idx, position.over, position.validated, run.unchecked.bad is None)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the newest batch, from 0, in whatever hook this is asked."""
+        position = self._training().position
+        return max(position.epoch - (not position.inside), 0)
+
     def _training(self) -> Run:
         if (run := self._fitted()) is None:
             raise CheckpointError(

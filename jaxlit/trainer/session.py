@@ -96,7 +96,7 @@ class Session:
         self.trainer_callbacks = trainer_callbacks
         self.control = Control()
         self.position = Position()
-        self.results = Results()
+        self.results = Results(lambda: self.position.global_step)
         self.saver = Saver(lambda: self.fitted)
         self.callbacks = trainer_callbacks.callbacks  # the callbacks of the newest run; before it those of the Trainer
         self.config = config
@@ -227,7 +227,8 @@ class Session:
         weights = resolve_weights(request.init_from, *places) if checkpoint is None else None
         files = [name for c in self.callbacks for name in c.row_files]
         self.folder.claim(files, resume, checkpoint, fitting=method == "fit")
-        return None if checkpoint is None else Resume(checkpoint, request.strict, request.reset_optimizer), weights
+        named = wanted not in ("auto", "last", "best")
+        return checkpoint and Resume(checkpoint, request.strict, request.reset_optimizer, named=named), weights
 
     def _take_module(self, request: Request, loaders: Loaders) -> tuple[TrainModule, bool]:
         """Return the module of a run, and whether its arrays are the Trainer's to overwrite.
@@ -314,11 +315,10 @@ class Session:
             self.results.history.clear()
             self.fitted = None
             self.position = Position()
-            self.control.should_stop = False
+            self.control.should_stop = self.control.is_final = False
             self.control.stop_reason = None
             self.control.verbose = True
-        # A run that begins is in no epoch that has ended.
-        position = dataclasses.replace(self.position, cut=False)
+        position = dataclasses.replace(self.position)
         if resume is not None:
             position = Position(**resume.checkpoint.state["position"])
         if fits:  # an evaluation of a checkpoint leaves the training where it is

@@ -25,6 +25,7 @@ class StandInTrainer:
         self.num_training_batches, self.num_val_batches = 4, [2]
         self.sanity_checking = self.should_stop = self.interrupted = False
         self.stop_reason = self.loss = None
+        self.is_last_batch = True  # where a validation or an epoch ends
         self.callback_metrics = self.progress_bar_metrics = {}
         mesh = SimpleNamespace(shape={"data": 8}, size=8)
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})
@@ -32,7 +33,7 @@ class StandInTrainer:
         self.callbacks, self.loggers, self.checkpoint_callbacks = [], [], []
         vars(self).update(attributes)
 
-    def stop(self, reason):
+    def stop(self, reason, final=True):
         self.should_stop, self.stop_reason = True, reason
 
     def log(self, callback, values, step):

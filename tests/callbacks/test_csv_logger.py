@@ -184,7 +184,8 @@ def resume(begin, state, **checkpoint):
     logger = begin()
     if state is not None:
         logger.load_state_dict(state)
-    logger.on_load_checkpoint(None, None, {"global_step": 0} | checkpoint)
+    position = {"epoch": 0, "batch_idx": 0, "over": False}
+    logger.on_load_checkpoint(None, None, {"global_step": 0, "position": position} | checkpoint)
     return logger
 
 
@@ -250,6 +251,20 @@ def train(folder, *more, **arguments):
     defaults = {"max_epochs": 2, "log_every_n_steps": 1, "resume": "auto", "num_sanity_val_steps": 0}
     callbacks = [*more, ModelCheckpoint(every_n_train_steps=5)]
     return fit(Mean(), numbered(6), numbered(1), *callbacks, default_root_dir=folder, **(defaults | arguments))
+
+
+@pytest.mark.parametrize("max_steps", [-1, 9])  # the end of an epoch, and a cut in the second one
+def test_rows_of_a_test_after_a_fit_survive_an_extension(max_steps):
+    given = {"log_every_n_steps": 3, "resume": "auto", "num_sanity_val_steps": 0}
+    for folder, epochs, steps in (("run", 2, max_steps), ("run", 3, -1), ("whole", 3, -1)):
+        trainer = fit(
+            Mean(), numbered(6), numbered(1), default_root_dir=folder, max_epochs=epochs, max_steps=steps, **given
+        )
+        if epochs == 2:
+            trainer.test(None, numbered(1))
+    (tested,) = [row for row in read() if "test" in row]
+    assert tested["step"] == (8 if max_steps > 0 else 11)
+    assert [row for row in read() if row != tested] == read("whole")
 
 
 def test_a_resume_that_cannot_drop_rows_ends(monkeypatch):

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kit.modules import Mean, module
 from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
-from jaxlit.callbacks import EarlyStopping, EarlyStoppingReason
+from jaxlit.callbacks import EarlyStopping, EarlyStoppingReason, monitor
 from jaxlit.errors import JaxlitError
 
 NAN, INF = math.nan, math.inf
@@ -157,6 +158,74 @@ def test_a_resume_between_validation_and_epoch_end_checks() -> None:
     whole = fit(module(**flat), numbered(1), numbered(1), stops(), save, **given)
     resumed = fit(module(**flat), numbered(1), numbered(1), stops(), ckpt_path="half", **given)
     assert whole.current_epoch == resumed.current_epoch == 3
+
+
+RULES: dict[str, Any] = {  # with what lets a resume continue
+    "patience": ({"patience": 2}, [3.0, 3.0, 3.0, 2.0, 1.0], {"patience": 9}),
+    "threshold": ({"stopping_threshold": 2.5}, [3.0, 3.0, 2.0, 3.0, 3.0], {"stopping_threshold": 1.0}),
+    "divergence": ({"divergence_threshold": 9.0}, [3.0, 3.0, 10.0, 3.0, 3.0], {"divergence_threshold": 20.0}),
+    "not finite": ({}, [3.0, 3.0, NAN, 3.0, 3.0], {"check_finite": False}),
+}
+
+
+def scripted(values: Any, stop: Any, **given: Any) -> Any:
+    """Train with a metric of these values, epoch by epoch."""
+    log = hooks(on_train_epoch_end=lambda t, m: stop.log("m", values[t.current_epoch]))
+    arguments = {"max_epochs": len(values), "default_root_dir": "run", "resume": "auto", "num_sanity_val_steps": 0}
+    return fit(Mean(), numbered(2), None, log, stop, **arguments | given)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_stopped_run_stays_stopped_until_its_rule_changes(rule: str, caplog: Any) -> None:
+    given, values, changed = RULES[rule]
+    make = lambda **more: EarlyStopping("m", **{"patience": 9} | given | more)  # noqa: E731
+    steps, reasons = zip(
+        *[(t.global_step, t.stop_reason) for t in (scripted(values, make()) for _ in range(3))], strict=True
+    )
+    assert steps == (6, 6, 6)
+    assert len(set(reasons)) == 1
+    assert "a changed EarlyStopping" in warnings_of(caplog)[-1]
+    stop = make(**changed)
+    assert scripted(values, stop).global_step == 10
+    assert stop.stopping_reason is EarlyStoppingReason.NOT_STOPPED
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_verdict_that_min_epochs_blocks_is_taken_again(rule: str) -> None:
+    given, values, _ = RULES[rule]
+    stop = EarlyStopping("m", **{"patience": 9} | given)
+    assert scripted(values, stop, min_epochs=4).current_epoch == 5
+    assert stop.best_score == min(value for value in values if not math.isnan(value))
+
+
+def test_a_check_within_the_last_blocked_epoch_does_not_count() -> None:
+    """The first of two validations in the only blocked epoch is above the threshold, the second not."""
+    values = iter([0.0, 5.0, 5.0, 5.0])
+    model = module(on_validation_epoch_end=lambda self: self.log("m", next(values)))
+    stop = EarlyStopping("m", stopping_threshold=1.0, patience=9)
+    given = {"min_epochs": 1, "max_epochs": 2, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    assert fit(model, numbered(2), numbered(1), stop, **given).global_step == 4
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_of_several_processes_all_compare_before_one_returns(logged: bool, monkeypatch: Any, make_trainer: Any) -> None:
+    """One has logged the metric in a hook of the first window, and another has not."""
+    compared = list[str]()
+    monkeypatch.setattr(monitor, "team", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr(monitor, "same_job", lambda name, values, rule: compared.append(name))
+    trainer, stop = make_trainer(), EarlyStopping("m")
+    trainer.callback_metrics = Metrics({"m": 1.0} if logged else {})
+    trainer.start(stop)
+    stop.on_validation_end(trainer, trainer.module)
+    stop.on_train_epoch_end(trainer, trainer.module)
+    assert len(compared) == 1
+
+
+class Metrics(dict):
+    """Metrics that hooks have logged."""
+
+    def hook(self, name: str) -> str:
+        return "on_train_batch_end"
 
 
 def test_a_stop_inside_the_first_window_is_no_missing_metric(caplog) -> None:

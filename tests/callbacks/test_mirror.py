@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from kit.batches import numbered
-from kit.buckets import URL, Bucket, WaitsForCopies, checkpoints, go, in_bucket, in_folder, make_machine, saves
+from kit.buckets import URL, Bucket, WaitsForCopies, checkpoints, go, in_bucket, in_folder, make_machine, replace, saves
 from kit.checkpoints import train
 from kit.journal import hooks
 from kit.modules import Mean
@@ -48,6 +49,28 @@ def test_the_bucket_has_what_the_folder_has(kind: str, tmp_path: Path) -> None:
     assert there == in_folder(trainer.run_dir)
     assert checkpoints(url) == sorted(Path(path).name for path in {*best.best_k_models, best.last_model_path})
     assert {"metrics.csv", "report.html"} < there.keys()
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", ".mirror"])
+def test_a_write_that_is_cut_leaves_the_old_file(name: str, machine: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The local file system writes in place; another machine then continues with what is in the copy."""
+    url = f"file://{tmp_path}/copy"
+    go(1, url=url)
+    before = in_bucket(url)[name]
+
+    def cut(fs: Any, path: str, value: bytes, *rest: Any, **named: Any) -> None:
+        Path(path).write_bytes(value[: len(value) // 2] if name in path else value)
+        if name in path:
+            raise OSError("the process has ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "pipe_file", cut)
+        refuses(CheckpointError, lambda: go(2, url=url), "the process has ended")
+    assert in_bucket(url)[name] == before
+    replace(machine)
+    go(3, url=url)
+    go(3, url=f"file://{tmp_path}/whole")
+    assert in_bucket(url)["metrics.csv"] == in_bucket(f"file://{tmp_path}/whole")["metrics.csv"]
 
 
 def test_a_shared_folder_is_copied_too(tmp_path: Path) -> None:

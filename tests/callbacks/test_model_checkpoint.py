@@ -16,7 +16,7 @@ from kit.faults import Crash, faults
 from kit.inside import files
 from kit.journal import at_batch, hooks, raising
 from kit.modules import Mean, module
-from kit.refusals import fit_refuses
+from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -436,6 +436,44 @@ def test_a_cut_training_does_not_score_its_weights_by_an_older_validation() -> N
     best, stop = ModelCheckpoint(monitor="score"), at_batch(2, lambda trainer, module: trainer.stop("here"))
     assert train(best, stop, **given, epochs=1, check_val_every_n_epoch=None).written == [3]
     assert kept(best) == {}
-    best = ModelCheckpoint(monitor="score")
-    train(best, **given, epochs=1, check_val_every_n_epoch=None, resume="auto")
+    path, best = best.last_model_path, ModelCheckpoint(monitor="score")
+    train(best, **given, epochs=1, check_val_every_n_epoch=None, resume=path)
     assert kept(best) == {4: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("every", "val_every", "scored", "warns"),
+    [(3, 4, [12], False), (4, 4, [4, 8, 12], False), (2, 4, [4, 8, 12], False), (5, 4, [12], True)],
+)
+def test_best_is_ranked_by_values_of_its_own_step_alone(
+    every: int, val_every: int, scored: list[int], warns: bool, caplog: Any
+) -> None:
+    """One epoch of 12 steps; the score after a step is its number, and so tells which weights a checkpoint has."""
+    keeps = ModelCheckpoint(monitor="score", save_top_k=-1, every_n_train_steps=every, filename="{score:.0f}")
+    train(keeps, scores=[float(x) for x in range(1, 13)], per_epoch=12, epochs=1, val_check_interval=val_every)
+    assert kept(keeps) == {step: float(step) for step in scored}
+    names = {Path(path).name for path in listing(keeps)}
+    assert names == {f"{name(s)}-score={s if s in scored else 'nan'}" for s in {*range(every, 13, every), 12}}
+    messages = [m for m in warnings_of(caplog) if "ModelCheckpoint" in m]
+    assert [f"val_check_interval={val_every}" in m for m in messages] == [True] * warns
+
+
+def test_a_value_that_a_batch_hook_logs_seldom_ranks_its_own_step() -> None:
+    log = hooks(on_train_batch_end=lambda t, *_: t.global_step % 4 == 0 and saves.log("seen", float(t.global_step)))
+    saves = ModelCheckpoint(monitor="seen", save_top_k=-1, every_n_train_steps=2)
+    train(saves, log, per_epoch=8, epochs=1)
+    assert kept(saves) == {4: 4.0, 8: 8.0}
+
+
+@pytest.mark.parametrize("at", ["on_train_epoch_start", "on_train_end"])
+def test_two_that_name_the_epoch_leave_no_folder_behind(at: str) -> None:
+    """The second has not written when an error comes at an epoch's end; it then writes the name of that epoch."""
+    make = lambda: [ModelCheckpoint("a", "{epoch}"), ModelCheckpoint("b", "{epoch}", every_n_train_steps=5)]  # noqa: E731
+    given: Any = {"per_epoch": 2, "epochs": 2, "resume": "auto"}
+    fail = hooks(**{at: lambda t, m: t.global_step and raising(ZeroDivisionError)()})
+    with pytest.raises(ZeroDivisionError):
+        train(*make(), fail, **given)
+    train(*make(), **given)
+    assert [sorted(path.name for path in Path(folder).glob("step_*")) for folder in "ab"] == [
+        [f"{name(4)}-epoch=1"]
+    ] * 2

@@ -418,7 +418,30 @@ CASES = {
     "stopped": (
         lambda: [at_five(lambda t: t.stop("the loss is flat"))],
         {"resume": "auto", "logger": False},
-        f"done 2 epochs · 5 steps · the loss is flat|checkpoint {STEP}5 (last)|{AGAIN}",
+        f"done 2 epochs · 5 steps · the loss is flat|checkpoint {STEP}5 (last)"
+        "|resume run the same command with the path of a checkpoint as resume=",
+    ),
+    "stopped, in its own folder": (
+        lambda: [at_five(lambda t: t.stop("the loss is flat"))],
+        {"logger": False},
+        f"done 2 epochs · 5 steps · the loss is flat|checkpoint {STEP}5 (last)|resume pass resume='run'",
+    ),
+    "max_steps in the last epoch": (
+        lambda: [],
+        {"max_steps": 5, "logger": False},
+        f"done 2 epochs · 5 steps|checkpoint {STEP}5 (last)|" + MORE.replace("epochs", "steps"),
+    ),
+    "a rule in the last epoch": (
+        lambda: [EarlyStopping("val", stopping_threshold=9.0, patience=9)],
+        {"max_epochs": 1, "resume": "auto", "logger": False},
+        f"done 1 epoch · 4 steps · best val -2.062 at step 4 · val = -2.062 reached the threshold 9.0"
+        f"|checkpoint {STEP}4 (last)"
+        "|resume run the same command with a larger max_epochs and another stopping_threshold",
+    ),
+    "the time of a run": (
+        lambda: [at_five(lambda t: t.stop_after(0.0, "enough time"))],
+        {"resume": "auto", "logger": False},
+        f"done 2 epochs · 5 steps · enough time|checkpoint {STEP}5 (last)|{AGAIN}",
     ),
     "an error": (
         lambda: [at_five(lambda t: {}[0])],

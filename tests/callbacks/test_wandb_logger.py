@@ -107,6 +107,14 @@ def test_every_training_has_another_id_and_a_second_fit_the_same():
     assert begin(WandbLogger(offline=True)) != first
 
 
+def test_one_logger_in_other_trainings_begins_other_runs():
+    logger = WandbLogger(offline=True)
+    ids = [begin(logger, default_root_dir=folder)[-1] for folder in ("a", "b", "c")]
+    assert len({*ids}) == 3
+    logger = WandbLogger(offline=True, id="mine")
+    assert [begin(logger, default_root_dir=folder)[-1] for folder in ("d", "e")] == ["mine", "mine"]
+
+
 @pytest.mark.parametrize("given", [{}, {"id": "mine"}])
 def test_an_agent_or_checkpoint_names_the_run_unless_given(given, monkeypatch):
     expected = given.get("id", "theirs")
@@ -186,7 +194,7 @@ def test_after_a_fit_there_is_still_its_run(capfd):
     run = logger.experiment
     assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
     assert Path(run.dir).parent == run_files()[0].parent.absolute()
-    begin(logger, default_root_dir="again")
+    begin(logger)
     assert logger.experiment is not run and logger.experiment.id == run.id
 
 

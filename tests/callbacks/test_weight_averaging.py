@@ -11,7 +11,7 @@ from flax import nnx
 from kit.batches import Stream, numbered, random
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Linear, Mean, Net, module
-from kit.refusals import fit_refuses
+from kit.refusals import fit_refuses, warnings_of
 from kit.trainers import BARE, STRATEGIES, fit, make_trainer, splitting, thinned
 
 from jaxlit.callbacks import EMA, LambdaCallback, ModelCheckpoint, WeightAveraging
@@ -79,6 +79,20 @@ def test_an_average_is_that_of_numpy_everywhere(name: str, strategy: str) -> Non
     assert seen[-1] != pytest.approx(loss(weights[-1]), rel=1e-4)  # what is trained has another one
     (later,) = trainer.validate(model, BATCHES)
     assert later["val"] == pytest.approx(loss(average), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("every", "start", "steps", "warned"),
+    [(20, 0, 10, "step 1 of 10"), (5, 4, 10, "step 6 of 10"), (5, 0, 10, None), (20, 0, 1, None), (9, 1, 10, None)],
+)
+def test_an_average_of_one_early_step_is_told(every: int, start: int, steps: int, warned: Any, caplog: Any) -> None:
+    average = WeightAveraging(update_every_n_steps=every, update_starting_at_step=start)
+    fit(model := linear(), BATCHES, None, average, max_epochs=1, limit_train_batches=steps, **BARE)
+    np.testing.assert_allclose(
+        model.kernel[...], mean(by_hand(steps)[-(-start // every) * every :: every])[0], rtol=1e-5
+    )
+    messages = [m for m in warnings_of(caplog) if "WeightAveraging" in m]
+    assert [warned in m for m in messages] == ([True] if warned else [])
 
 
 @pytest.mark.parametrize(

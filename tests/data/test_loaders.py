@@ -121,6 +121,21 @@ def test_fit_without_a_loader_or_with_two_is_refused_with_a_hint():
     fit_refuses(ArgumentError, "train_dataloaders.*one loader, got 2", train=[array_loader(4), array_loader(4)])
 
 
+def test_a_dict_of_loaders_is_taken_as_a_list_in_its_order():
+    make = lambda: {"second": numbered(2, 10), "first": numbered(3), "once": (batch for batch in numbered(1))}  # noqa: E731
+    trainer = make_trainer()
+    for verb in (trainer.validate, trainer.test, trainer.predict):
+        of_dict, of_list = verb(Mean(), make()), verb(Mean(), [*make().values()])
+        assert len(of_dict) == 3
+        assert repr(of_dict) == repr(of_list)
+    trainer.fit(Mean(), numbered(2), make())
+    assert trainer.num_val_batches[:2] == [2, 3]
+    assert "val/dataloader_idx_2" in trainer.callback_metrics
+    refuses(ArgumentError, lambda: trainer.fit(Mean(), {"a": numbered(1)}), "takes one loader, got 1 in a dict")
+    for batch in ({"x": [1.0, 2.0]}, {"x": np.ones(2), "y": [1, 2]}, {}):
+        refuses(ArgumentTypeError, lambda batch=batch: trainer.validate(Mean(), batch), "is no loader")
+
+
 @pytest.mark.parametrize("limit", [0, 0.0])
 def test_a_limit_of_0_trains_or_validates_nothing(limit):
     traced = []

@@ -12,6 +12,7 @@ from kit.costs import calls_per_step as calls_per_step_of
 from kit.costs import reads
 from kit.journal import Journal, Rows, at_batch, hooks
 from kit.modules import Linear, Mean, module
+from kit.refusals import warnings_of
 from kit.trainers import BARE, FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
@@ -56,6 +57,22 @@ def test_stop_in_a_hook_ends_at_the_next_safe_place(hook: str) -> None:
         assert journal.names.count(f"on_{what}_start") == journal.names.count(f"on_{what}_end")
     in_fit = [event for event in journal.named("on_validation_start") if event[-1] > 0]
     assert len(in_fit) == (trainer.current_epoch if steps else 0)
+
+
+def test_a_run_that_a_hook_has_stopped_stays_finished(caplog: pytest.LogCaptureFixture) -> None:
+    """The same command trains nothing more, also without the hook; a path continues, and a stop that is not final."""
+    given: dict[str, Any] = {"default_root_dir": "run", "resume": "auto", "max_epochs": 4}
+    stop = hooks(on_train_epoch_end=lambda t, m: t.stop("enough", final=t.max_epochs < 5))
+    first = fit(Mean(), numbered(3), numbered(1), stop, **given)
+    for callbacks in ([stop], []):
+        again = fit(Mean(), numbered(3), numbered(1), *callbacks, **given)
+        assert (again.global_step, again.stop_reason, again.is_finished) == (3, "enough", True)
+        assert "the run was stopped (enough)" in warnings_of(caplog)[-1]
+    path = first.checkpoint_callback.last_model_path
+    more = fit(Mean(), numbered(3), numbered(1), **given | {"resume": path})
+    assert (more.global_step, more.is_finished) == (12, False)
+    for steps in (15, 18):
+        assert fit(Mean(), numbered(3), numbered(1), stop, **given | {"max_epochs": 9}).global_step == steps
 
 
 def test_a_stop_holds_for_one_fit() -> None:
