@@ -116,7 +116,7 @@ class EarlyStopping(MonitorCallback):
             trainer.stop(message)
 
     def _is_blocked(self, trainer: "Trainer") -> bool:
-        epochs = trainer.current_epoch + trainer.is_last_batch
+        epochs = trainer.current_epoch + trainer.epoch_is_over
         return epochs < trainer.min_epochs or trainer.global_step < trainer.min_steps
 
     def judge(self, value: float, *, blocked: bool = False) -> tuple[EarlyStoppingReason, str]:

@@ -328,8 +328,8 @@ class TrainerProperties(Arguments):
         )
 
     @property
-    def is_last_batch(self) -> bool:
-        """Whether the newest batch is the last one of its epoch, as in Lightning."""
+    def epoch_is_over(self) -> bool:
+        """Whether the epoch has no batch left; its last validation and its end may still come."""
         return self._session.position.over
 
     def stop(self, reason: str, *, final: bool = True) -> None:

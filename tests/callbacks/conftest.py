@@ -25,7 +25,8 @@ class StandInTrainer:
         self.num_training_batches, self.num_val_batches = 4, [2]
         self.sanity_checking = self.should_stop = self.interrupted = False
         self.stop_reason = self.loss = None
-        self.is_last_batch = True  # where a validation or an epoch ends
+        self.is_finished = False
+        self.epoch_is_over = True  # where a validation or an epoch ends
         self.callback_metrics = self.progress_bar_metrics = {}
         mesh = SimpleNamespace(shape={"data": 8}, size=8)
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})

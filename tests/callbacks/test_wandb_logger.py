@@ -194,8 +194,8 @@ def test_after_a_fit_there_is_still_its_run(capfd):
     run = logger.experiment
     assert run is seen[0] and (run.id, run.project, run.url) == (logger.id, "digits", None)
     assert Path(run.dir).parent == run_files()[0].parent.absolute()
-    begin(logger)
-    assert logger.experiment is not run and logger.experiment.id == run.id
+    begin(logger, default_root_dir="again")
+    assert logger.experiment.id == logger.id != run.id
 
 
 def test_many_fits_leave_no_threads():

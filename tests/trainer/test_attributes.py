@@ -121,5 +121,8 @@ def test_a_resume_keeps_an_accumulation_set_by_a_hook(counts: Any, batch: int) -
         return trainer.global_step, trainer.accumulate_grad_batches, np.asarray(trainer.module.w[...])
 
     for epoch in (1, 2):
-        train("cut", at_batch(batch, lambda t, m, epoch=epoch: t.stop("enough") if t.current_epoch == epoch else None))
+        train(
+            "cut",
+            at_batch(batch, lambda t, m, epoch=epoch: t.request_stop("enough") if t.current_epoch == epoch else None),
+        )
     assert train("cut") == train("whole")
