@@ -58,8 +58,7 @@ class Traits(Configured):
     `unfreeze_at_epoch` and `tx`; None for none."""
 
     exclusive: tuple[str, Any] | None = None
-    """What no two callbacks of a Trainer may share, in words, and its value; None for nothing: ("folder", path), or
-    ("folder, the dirpath", path), with the argument that sets it."""
+    """What no two callbacks may share, in words, and its value: ("folder, the dirpath", path) if `dirpath=` sets it."""
 
     def conflict_with(self, other: "Traits") -> str | None:
         """Return why a Trainer cannot have this callback and an earlier one, as an error message; None if it can."""

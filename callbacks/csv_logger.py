@@ -172,6 +172,7 @@ class CSVLogger(Logger):
     def _drop(self, step: int, epoch: int, *, undone: bool = False) -> None:
         """Drop the rows that a checkpoint does not count; without a count, or if `undone`, those from a step on."""
         path, restored, self._restored = self._target, self._restored, None
+        before = lambda cell, limit: str(cell).isdigit() and int(cell) < limit  # noqa: E731
         if path is None or not path.exists():
             return
         self._close()
@@ -181,9 +182,9 @@ class CSVLogger(Logger):
                 tail, later = restored["tail"], rows[restored["rows"] :]
                 rows = [*rows[: restored["rows"] - len(tail)], *tail]
             if restored is None or undone:
-                rows = [row for row in rows if _is_before(row, step)]
+                rows = [row for row in rows if before(row["step"], step)]
             # Rows of a `test` after the fit stay: of its last step, in the epoch that comes next.
-            later = [row for row in later if _is_before(row, step) and not _is_before(row, epoch, "epoch")]
+            later = [row for row in later if before(row["step"], step) and not before(row["epoch"], epoch)]
             rows, tail = [*rows, *later], [*tail, *later][-_TAIL:]
             self._rewrite(path, self._columns, rows)
         except OSError as error:  # better no training than rows that are repeated
@@ -233,10 +234,6 @@ class CSVLogger(Logger):
         file, self._file = self._file, None
         if file is not None:
             file.close()
-
-
-def _is_before(row: Mapping[str, Any], limit: int, column: str = "step") -> bool:
-    return str(row[column]).isdigit() and int(row[column]) < limit
 
 
 def _write(file: BinaryIO, start: int, data: bytes) -> None:

@@ -127,9 +127,8 @@ class EarlyStopping(MonitorCallback):
             blocked: Whether training continues anyway, and only the best value is taken.
         """
         is_better, name, reasons = self.is_better, self.monitor, EarlyStoppingReason
-        is_best = is_better(value, self.best_score, self.min_delta)
         if blocked:
-            if is_best and math.isfinite(value):
+            if math.isfinite(value) and is_better(value, self.best_score, self.min_delta):
                 self.best_score, self.wait_count = value, 0
             return reasons.NOT_STOPPED, ""
         if self.check_finite and not math.isfinite(value):
@@ -139,7 +138,7 @@ class EarlyStopping(MonitorCallback):
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value):
             passed = f"{name} = {value:.4g} passed the divergence threshold {self.divergence_threshold}"
             return reasons.DIVERGENCE_THRESHOLD, passed
-        if is_best:
+        if is_better(value, self.best_score, self.min_delta):
             self.best_score, self.wait_count = value, 0
         else:
             self.wait_count += 1

@@ -368,13 +368,12 @@ def _resume(trainer: "Trainer", *, is_cut: bool) -> str:
     callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
     if not (paths := [Path(callback.last_model_path) for callback in callbacks if callback.last_model_path]):
         return ""
-    changes = []
-    if not is_cut:
-        # An epoch that max_steps has cut counts for `current_epoch`.
-        is_last = trainer.max_epochs == trainer.current_epoch and not trainer.batches_done
-        changes += ["a larger max_epochs"] if is_last else []
-        changes += ["a larger max_steps"] if trainer.max_steps == trainer.global_step else []
-        changes += [_BY_PATH] if trainer.is_finished else []
+    ends = {  # an epoch that max_steps has cut counts for `current_epoch`
+        "a larger max_epochs": trainer.max_epochs == trainer.current_epoch and not trainer.batches_done,
+        "a larger max_steps": trainer.max_steps == trainer.global_step,
+        _BY_PATH: trainer.is_finished,
+    }
+    changes = [change for change, was_reached in ends.items() if was_reached and not is_cut]
     if trainer.resume == "auto":
         return "run the same command" + (f" with {' and '.join(changes)}" if changes else " again")
     in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
