@@ -436,7 +436,7 @@ CASES = {
         {"max_epochs": 1, "resume": "auto", "logger": False},
         f"done 1 epoch · 4 steps · best val -2.062 at step 4 · val = -2.062 reached the threshold 9.0"
         f"|checkpoint {STEP}4 (last)"
-        "|resume run the same command with a larger max_epochs and another stopping_threshold",
+        "|resume run the same command with a larger max_epochs and the path of a checkpoint as resume=",
     ),
     "the time of a run": (
         lambda: [at_five(lambda t: t.stop_after(0.0, "enough time"))],
