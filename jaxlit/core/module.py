@@ -276,11 +276,12 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
     """Return whether an argument that is not kept must be given again: it is not its default, nor random keys."""
     parameter = _parameters(type(owner)).get(name)
-    if name == "rngs" or parameter is None or value is parameter.default:
-        return parameter is None and name != "rngs"
+    if name == "rngs" or (parameter is not None and value is parameter.default):
+        return False
     try:
-        return bool(getattr(value, "shape", ())) or bool(value != parameter.default)  # an array may be large
-    except Exception:
+        # An array is not compared: it may be large.
+        return parameter is None or bool(getattr(value, "shape", ())) or bool(value != parameter.default)
+    except Exception:  # of the value's own comparison
         return True
 
 
