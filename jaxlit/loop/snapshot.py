@@ -163,6 +163,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+        reset_optimizer = True
     report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
     again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}

@@ -129,11 +129,14 @@ def test_a_resume_continues_from_the_weights_that_are_trained(name: str) -> None
     assert states[-1] == states[1]
 
 
-@pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_a_reset_optimizer_begins_with_the_restored_weights(strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("single", {"reset_optimizer": True}), ("fsdp", {"reset_optimizer": True}), ("single", {"strict": False})],
+)
+def test_another_optimizer_begins_with_the_restored_weights(strategy: str, how: dict[str, bool]) -> None:
     given: Any = {"strategy": splitting(strategy), "default_root_dir": "run"}
     first = fit(module(base=Linear, tx=optax.sgd(0.1)), BATCHES, **given).module
-    resumed = fit(linear("plain"), BATCHES, max_epochs=2, ckpt_path="last", reset_optimizer=True, **given)
+    resumed = fit(linear("plain"), BATCHES, max_epochs=2, ckpt_path="last", **how, **given)
     assert_has(resumed.module, by_hand("plain", 10, begins=first)[1])
 
 
