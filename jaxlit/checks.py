@@ -10,7 +10,7 @@ import importlib
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +87,10 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
     rule, parts = "takes a datetime.timedelta, a dict of its arguments, or a str 'DD:HH:MM:SS'", value
     if isinstance(value, str) and re.fullmatch(r"\d+:\d\d:\d\d:\d\d", value.strip()):
         parts = dict(zip(("days", "hours", "minutes", "seconds"), map(int, value.split(":")), strict=True))
-    if isinstance(parts, dict):
+    if isinstance(parts, Mapping):
         with contextlib.suppress(TypeError, ValueError, OverflowError):  # another key, NaN, or too many days
             parts = datetime.timedelta(**parts)
-    kind = ArgumentError if isinstance(value, (str, dict, datetime.timedelta)) else ArgumentTypeError
+    kind = ArgumentError if isinstance(value, (str, Mapping, datetime.timedelta)) else ArgumentTypeError
     if not isinstance(parts, datetime.timedelta) or parts < datetime.timedelta():
         raise kind(f"{owner}({name}=...) {rule}, of at least 0, got {shown(value)}.")
     return parts.total_seconds()
@@ -98,7 +98,7 @@ def duration(name: str, value: Any, owner: str = "Trainer") -> float:
 
 def interval(name: str, value: Any) -> int | float | datetime.timedelta:
     """Return a number of batches, a fraction of an epoch, or a duration."""
-    if isinstance(value, (str, dict, datetime.timedelta)):
+    if isinstance(value, (str, Mapping, datetime.timedelta)):
         seconds = duration(name, value)
         require(seconds > 0, name, value, "takes a duration above 0", owner="Trainer")
         return datetime.timedelta(seconds=seconds)
@@ -108,7 +108,7 @@ def interval(name: str, value: Any) -> int | float | datetime.timedelta:
 
 def keys(name: str, value: Any) -> tuple[str | int, ...]:
     """Return a sequence of strings, and of places in a tuple, as a tuple."""
-    is_collection = isinstance(value, (list, tuple, set, frozenset))
+    is_collection = isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes))
     fits = is_collection and all(isinstance(x, (str, int)) and not isinstance(x, bool) for x in value)
     rule = "takes a list or tuple of strings, or of ints for places in a tuple"
     require(fits, name, value, rule, owner="Trainer", kind=ArgumentTypeError)

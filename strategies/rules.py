@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from typing import Any
 
 import jax
@@ -49,9 +49,11 @@ class Rules:
         for key, value in self._rules.items():
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no str: {key!r}.")
-            if isinstance(value, list):  # from YAML or a command line, which have neither partitions nor tuples
+            if isinstance(value, MutableSequence):  # from YAML or a command line, which have no partitions or tuples
                 is_path = not all(isinstance(x, str) for x in value)
-                value = P(*(tuple(x) if isinstance(x, list) else x for x in value)) if is_path else tuple(value)
+                value = (
+                    P(*(tuple(x) if isinstance(x, MutableSequence) else x for x in value)) if is_path else tuple(value)
+                )
             axes = (value,) if isinstance(value, str) else value
             if isinstance(value, P):
                 if P.UNCONSTRAINED in value:

@@ -157,6 +157,7 @@ _OPTIONAL = {
     "auto_size": _is_count,  # the batches of a dispatch that steps_per_execution="auto" has chosen
     "accumulate_set": (_is_count, _is_count),
     "evaluated": {...: str},  # by a parameter's name, that of the array which validations saw in its place
+    "hyperparams": {...: _is_number},  # of `optax.inject_hyperparams`, as training began with them
     "not_finite": NOT_FINITE,
     "stopped": str,  # why the run was stopped, and ends at once when it is resumed
     "numbers": {...: object},  # in Variables of the module, by path; see `encode`

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
+from jaxlit.core.module import Hparams
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
 from jaxlit.sharding import note_mesh
@@ -24,7 +25,7 @@ from jaxlit.variables import fits, is_array
 # What train() and eval() set: a step may switch a part of its module.
 MODES = {"deterministic", "use_running_average", "decode"}
 CONTAINERS = (list, tuple, set, dict, deque)
-_COPIED = (*CONTAINERS, OrderedDict, defaultdict)
+_COPIED = (*CONTAINERS, OrderedDict, defaultdict, Hparams)
 # The attributes of its own that nnx adds to a module, and to an `nnx.List`.
 _OF_NNX = frozenset(vars(nnx.Module()))
 _OF_NNX_LIST = frozenset(vars(nnx.List([])))

@@ -10,10 +10,11 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Never, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Never, Self
 
 import jax
 import optax
@@ -30,32 +31,11 @@ from jaxlit.reporting.secrets import PLACEHOLDER, hide, print_left_out
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.texts import shown
 
-_T = TypeVar("_T")
 _logger = logging.getLogger("jaxlit")
 
 
-class SideTable(Generic[_T]):
-    """Values by object identity, since a dataclass module has no hash; a value is deleted with its object."""
-
-    def __init__(self) -> None:
-        self._values: dict[int, _T] = {}
-
-    def __setitem__(self, owner: Any, value: _T) -> None:
-        if id(owner) not in self._values:
-            weakref.finalize(owner, self._values.pop, id(owner), None)
-        self._values[id(owner)] = value
-
-    def get(self, owner: Any) -> _T | None:
-        """Return the object's value, None without one."""
-        return self._values.get(id(owner))
-
-    def share(self, copy: Any, owner: Any) -> None:
-        """Give a copy the object's value, if it has one."""
-        if (value := self.get(owner)) is not None:
-            self[copy] = value
-
-
-trainers: SideTable[weakref.ref] = SideTable()
+# The Trainer of a module by its id, since a dataclass module has no hash; deleted with the module.
+_trainers: dict[int, weakref.ref] = {}
 # The `ModuleSync` of a module by its id, called when the module is touched while a run has its arrays. Empty outside
 # of a run, so that touching a module then costs nothing.
 watchers: dict[int, Any] = {}
@@ -64,13 +44,15 @@ watchers: dict[int, Any] = {}
 def attach(module: Any, trainer: Any) -> Any:
     """Make `module.trainer` the trainer, and return the earlier one."""
     outer = trainer_of(module)
-    trainers[module] = weakref.ref(trainer)
+    if id(module) not in _trainers:
+        weakref.finalize(module, _trainers.pop, id(module), None)
+    _trainers[id(module)] = weakref.ref(trainer)
     return outer
 
 
 def trainer_of(module: Any) -> Any:
     """Return the Trainer that runs, or ran, the module; None without one."""
-    return reference() if (reference := trainers.get(module)) else None
+    return reference() if (reference := _trainers.get(id(module))) else None
 
 
 @dataclass(frozen=True)
@@ -102,14 +84,18 @@ _CHOSEN = "..."  # how an argument is shown that the user chose not to keep
 class Hparams(dict[str, Any]):
     """Hyperparameters: a dict, whose keys are attributes as well.
 
+    For nnx it is a static attribute, which travels with the module and is compared by its values.
+
     Args:
         values: The hyperparameters.
         arguments: The names of those that the constructor takes; others were added.
         left_out: How the arguments that are not kept, and are not their defaults, are shown.
     """
 
+    __slots__ = ("_arguments", "_left_out", "_running")
     _arguments: frozenset[str]
     _left_out: dict[str, str]
+    _running: dict[str, Any]  # the arguments of the constructor that runs
 
     def __init__(
         self,
@@ -120,6 +106,20 @@ class Hparams(dict[str, Any]):
         super().__init__(values or {})
         object.__setattr__(self, "_arguments", frozenset(arguments))
         object.__setattr__(self, "_left_out", dict(left_out or {}))
+        object.__setattr__(self, "_running", {})
+
+    def __hash__(self) -> int:
+        return hash(self._arguments)  # a graph of nnx may be a key
+
+    def __reduce__(self) -> Any:
+        return Hparams, (dict(self), self._arguments, self._left_out)
+
+    def __deepcopy__(self, memo: Any) -> "Hparams":
+        return self.copy()
+
+    def copy(self) -> "Hparams":
+        """Return a copy that shares no list, dict or dataclass with these."""
+        return Hparams({name: _copied(x) for name, x in self.items()}, self._arguments, self._left_out)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -156,12 +156,20 @@ class Hparams(dict[str, Any]):
         return left_out | {name: readable(value) for name, value in self.items()}
 
 
-_hparams: SideTable[Hparams] = SideTable()
-_running: SideTable[dict[str, Any]] = SideTable()  # the arguments of the constructor that runs
+def hparams_of(owner: Any) -> Hparams:
+    """Return the hyperparameters of a module or DataModule without touching it."""
+    return object.__getattribute__(owner, "__dict__")["_hparams"]
+
+
+def _set_hparams(owner: Any, hparams: Hparams) -> None:
+    """Give a module, which nnx makes of the attributes of another, hyperparameters of its own."""
+    object.__getattribute__(owner, "__dict__")["_hparams"] = hparams.copy()
 
 
 class KeepsHparams:
     """The base of modules and DataModules, which keep their constructors' arguments."""
+
+    _hparams = property(hparams_of, _set_hparams)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -175,7 +183,8 @@ class KeepsHparams:
         arguments = _named(cls.__mro__, owner, args, kwargs, defaults=True)
         unsaved = {name: text for name, x in arguments.items() if (text := _not_kept(x)) is not None}
         left_out = {name: text for name, text in unsaved.items() if _is_asked_for(owner, name, arguments[name])}
-        _hparams[owner] = Hparams({k: x for k, x in arguments.items() if k not in unsaved}, arguments, left_out)
+        # Copies: the constructor, and later code, may change a list or a config that it was given.
+        _set_hparams(owner, Hparams({k: x for k, x in arguments.items() if k not in unsaved}, arguments, left_out))
         return owner
 
     @property
@@ -185,10 +194,12 @@ class KeepsHparams:
 
     @hparams.setter
     def hparams(self, values: Mapping[str, Any]) -> None:
-        values = _mapping(f"{type(self).__name__}.hparams takes a dict", values)
+        values = dict(_mapping(f"{type(self).__name__}.hparams takes a dict", values))
         old = hparams_of(self)
         gone = [k for k in old if k not in values and k in old._arguments and _is_asked_for(self, k, old[k])]
-        _hparams[self] = Hparams(values, old._arguments, old._left_out | dict.fromkeys(gone, _CHOSEN))
+        old._left_out.update(dict.fromkeys(gone, _CHOSEN))
+        old.clear()
+        old.update({name: _copied(x) for name, x in values.items()})
 
     @takes_only_its_arguments("self.save_hyperparameters")
     def save_hyperparameters(self, *args: Any, ignore: str | Sequence[str] = ()) -> None:
@@ -206,7 +217,7 @@ class KeepsHparams:
         """
         ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore or ())
         called, names = f"{type(self).__name__}.save_hyperparameters", [x for x in args if isinstance(x, str)]
-        running = _running.get(self) or {}
+        running = hparams_of(self)._running
         values = {**running, **hparams_of(self)}
         known = {*inspect.signature(type(self).__init__).parameters, *values}
         if unknown := [x for x in (*names, *ignore) if x not in known]:
@@ -216,21 +227,9 @@ class KeepsHparams:
         hparams = {k: v for k, v in values.items() if k in chosen and k not in ignore}
         for more in args:
             if not isinstance(more, str):
-                hparams |= _mapping(f"{called} takes names of the constructor's arguments, and dicts", more)
+                more = _mapping(f"{called} takes names of the constructor's arguments, and dicts", more)
+                hparams |= {k: v if k in hparams_of(self)._arguments else _plain(v) for k, v in more.items()}
         self.hparams = {k: v for k, v in hparams.items() if _not_kept(v) is None}
-
-
-def hparams_of(owner: Any) -> Hparams:
-    """Return the hyperparameters of a module or DataModule, always the same dict, without touching it."""
-    if (hparams := _hparams.get(owner)) is None:  # a copy, made without the constructor
-        names = _parameters(type(owner))
-        hparams = _hparams[owner] = Hparams(arguments=names, left_out=dict.fromkeys(names, _CHOSEN))
-    return hparams
-
-
-def share_hparams(copy: Any, module: Any) -> None:
-    """Give a copy the module's hyperparameters."""
-    _hparams.share(copy, module)
 
 
 def _not_kept(value: Any) -> str | None:
@@ -242,12 +241,30 @@ def _not_kept(value: Any) -> str | None:
     return None
 
 
+def _copied(value: Any) -> Any:
+    """Return a value with copies of the lists, dicts and dataclasses in it that a checkpoint keeps."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    if type(value) is dict:
+        return {key: _copied(x) for key, x in value.items()}
+    if not is_dataclass(value) or isinstance(value, (type, Enum)) or _not_kept(value) is not None:
+        return value
+    return replace(value, **{field.name: _copied(getattr(value, field.name)) for field in fields(value) if field.init})
+
+
 def _mapping(rule: str, values: Any) -> Mapping[str, Any]:
     """Return a mapping, or the attributes of what `argparse` has parsed."""
     values = vars(values) if isinstance(values, argparse.Namespace) else values
     if not isinstance(values, Mapping):
         raise ArgumentTypeError(f"{rule}, got {shown(values)}.")
     return values
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with dicts and lists in place of other mappings and sequences, as OmegaConf has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(x) for key, x in value.items()}
+    return [_plain(x) for x in value] if isinstance(value, MutableSequence) else value
 
 
 def _parameters(cls: type) -> dict[str, inspect.Parameter]:
@@ -259,9 +276,12 @@ def _parameters(cls: type) -> dict[str, inspect.Parameter]:
 def _is_asked_for(owner: Any, name: str, value: Any) -> bool:
     """Return whether an argument that is not kept must be given again: it is not its default, nor random keys."""
     parameter = _parameters(type(owner)).get(name)
+    if name == "rngs" or (parameter is not None and value is parameter.default):
+        return False
     try:
-        return name != "rngs" and (parameter is None or not (value is parameter.default or value == parameter.default))
-    except Exception:  # arrays
+        # An array is not compared: it may be large.
+        return parameter is None or bool(getattr(value, "shape", ())) or bool(value != parameter.default)
+    except Exception:  # of the value's own comparison
         return True
 
 
@@ -270,12 +290,13 @@ def _recorded(cls: type, init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
-        outer = _running.get(self) or {}
-        _running[self] = _named(cls.__mro__, self, args, kwargs, defaults=True)
+        hparams = hparams_of(self)
+        outer, running = hparams._running, _named(cls.__mro__, self, args, kwargs, defaults=True)
+        object.__setattr__(hparams, "_running", {name: _copied(x) for name, x in running.items()})
         try:
             init(self, *args, **kwargs)
         finally:
-            _running[self] = outer
+            object.__setattr__(hparams, "_running", outer)
 
     return run
 

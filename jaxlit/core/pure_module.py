@@ -21,7 +21,7 @@ from flax import nnx
 
 from jaxlit.core.attributes import AttributesOfStep, check_hidden, copied, note_step_error, same
 from jaxlit.core.log import NO_WEIGHT, Collector, Metric, Table, collecting
-from jaxlit.core.module import STAGES, TrainModule, call_step, share_hparams, trainers
+from jaxlit.core.module import STAGES, TrainModule, attach, call_step, trainer_of
 from jaxlit.core.replica import Reduction, Replica, is_row, num_rows
 from jaxlit.core.train_state import Precision, cast
 from jaxlit.errors import JaxlitError, ModuleError, StateError
@@ -179,8 +179,8 @@ class PureModule:
         # The order matters: what the strategy prepares is no side effect of the step, and random keys are put back
         # before the state is split off.
         module: Any = merge(self.graphdef, *step_state)
-        share_hparams(module, self.origin)
-        trainers.share(module, self.origin)
+        if (trainer := trainer_of(self.origin)) is not None:
+            attach(module, trainer)
         set_modes(module, training)
         replica.prepare(module)
         for layer in _with_axis(module):

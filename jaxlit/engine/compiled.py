@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxlit import checks as check
 from jaxlit.core.log import Table
-from jaxlit.core.module import TrainModule, share_hparams
+from jaxlit.core.module import TrainModule
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.core.train_state import PRECISIONS, Precision, StepOptions, TrainState
@@ -117,9 +117,7 @@ class CompiledStep:
         indices, treedef = jax.tree.flatten(spec.index.variables)
         leaves = [spec.outside_array(i, jnp.copy(state.leaves[i])) for i in indices]
         parts = treedef.unflatten(self._engine.strategy.gather(leaves))
-        module = merge(self._engine.pure.graphdef, *parts)
-        share_hparams(module, self._engine.module)
-        return module
+        return merge(self._engine.pure.graphdef, *parts)
 
 
 @out_of_meshes

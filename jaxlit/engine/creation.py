@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jaxlit.core.attributes import LINEN_AS_NNX, each_attribute, hide_values
 from jaxlit.core.inspection import written_to
 from jaxlit.core.log import Table
-from jaxlit.core.module import TrainModule, share_hparams
+from jaxlit.core.module import TrainModule
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Precision, TrainState, Window, WindowStart, cast, sum_dtype
 from jaxlit.errors import ArgumentError, ModuleError
@@ -69,9 +69,16 @@ def init_state(
         module = state.module
         start = WindowStart(jnp.zeros((), jnp.int32), {name: module[name] for name in undone})
         state = replace(state, window_start=start)
-    # A copy of everything: an optimizer may keep the parameters themselves (lookahead, averages), and
-    # neither two leaves of a donated state nor the state and its caller may share a buffer. Of types that are not weak,
-    # as jnp.asarray(0.0) makes them: a step returns none, and would compile a second time.
+    return unshared(state)
+
+
+def unshared(state: Any) -> Any:
+    """Return a copy of all arrays of a state.
+
+    An optimizer may keep the parameters themselves (lookahead, averages), and neither two leaves of a donated state nor
+    the state and its caller may share a buffer. Of types that are not weak, as jnp.asarray(0.0) makes them: a step
+    returns none, and would compile a second time.
+    """
     return jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else jnp.array(x, dtype=x.dtype), state)
 
 
@@ -214,7 +221,7 @@ class lazy:
 def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule, Callable[[], Any]]:
     """Return a lazy module of shapes and dtypes, and a function that makes its parameters and other variables."""
     build = model.builder(seed)
-    graphs, traced = [], []
+    graphs = []
 
     def init() -> Any:
         # The strategy places what the module annotates: its names may be of dims, which no mesh knows.
@@ -233,7 +240,6 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
             graphdef, params, rest = split(module, nnx.Param, ...)
             hide_values(module)
         graphs.append(graphdef)
-        traced.append(module)
         return params, rest
 
     try:
@@ -248,9 +254,7 @@ def shape_lazy(model: lazy, strategy: Strategy, seed: int) -> tuple[TrainModule,
             "before, a default argument or a global one. Take it as an argument, def __init__(self, ..., *, rngs), "
             "which jl.lazy gives; or make it in __init__, nnx.Rngs(0)."
         ) from error
-    module = merge(graphs[0], params, rest)
-    share_hparams(module, traced[0])
-    return module, strategy.typed(init, ())
+    return merge(graphs[0], params, rest), strategy.typed(init, ())
 
 
 def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
@@ -266,6 +270,4 @@ def build_lazy(model: lazy, strategy: Strategy, seed: int) -> TrainModule:
     if strategy.explicit_axes:  # with types, which differ between what the module has split and what its size has
         mesh = strategy.model_mesh
         arrays = jax.tree.map(lambda x, of: renamed(x, mesh) if x.sharding == of else x, arrays, (used, used_rest))
-    built = merge(graphdef, *arrays)
-    share_hparams(built, shapes)
-    return built
+    return merge(graphdef, *arrays)

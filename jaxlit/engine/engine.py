@@ -18,7 +18,7 @@ from jaxlit.core.attributes import copied, each_attribute, same
 from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import StepTable, Table, collecting
-from jaxlit.core.module import STAGES, TrainModule, share_hparams
+from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.parts import Rates
 from jaxlit.core.pure_module import PureModule, Reads, Traced, reading, set_modes
 from jaxlit.core.replica import abstract_batch
@@ -26,7 +26,7 @@ from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
 from jaxlit.distributed.job import same_job
 from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram, run_eagerly
-from jaxlit.engine.creation import epoch_starter, init_state
+from jaxlit.engine.creation import epoch_starter, init_state, unshared
 from jaxlit.engine.state import StateSpec, WindowBackup, state_spec
 from jaxlit.engine.training import Diagnosis, Training, outputs_of, trace_step, training_of
 from jaxlit.strategies.base import EACH, ArraySpec, Program, Strategy
@@ -90,6 +90,7 @@ class Engine:
         # Before arrays are made, for which processes with other shapes would wait for ever.
         same_job("the training state", partial(self._described, spec, variables))
         self.state = spec.make(init, variables, donate=take_ownership)
+        self.state.hyperparams_at_start = self.state.hyperparams()
         self.outputs_with_rows: Any = None
         self._restored: Table | None = None  # the training metrics of a checkpoint
         # Of an evaluation: by index, an array of the module and the one in the state that was placed from it.
@@ -285,17 +286,27 @@ class Engine:
 
     def init_extras(self, keys: Iterable[str]) -> None:
         """Make the arrays of some callbacks again, from the parameters as they are now."""
-        state = self.state
         for key in keys:
-            # Copies: arrays that are the parameters themselves would be overwritten with them.
-            def init(params: Any, key: str = key) -> list[jax.Array]:
-                tree = jax.tree.map(jnp.copy, self.extras[key].init_arrays(params))
-                return Layout(tree).flatten(tree)
+            self._init(self.state.spec.index.extras[key], self.extras[key].init_arrays)
 
-            indices = jax.tree.leaves(state.spec.index.extras[key])
-            arrays = self.strategy.create_state(init, list(map(state.spec.sharding, indices)), state.unflatten().params)
-            for i, array in zip(indices, arrays, strict=True):
-                state.leaves[i] = array
+    def init_optimizer(self) -> None:
+        """Make the optimizer's state again, from the parameters as they are now."""
+        assert self.training is not None
+        self._init(self.state.spec.index.opt_state, self.training.options.tx.init)
+
+    def _init(self, index: Any, make: Callable[[Any], Any]) -> None:
+        """Make arrays of the state again, given a tree of their indices; `make` is a function of the parameters."""
+        state, indices = self.state, jax.tree.leaves(index)
+
+        def init(params: Any) -> list[jax.Array]:
+            tree = unshared(make(params))
+            return Layout(tree).flatten(tree)
+
+        params = state.unflatten().params
+        state.release(indices)
+        arrays = self.strategy.create_state(init, list(map(state.spec.sharding, indices)), params)
+        for i, array in zip(indices, arrays, strict=True):
+            state.leaves[i] = array
 
     def prepare_eval(self, stage: str, batch: Any, placed: Any, loader: int | None = None) -> None:
         """Choose the program of the stage's step by its first batch; a new one is traced and built.
@@ -369,12 +380,11 @@ class Engine:
         key = fn, len(self.state.spec.eval_index)
         if key not in self._applied or not self._applied[key][1].hold():
             # Not the engine: the function outlives it, and would hold its arrays.
-            pure, origin, spec, reads = self.pure, self.module, self.state.spec, Reads()
+            pure, spec, reads = self.pure, self.state.spec, Reads()
 
             def on_module(params: Any, frozen: Any, model_state: Any, inputs: Any) -> Any:
                 module: Any = pure.merge(params, frozen, model_state)
                 set_modes(module, training=False)
-                share_hparams(module, origin)
                 with collecting(None), reading() as noted:  # a hook that calls this may log, the function may not
                     result = fn(module, *cast(inputs, pure.precision.compute))
                 reads.extend(noted)

@@ -220,11 +220,13 @@ class State:
         leaves: The newest arrays; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
         infinities_at_start: What `infinities` returned when training began: a mask has some on purpose.
+        hyperparams_at_start: What `hyperparams` returned when training began; a resume continues the same training.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
         self.written, self.infinities_at_start = dict[str, str](), dict[str, Any]()
+        self.hyperparams_at_start = dict[str, float]()
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
         self._count: Callable[..., jax.Array] | None = None
@@ -282,6 +284,11 @@ class State:
         """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
         counts = {name: int(fetch(x)) for name, x in self.infinities().items()}
         return [name for name, n in counts.items() if n < 0 or n > max(fetch(self.infinities_at_start.get(name, 0)), 0)]
+
+    def hyperparams(self) -> dict[str, float]:
+        """Return the numbers that `optax.inject_hyperparams` keeps, by name; waits for the device."""
+        places = find_hyperparams(self.spec.index.opt_state)
+        return {name: float(fetch(self.leaves[i])) for name, i in places.items() if not self.spec.arrays[i].shape}
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""

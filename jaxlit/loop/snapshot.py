@@ -75,6 +75,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
     # have set for later epochs.
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
+    optional["hyperparams"] = engine.state.hyperparams_at_start
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
     argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
@@ -163,6 +164,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
         rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
         pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+        reset_optimizer = True
     report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
     # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
     again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
@@ -177,6 +179,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
     # Of a run with 64 bits, or without them, they have another dtype.
     arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
     engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+    if reset_optimizer:
+        engine.init_optimizer()
     if not evaluates:
         engine.init_extras(key for key in engine.extras if repr(key) in again)
         for keys, text in (
@@ -253,6 +257,25 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
+
+
+def warn_of_hyperparams(run: Run, state: Mapping[str, Any]) -> None:
+    """Warn of hyperparameters that `configure_optimizers` has set since training began, and that it does not use.
+
+    A resume has the checkpoint's. One that a hook has set to the new value is used.
+    """
+    began = run.engine.state.hyperparams_at_start
+    now = run.engine.state.hyperparams()
+    saved = state.get("hyperparams") or {}
+    unused = {name: began[name] for name, x in saved.items() if name in began and began[name] not in (x, now[name])}
+    began |= {name: saved[name] for name in unused}
+    if unused:
+        _logger.warning(
+            "configure_optimizers has %s, and the checkpoint's optimizer, which is used, %s. To train with the new "
+            "values set trainer.hyperparams[name] in on_fit_start, or pass fit(reset_optimizer=True).",
+            ", ".join(f"{name}={x:.6g}" for name, x in unused.items()),
+            ", ".join(f"{name}={now[name]:.6g}" for name in unused),
+        )
 
 
 def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.early_stopping import EarlyStopping
-from jaxlit.core.module import STAGES, TrainModule, is_overridden, share_hparams
+from jaxlit.core.module import STAGES, TrainModule, is_overridden
 from jaxlit.core.optimizer import updates_of
 from jaxlit.core.parts import optimizer_of
 from jaxlit.core.pure_module import PureModule
@@ -137,7 +137,7 @@ def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
             f"{OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
             f"{shown(make_module)}. Each member has a module of its own."
         )
-    if not isinstance(variations, (list, tuple)) or not all(isinstance(x, Mapping) for x in variations):
+    if not isinstance(variations, Sequence) or not all(isinstance(x, Mapping) for x in variations):
         raise ArgumentTypeError(
             f"{OWNER}(variations=...) takes a list of dicts, the arguments of make_module by name, got "
             f"{shown(variations)}. For seeds alone: [{{'seed': i}} for i in range(8)]."
@@ -225,7 +225,6 @@ def build(
         graphdef, state = split(module)
         # Without arrays: otherwise those of all modules would stay in memory next to the training state.
         origin = merge(graphdef, jax.tree.map(abstract, state))
-        share_hparams(origin, module)
         pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric
-from jaxlit.core.module import TrainModule, share_hparams
 from jaxlit.errors import ArgumentError
 from jaxlit.populations.members import Member, argument_text
 from jaxlit.texts import table
@@ -121,9 +120,7 @@ class Population:
         pure, spec = self._members[index].pure, self._members[index].training.spec
         leaves = [jnp.asarray(np.asarray(self._leaves[i][index])) for i in spec.eval_index]
         _, *variables = spec.eval_layout.unflatten(leaves)
-        module: TrainModule = merge(pure.graphdef, *variables)
-        share_hparams(module, pure.origin)
-        return module
+        return merge(pure.graphdef, *variables)
 
     def __str__(self) -> str:
         arguments = list(dict.fromkeys(name for variation in self.variations for name in variation))

@@ -138,14 +138,15 @@ def callbacks_of(name: str, value: Any) -> list[Callback]:
     """Return a list of callbacks."""
     if value is None:
         return []
-    callbacks = [value] if isinstance(value, Callback) else value
-    for c in callbacks if isinstance(callbacks, (list, tuple)) else [value]:
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, Callback))  # also one of OmegaConf
+    callbacks: list[Any] = list(value) if is_list else [value]
+    for c in callbacks:
         if not isinstance(c, Callback):
             hint = f" Pass {c.__name__}(...)." if isinstance(c, type) else ""
             raise ArgumentTypeError(
                 f"Trainer({name}=...) takes callbacks (jaxlit.Callback objects) in a list, got {shown(c)}.{hint}"
             )
-    return list(callbacks)
+    return callbacks
 
 
 def log_hyperparams(hooks: Hooks) -> None:

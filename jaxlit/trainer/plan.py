@@ -23,7 +23,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.core.module import STAGES, TrainModule, share_hparams
+from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.replica import num_rows, with_rows
 from jaxlit.data.loaders import DataModule
 from jaxlit.data.watchdog import Watchdog
@@ -436,11 +436,7 @@ def trial_of(
 
 def copied(model: TrainModule | lazy) -> TrainModule | lazy:
     """Return a copy of a module for a trial to train; a lazy one, which is built each time, as it is."""
-    if isinstance(model, lazy):
-        return model
-    copy = nnx.clone(model, graph=True)
-    share_hparams(copy, model)
-    return copy
+    return model if isinstance(model, lazy) else nnx.clone(model, graph=True)
 
 
 def _table(rows: Sequence[PlanRow]) -> list[str]:

@@ -492,6 +492,8 @@ class Session:
             hooks("on_load_checkpoint", dict(resume.checkpoint.state))
         log_hyperparams(hooks)
         hooks("on_fit_start")
+        if resume is not None:
+            snapshot.warn_of_hyperparams(run, resume.checkpoint.state)
 
     def _end_loops(self, run: Run) -> None:
         """Count what follows as the end of the run."""

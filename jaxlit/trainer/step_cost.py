@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxlit.core.module import STAGES, TrainModule, attach, share_hparams, trainer_of
+from jaxlit.core.module import STAGES, TrainModule, attach, trainer_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import num_rows
 from jaxlit.core.train_state import Precision, StepOptions
@@ -177,9 +177,7 @@ def explained() -> Iterator[None]:
 def shapes_of(module: TrainModule) -> TrainModule:
     """Return a copy of a module of shapes and dtypes."""
     graphdef, state = split(module)
-    copy = merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
-    share_hparams(copy, module)
-    return copy
+    return merge(graphdef, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
 
 
 def bytes_of_module(module: TrainModule | lazy) -> int:

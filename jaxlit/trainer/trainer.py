@@ -209,7 +209,7 @@ class Trainer(TrainerProperties):
                 Ignored where `Trainer(resume="auto")` continues.
             strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.
-            reset_optimizer: Take the optimizer as it is at step 0, not from the checkpoint.
+            reset_optimizer: Begin with a new state of the optimizer, made from the restored weights.
 
         Raises:
             JaxlitError: An argument, the module, the data or the checkpoint cannot be used.

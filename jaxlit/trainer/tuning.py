@@ -149,7 +149,7 @@ def lr_find(
         mode: "exponential" for rates that grow by a factor, "linear" by a difference.
         early_stop_threshold: Stop when the running mean of the loss is not finite, or, after ten steps, more than so
             many times its minimum so far. None for no such end.
-        update_attr: Set the module's attribute to the suggestion.
+        update_attr: Set the module's attribute to the suggestion, and the hyperparameter of that name.
         attr_name: Which one; "" for `lr` or `learning_rate`, of the module or its `hparams`.
         hyperparam: The hyperparameter to raise, one of `trainer.hyperparams`; of several labels, all.
 
@@ -157,8 +157,7 @@ def lr_find(
         An object with `results`, `suggestion()` and `plot()`.
 
     Raises:
-        ArgumentError: An argument is out of its set, the loader can be read once only, the optimizer has no such
-            hyperparameter, or the module no such attribute.
+        ArgumentError: An argument is out of its set, or the loader, the optimizer or the module does not fit.
     """
     if early_stop_threshold is not None:
         check.positive("early_stop_threshold", early_stop_threshold, owner="jl.lr_find")
@@ -166,14 +165,15 @@ def lr_find(
         raise ArgumentError(
             "jl.lr_find(train_dataloaders=...) takes a re-iterable loader, got an iterator. Pass a list of its batches."
         )
-    holder, name = _attribute(model, attr_name) if update_attr else (None, "")
+    holders, name = _attribute(model, attr_name) if update_attr else ([], "")
     rates = _rates(min_lr, max_lr, num_training_steps, mode)
     test = _RangeTest(LRFinder(mode), rates, hyperparam, early_stop_threshold)
     trial = trial_of(trainer, test, max_steps=len(rates), nan_policy="ignore")  # the largest rates may diverge
     trial.fit(copied(model), train_dataloaders, datamodule=datamodule)
     if trial.interrupted:
         raise KeyboardInterrupt
-    if holder is not None and (rate := test.finder.suggestion()) is not None:
+    rate = test.finder.suggestion() if holders else None
+    for holder in holders if rate is not None else ():
         setattr(holder, name, rate)
     return test.finder
 
@@ -225,13 +225,12 @@ def _rates(min_lr: float, max_lr: float, steps: int, mode: str) -> list[float]:
     return (np.geomspace if exponential else np.linspace)(low, high, steps).tolist()
 
 
-def _attribute(model: Any, attr_name: str) -> tuple[Any, str]:
-    """Return the object whose attribute is the rate, and the attribute's name; a lazy module has none."""
+def _attribute(model: Any, attr_name: str) -> tuple[list[Any], str]:
+    """Return the objects whose attribute is the rate, and the attribute's name; a lazy module has none."""
     for name in [attr_name] if attr_name else ["lr", "learning_rate"]:
-        if name in vars(model):
-            return model, name
-        if name in getattr(model, "hparams", ()):  # a lazy module has none yet
-            return model.hparams, name
+        hparams = getattr(model, "hparams", {})  # a lazy module has none yet
+        if holders := [model] * (name in vars(model)) + [hparams] * (name in hparams):
+            return holders, name
     wanted = repr(attr_name) if attr_name else "'lr' or 'learning_rate'"
     raise ArgumentError(
         f"jl.lr_find(update_attr=True): {type(model).__name__} has no attribute or hparam {wanted}. Keep the rate in "

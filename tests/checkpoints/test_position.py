@@ -89,6 +89,7 @@ INSIDE = [
     (put("log", "window", value=[["a", {"metric": {}}]]), r"\['log'\]\['window'\]\[0\]\[1\] is "),
     (put("callbacks", "ModelCheckpoint", value=7), r"\['callbacks'\]\['ModelCheckpoint'\] is 7"),
     (put("module", value={"hparams": {}}), r"\['module'\] is "),
+    (put("hyperparams", value={"learning_rate": "0.1"}), r"\['hyperparams'\]\['learning_rate'\] is "),
     (put("arrays", 1, value=["module.bias", [1]]), r"\['arrays'\]\[1\] is "),
     (put("arrays", 1, 0, value=None), r"\['arrays'\]\[1\]\[0\] is None"),
     *[(put("arrays", 1, 1, value=x), r"\['arrays'\]\[1\]\[1\]") for x in ([-3], [4.5], "333", None, [2**53])],

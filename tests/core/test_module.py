@@ -1,10 +1,16 @@
 """The module beside its steps: hyperparameters, counters, its Trainer."""
 
 import argparse
+import copy
 import dataclasses
+import pickle
+import threading
+import tracemalloc
+from collections import UserDict, UserList
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +21,7 @@ from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Linear, Mean
 from kit.refusals import refuses
-from kit.trainers import fit
+from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.errors import ArgumentTypeError
@@ -48,8 +54,134 @@ def test_hyperparameters_come_from_a_command_line() -> None:
     refuses(ArgumentTypeError, lambda: module.save_hyperparameters(logger=False), "'logger'", "leave it out")
 
 
-def test_hyperparameters_and_trainer_are_not_in_the_graph() -> None:
-    assert nnx.graphdef(Configured(8)) == nnx.graphdef(Configured(16, rate=0.1))
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    layers: list[int] = dataclasses.field(default_factory=lambda: [1, 2])
+
+
+class Built(Mean):
+    """Keeps nothing but its hyperparameters of what it is given, and changes what it is given."""
+
+    def __init__(self, lr: float = 0.5, config: Any = None, layers: Any = (), act: Any = None) -> None:
+        super().__init__()
+        if config:
+            config.lr = 0.0
+            layers.pop()
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("lr", jnp.float32(self.hparams.lr))
+
+
+class Numbers(jl.DataModule):
+    def __init__(self, lr: float = 0.5, config: Any = None, layers: Any = (), act: Any = None) -> None: ...
+
+
+CALLED = {"lr": 0.05, "config": Config(), "layers": [{"width": [3]}, 4], "act": jax.nn.gelu}
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "cloudpickle": lambda x: cloudpickle.loads(cloudpickle.dumps(x)),
+    "nnx.clone": nnx.clone,
+    "nnx.merge": lambda x: nnx.merge(*nnx.split(x)),
+    "jax.tree.map": lambda x: jax.tree.map(lambda leaf: leaf, x),
+    "nnx.jit": lambda x: nnx.jit(lambda: type(x)(**copy.deepcopy(CALLED)))(),
+}
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [*((Built, name) for name in COPIES), *((Numbers, name) for name in list(COPIES)[:3])]
+)
+def test_hyperparameters_travel_with_a_copy_that_may_change_them(cls: Any, name: str) -> None:
+    made = cls(**copy.deepcopy(CALLED))
+    copied = COPIES[name](made)
+    assert copied.hparams == CALLED
+    assert copied.hparams.saved() == made.hparams.saved()
+    copied.hparams.lr = 1.0
+    copied.hparams.config.layers.append(3)
+    copied.hparams.layers[0]["width"].append(4)
+    assert made.hparams == CALLED
+
+
+@pytest.mark.parametrize("cls", [Built, Numbers])
+def test_a_shallow_copy_has_the_hyperparameters(cls: Any) -> None:
+    assert copy.copy(cls(**copy.deepcopy(CALLED))).hparams == CALLED
+
+
+def test_what_a_constructor_changes_stays_as_it_was_called() -> None:
+    given = copy.deepcopy(CALLED)
+    trainer = fit(made := Built(**given), numbered(1))
+    given["config"].layers.append(5)
+    given["layers"][0]["width"].append(6)
+    assert made.hparams == CALLED
+    trainer.save_checkpoint("saved")
+    assert Built.load_from_checkpoint("saved").hparams == CALLED
+
+
+def test_what_a_base_class_saves_is_as_it_was_called() -> None:
+    class Base(Mean):
+        def __init__(self, options: dict[str, int]) -> None:
+            super().__init__()
+            options.pop("depth")
+            self.save_hyperparameters()
+
+    class Derived(Base):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__({"depth": 3})
+
+    assert Derived().hparams == {"lr": 0.1, "options": {"depth": 3}}
+
+
+def test_saved_mappings_and_sequences_become_dicts_and_lists() -> None:
+    config = UserDict({"layers": UserList([1, UserDict({"width": 2})]), "betas": (0.9, 0.99)})
+    module = Configured(8)
+    module.save_hyperparameters(config)
+    added = {"layers": [1, {"width": 2}], "betas": (0.9, 0.99)}
+    assert module.hparams == {"width": 8, "rate": 0.5, "names": ("a", "b"), "fn": jnp.tanh} | added
+
+
+def test_a_constructor_does_not_copy_what_is_not_saved() -> None:
+    table, layer = np.ones(1_000_000), nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    Built(act=table)  # what a first call makes
+    tracemalloc.start()
+    module = Built(act=table)
+    nested = Built(act=[table, layer, threading.Lock()])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000  # bytes: an eighth of the table
+    assert module.hparams == nested.hparams == {"lr": 0.5, "config": None, "layers": ()}
+
+
+def test_a_compiled_function_follows_the_hyperparameters() -> None:
+    traces = list[float]()
+
+    @nnx.jit
+    def rate(module: Any) -> jax.Array:
+        traces.append(module.hparams.lr)
+        return jnp.float32(module.hparams.lr)
+
+    modules = [Built(1.0), Built(2.0), Built(1.0)]
+    assert [float(rate(module)) for module in modules] == [1.0, 2.0, 1.0]
+    assert traces == [1.0, 2.0]  # the third has an equal graph
+    assert len({nnx.graphdef(module) for module in modules}) == 2
+
+
+def test_an_evaluation_sees_a_hyperparameter_that_was_set() -> None:
+    trainer, module = make_trainer(**BARE), Built(1.0)
+    rows = [trainer.validate(module, numbered(1))]
+    module.hparams.lr = 2.0
+    rows.append(trainer.validate(module, numbered(1)))
+    assert rows == [[{"lr": 1.0}], [{"lr": 2.0}]]
+
+
+def test_a_hook_may_set_hyperparameters_of_a_copied_module() -> None:
+    counts = hooks(on_train_epoch_start=lambda t, m: m.hparams.update(epoch=t.current_epoch))
+    model = nnx.clone(Built(1.0))
+    fit(model, numbered(1), None, counts, max_epochs=2)
+    assert model.hparams.epoch == 1
+
+
+def test_the_trainer_is_not_in_the_graph() -> None:
     module = Mean()
     before = nnx.graphdef(module)
     trainer = fit(module, numbered(1))

@@ -54,11 +54,12 @@ def free_state(state: Any) -> Any:
     return found
 
 
-def by_hand(name: str, steps: int, window: int = 1) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_hand(name: str, steps: int, window: int = 1, begins: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the parameters after a loop of optax alone, and what `schedule_free_eval_params` makes of them."""
     make, plain = OPTIMIZERS[name]
     tx = (plain or make)()
-    params: Any = {"kernel": Linear().kernel[...], "bias": Linear().bias[...]}
+    model = begins or Linear()
+    params: Any = {"kernel": model.kernel[...], "bias": model.bias[...]}
 
     def loss(params: Any, x: Any, y: Any) -> jax.Array:
         return jnp.mean((x @ params["kernel"] + params["bias"] - y) ** 2)
@@ -126,6 +127,17 @@ def test_a_resume_continues_from_the_weights_that_are_trained(name: str) -> None
     fit(linear(name), BATCHES, BATCHES, max_epochs=1, default_root_dir="run")
     fit(linear(name), BATCHES, BATCHES, keep(), max_epochs=2, default_root_dir="run", ckpt_path="last")
     assert states[-1] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("single", {"reset_optimizer": True}), ("fsdp", {"reset_optimizer": True}), ("single", {"strict": False})],
+)
+def test_another_optimizer_begins_with_the_restored_weights(strategy: str, how: dict[str, bool]) -> None:
+    given: Any = {"strategy": splitting(strategy), "default_root_dir": "run"}
+    first = fit(module(base=Linear, tx=optax.sgd(0.1)), BATCHES, **given).module
+    resumed = fit(linear("plain"), BATCHES, max_epochs=2, ckpt_path="last", **how, **given)
+    assert_has(resumed.module, by_hand("plain", 10, begins=first)[1])
 
 
 def test_apply_has_these_weights_during_a_fit() -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 from kit.batches import random
 from kit.by_hand import params_of
 from kit.inside import is_key, leaf_name, leaves_of
-from kit.journal import at_batch
+from kit.journal import at_batch, hooks
 from kit.modules import Linear, Net
 from kit.trainers import fit, thinned
 
@@ -146,6 +146,46 @@ def test_a_reset_optimizer_keeps_the_weights_and_begins_anew(folder: Path) -> No
                 np.testing.assert_array_equal(seen[name], x, err_msg=name)
         begun = [x for name, x in seen.items() if name.startswith("opt_state")]
         assert begun and not any(np.any(x) for x in begun)
+
+
+class Injected(Linear):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return optax.inject_hyperparams(optax.sgd)(learning_rate=self.lr, momentum=0.9)
+
+
+def rate_of_resume(lr: float, *callbacks: jl.Callback, root: str = "run", **arguments: Any) -> float:
+    """Resume a training that began with a rate of 0.25, with a module of another rate; return the logged rate."""
+    fit(Injected(0.25), random(3), None, *callbacks, max_epochs=1, default_root_dir=root)
+    given = {"default_root_dir": root, "ckpt_path": "last", "max_epochs": 2, "log_every_n_steps": 1}
+    return fit(Injected(lr), random(3), None, *callbacks, **given | arguments).history["lr"][1][-1]
+
+
+def test_a_rate_that_a_resume_does_not_use_is_told_with_both(caplog: pytest.LogCaptureFixture) -> None:
+    assert rate_of_resume(0.125) == 0.25
+    (told,) = [r.getMessage() for r in caplog.records if "learning_rate" in r.getMessage()]
+    assert re.search("learning_rate=0.125.* learning_rate=0.25.*reset_optimizer=True", told)
+    assert "momentum" not in told
+    caplog.clear()
+    fit(Injected(0.125), random(3), max_epochs=3, default_root_dir="run", ckpt_path="last")
+    assert "learning_rate=0.25" in caplog.text  # each resume: the training still has the first
+
+
+def test_a_new_rate_that_is_used_after_a_resume_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    set_rate = lambda trainer, module: trainer.hyperparams.update(learning_rate=module.lr)  # noqa: E731
+    assert rate_of_resume(0.125, root="reset", reset_optimizer=True) == 0.125
+    assert rate_of_resume(0.125, hooks(on_fit_start=set_rate)) == 0.125
+    fit(Injected(0.125), random(3), max_epochs=3, default_root_dir="run", ckpt_path="last")
+    assert "learning_rate" not in caplog.text
+
+
+def test_a_rate_that_a_callback_has_lowered_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    lower = at_batch(1, lambda trainer, module: trainer.hyperparams.update(learning_rate=0.0625))
+    assert rate_of_resume(0.25, lower) == 0.0625
+    assert "learning_rate" not in caplog.text
 
 
 def test_without_strict_what_fits_is_taken_and_the_rest_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,6 @@
 """Which rule says how an array is split, and the strategies that are made of rules."""
 
+from collections import UserList
 from typing import Any
 
 import jax
@@ -51,6 +52,7 @@ MESH = {"data": 2, "fsdp": 2, "tp": 2}
         ({"embed": None}, ("embed", None), P(None, None)),
         ({"kernel": [None, ["fsdp", "tp"]]}, None, P(None, ("fsdp", "tp"))),  # of a YAML file
         ({"kernel": [["fsdp"]]}, None, P(("fsdp",))),
+        ({"kernel": UserList([None, UserList(["fsdp", "tp"])])}, None, P(None, ("fsdp", "tp"))),  # as of OmegaConf
         ({"embed": None, "mlp": ["fsdp", "tp"]}, ("embed", "mlp"), P(None, ("fsdp", "tp"))),
         ({}, ("fsdp", "tp"), P("fsdp", "tp")),  # names of the mesh need no rule
         ({}, ("embed", "tp"), P(None, "tp")),

@@ -2,6 +2,7 @@
 
 import datetime
 import itertools
+from collections import UserDict, UserList
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,25 @@ def test_wrong_and_unknown_attributes_are_refused_when_set(name, value, words) -
     with pytest.raises((AttributeError, ValueError, TypeError), match=words):
         setattr(trainer, name, value)
     assert trainer.callbacks == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("callbacks", UserList([jl.EarlyStopping("val_loss")])),
+        ("logger", UserList([jl.callbacks.CSVLogger()])),
+        ("host_keys", UserList(["name"])),
+        ("val_check_interval", UserDict(hours=1)),
+        ("max_time", UserDict(hours=1)),
+    ],
+)
+def test_sequences_and_mappings_of_a_config_are_taken(name, value) -> None:
+    """Hydra passes OmegaConf's, which are no lists and dicts."""
+    trainers = [jl.Trainer(max_epochs=1, strategy="single", **{name: x}) for x in (value, value.data)]
+    seen = [[type(c) for c in trainer.callbacks] for trainer in trainers]
+    assert seen[0] == seen[1]
+    settings = [str(getattr(trainer.settings, name)) for trainer in trainers]
+    assert settings[0] == settings[1]
 
 
 def windows(*counts: int) -> jl.Callback:

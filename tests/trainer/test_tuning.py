@@ -173,7 +173,7 @@ def test_the_rate_goes_to_the_attribute_that_holds_it() -> None:
     given: dict[str, Any] = {"min_lr": 1e-5, "update_attr": True}
     model, other = Rated(), Other()
     result = jl.lr_find(make_trainer(**BARE), model, LEARNED, **given)
-    assert model.lr == result.suggestion() != 0.1
+    assert model.lr == model.hparams.lr == result.suggestion() != 0.1  # a checkpoint builds the module with it
     result = jl.lr_find(make_trainer(**BARE), other, LEARNED, attr_name="rate", **given)
     assert other.hparams.rate == result.suggestion() != 0.1
     words = "Other has no attribute or hparam 'lr' or 'learning_rate'"
