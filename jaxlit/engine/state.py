@@ -219,7 +219,7 @@ class State:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
-        infinities_at_start: What `infinities` returned when training began: a mask has some on purpose.
+        infinities_at_start: What `infinities` returned when training began, empty before: a mask has some on purpose.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
@@ -280,8 +280,8 @@ class State:
 
     def not_finite(self) -> list[str]:
         """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
-        counts = {name: int(fetch(x)) for name, x in self.infinities().items()}
-        return [name for name, n in counts.items() if n < 0 or n > max(fetch(self.infinities_at_start.get(name, 0)), 0)]
+        counts, before = {name: int(fetch(x)) for name, x in self.infinities().items()}, self.infinities_at_start
+        return [name for name, n in counts.items() if n < 0 or n > max(fetch(before.get(name, n)), 0)]
 
     def put(self, index: Any, value: Any) -> None:
         """Replace an array by another, with the same sharding."""
