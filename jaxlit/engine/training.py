@@ -312,7 +312,9 @@ def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[Tra
         place, bits = traces.places[1][0], traces.dependence()
         measure = partial(_measuring, strategy, traces, bits, batch, arrays, [place])
         # First only how it sums up what it computes of rows, which compiles next to nothing, and shows most means.
-        if bits[place] != LINEAR or not measure(by_row=True)(frozenset(), None)[place].fits("mean"):
+        grows = [growing(*x) or {} for x in itertools.permutations((traces.program.jaxpr, traces.longer.jaxpr))]
+        known = [{x: 1.5 + np.cos(i) / 2 for i, x in enumerate(of) if not is_key(x.aval)} for of in grows]
+        if bits[place] != LINEAR or not measure(known)(frozenset(), None)[place].fits("mean"):
             loss = measure()(frozenset(), None)[place]
     if loss is not None and not loss.fits("mean"):
         _logger.warning(
@@ -329,13 +331,11 @@ def _measuring(
     example: Any,
     arrays: tuple[TrainState, Any],
     wanted: Sequence[int],
-    *,
-    by_row: bool = False,
+    known: Sequence[dict[Any, float]] = ({}, {}),
 ) -> Measure:
     """Return the `measure` of `reduction_of`, given how results depend on rows, and the batch's shapes.
 
-    `arrays` are those of `trace_step`, `wanted` the places of the results to measure. With `by_row`, a number takes the
-    place of each value that grows with the rows, and so of what the step computes of single rows.
+    `arrays` is as in `trace_step`, `known` as in `run_drawing_alike`; `wanted` are the places of results to measure.
     """
     state, batch = arrays
     n, rows, axis = traces.replica.count, num_rows(example), str(traces.replica.axis)
@@ -357,13 +357,11 @@ def _measuring(
     def run(before: list[list[Any]], batch: Any, order: jax.Array, moves: jax.Array) -> list[list[Any]]:
         x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
         results = []
-        for program, other, (*variables, counters), size in (*both, before[0], n), (*both[::-1], before[1], 1):
+        for program, numbers, (*variables, counters), size in zip(both, known, before, (n, 1), strict=True):
             later = jnp.where(moves[-1] > 0, counters.at[:2].set(1000), counters)  # the step and the epoch
             state = [*(_moved(y, i, moves[i]) for i, y in enumerate(variables)), later]
             split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
-            grows = growing(program.jaxpr, other.jaxpr) if by_row else None
-            known = {x: 1.5 + np.cos(i) / 2 for i, x in enumerate(grows or ()) if not is_key(x.aval)}
-            step = partial(run_drawing_alike, program, known, *state)
+            step = partial(run_drawing_alike, program, numbers, *state)
             leaves = jax.vmap(step, [0 if y.ndim else None for y in split], axis_name=axis, axis_size=size)(*split)
             results.append([(leaves[i] if bits[i] else leaves[i][:1], state[i] if i in states else 0) for i in wanted])
         return results
