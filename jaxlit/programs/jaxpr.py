@@ -233,10 +233,14 @@ def run_drawing_alike(closed: Any, known: dict[Any, float], *args: Any) -> list[
     replaced too, each by its number.
     """
 
+    def number(x: Any) -> Any:
+        return jnp.full(x.aval.shape, known[x], x.aval.dtype) if isinstance(x, core.Var) else x
+
     def rule(eqn: Any, args: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
         if all(x in known for x in eqn.outvars):  # none: it is a side effect
-            return [jnp.full(x.aval.shape, known[x], x.aval.dtype) for x in eqn.outvars]
+            return eqn.outvars  # most are read by what is not run either
+        args = list(map(number, args))
         if name == "scan":
             return rerun_scan(eqn, args, partial(run_drawing_alike, params["jaxpr"], known))
         if name == "cond":
@@ -257,7 +261,7 @@ def run_drawing_alike(closed: Any, known: dict[Any, float], *args: Any) -> list[
             return [jnp.full(aval.shape, 3 << (8 * aval.dtype.itemsize - 5) if is_bits else 0.5, aval.dtype)]
         return bind(eqn, args)
 
-    return run(*parts_of(closed), args, rule)
+    return list(map(number, run(*parts_of(closed), args, rule)))
 
 
 def overwrites(eqn: Any) -> bool:
