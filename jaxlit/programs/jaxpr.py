@@ -234,7 +234,8 @@ def run_drawing_alike(closed: Any, known: dict[Any, float], *args: Any) -> list[
     """
 
     def number(x: Any) -> Any:
-        return jnp.full(x.aval.shape, known[x], x.aval.dtype) if isinstance(x, core.Var) else x
+        aval: Any = x.aval if isinstance(x, core.Var) else None
+        return x if aval is None else jnp.full(aval.shape, known[x], aval.dtype)
 
     def rule(eqn: Any, args: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
