@@ -488,15 +488,14 @@ class SyncBatchNorm(nnx.BatchNorm):
             return super().__call__(x, use_running_average, mask=mask)
         features = {i % x.ndim for i in (self.axis if isinstance(self.axis, tuple) else (self.axis,))}
         dims, y = tuple({*range(x.ndim)} - features), x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        where = jnp.broadcast_to(mask, x.shape)
-        sums = [jnp.sum(z, dims, where=where) for z in (jnp.ones(x.shape), y, jnp.square(jnp.abs(y)))]
-        count, total, square = jax.lax.psum(sums, str(self.axis_name))
-        now = total / count, jnp.maximum(square / count - jnp.square(jnp.abs(total / count)), 0)
-        before = self.mean[...], self.var[...]
+        add = partial(jnp.sum, axis=dims, where=jnp.broadcast_to(mask, x.shape), keepdims=True)
+        count, total = jax.lax.psum((add(jnp.ones(x.shape)), add(y)), str(self.axis_name))
+        squares = jax.lax.psum(add(jnp.square(jnp.abs(y - total / count))), str(self.axis_name))
+        now = jnp.squeeze(total / count, dims), jnp.squeeze(squares / count, dims)
+        before, m = (self.mean[...], self.var[...]), self.momentum
         self.mean[...], self.var[...] = now
         outputs = super().__call__(x, use_running_average=True)
-        momentum = self.momentum
-        self.mean[...], self.var[...] = (momentum * a + (1 - momentum) * b for a, b in zip(before, now, strict=True))
+        self.mean[...], self.var[...] = (m * a + (1 - m) * b for a, b in zip(before, now, strict=True))
         return outputs
 
 

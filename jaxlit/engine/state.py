@@ -219,7 +219,7 @@ class State:
         spec: What they are.
         leaves: The newest arrays; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
-        infinities_at_start: What `infinities` returned when training began: a mask has some on purpose.
+        infinities_at_start: What `infinities` returned when training began, empty before: a mask has some on purpose.
         hyperparams_at_start: What `hyperparams` returned when training began; a resume continues the same training.
     """
 
@@ -282,8 +282,8 @@ class State:
 
     def not_finite(self) -> list[str]:
         """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
-        counts = {name: int(fetch(x)) for name, x in self.infinities().items()}
-        return [name for name, n in counts.items() if n < 0 or n > max(fetch(self.infinities_at_start.get(name, 0)), 0)]
+        counts, before = {name: int(fetch(x)) for name, x in self.infinities().items()}, self.infinities_at_start
+        return [name for name, n in counts.items() if n < 0 or n > max(fetch(before.get(name, n)), 0)]
 
     def hyperparams(self) -> dict[str, float]:
         """Return the numbers that `optax.inject_hyperparams` keeps, by name; waits for the device."""

@@ -31,7 +31,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import CONSTANT, LINEAR, inline, numbers_of, run_drawing_alike, walk_back
+from jaxlit.programs.jaxpr import LINEAR, growing, run_drawing_alike
 from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
 from jaxlit.texts import is_key, named_leaves
@@ -310,17 +310,18 @@ def _check_mean(pure: PureModule, spec: StateSpec, batch: Any, arrays: tuple[Tra
         apart = replace(pure, traced={}, told=set(pure.told), _bodies={})  # its traces do not count
         traces = _trace_replicas(apart, replica, states, ("training", None), batch, strategy.in_mesh)
         place, bits = traces.places[1][0], traces.dependence()
-        # A sum is linear too, but is not divided by a number of rows.
-        is_sum = bits[place] == LINEAR and _numbers(traces.program, place) == _numbers(traces.longer, place)
-        if is_sum or bits[place] not in (CONSTANT, LINEAR):
-            loss = _measuring(strategy, traces, bits, batch, arrays, [place])(frozenset(), None)[place]
-    if loss is None or loss.fits("mean"):
-        return
-    _logger.warning(
-        "%s.training_step: on the first batch the loss is not a mean over rows. The batches or microbatches of an "
-        "optimizer step count by their rows, so that the step may differ from that of one large batch. %s",
-        *(pure.name, SAY_WEIGHT),
-    )
+        measure = partial(_measuring, strategy, traces, bits, batch, arrays, [place])
+        # First only how it sums up what it computes of rows, which compiles next to nothing, and shows most means.
+        grows = [growing(*x) or {} for x in itertools.permutations((traces.program.jaxpr, traces.longer.jaxpr))]
+        known = [{x: 1.5 + np.cos(i) / 2 for i, x in enumerate(of) if not is_key(x.aval)} for of in grows]
+        if bits[place] != LINEAR or not measure(known)(frozenset(), None)[place].fits("mean"):
+            loss = measure()(frozenset(), None)[place]
+    if loss is not None and not loss.fits("mean"):
+        _logger.warning(
+            "%s.training_step: on the first batch the loss is not a mean over rows. The batches or microbatches of an "
+            "optimizer step count by their rows, so that the step may differ from that of one large batch. %s",
+            *(pure.name, SAY_WEIGHT),
+        )
 
 
 def _measuring(
@@ -330,20 +331,20 @@ def _measuring(
     example: Any,
     arrays: tuple[TrainState, Any],
     wanted: Sequence[int],
+    known: Sequence[dict[Any, float]] = ({}, {}),
 ) -> Measure:
     """Return the `measure` of `reduction_of`, given how results depend on rows, and the batch's shapes.
 
-    `arrays` are those of `trace_step`, `wanted` the places of the results to measure.
+    `arrays` is as in `trace_step`, `known` as in `run_drawing_alike`; `wanted` are the places of results to measure.
     """
     state, batch = arrays
     n, rows, axis = traces.replica.count, num_rows(example), str(traces.replica.axis)
     share, leaves = -(-rows // n), jax.tree.leaves((*state.variables, state.counters))
-    (states, *others), shapes = traces.places, jax.tree.leaves(example)
+    (states, *others), shapes, both = traces.places, jax.tree.leaves(example), (traces.program, traces.longer)
     wanted = [i for i in wanted if i not in states or not is_key(leaves[i])]
     spread = strategy.replica.constrain_batch
     if strategy.per_replica:
         spread = partial(sharding.constrain, shardings=sharding.rows(strategy.mesh, axis))
-    mapped = tuple(0 if x.ndim else None for x in shapes)
 
     def first_batch(x: jax.Array, shape: jax.ShapeDtypeStruct, order: jax.Array) -> jax.Array:
         if not shape.ndim:
@@ -356,11 +357,12 @@ def _measuring(
     def run(before: list[list[Any]], batch: Any, order: jax.Array, moves: jax.Array) -> list[list[Any]]:
         x = [first_batch(x, shape, order) for x, shape in zip(jax.tree.leaves(batch), shapes, strict=True)]
         results = []
-        for program, (*variables, counters), size in (traces.program, before[0], n), (traces.longer, before[1], 1):
+        for program, numbers, (*variables, counters), size in zip(both, known, before, (n, 1), strict=True):
             later = jnp.where(moves[-1] > 0, counters.at[:2].set(1000), counters)  # the step and the epoch
             state = [*(_moved(y, i, moves[i]) for i, y in enumerate(variables)), later]
             split = [y.reshape(size, -1, *y.shape[1:]) if y.ndim else y for y in x]
-            leaves = jax.vmap(partial(_step, program, state), mapped, axis_name=axis, axis_size=size)(*split)
+            step = partial(run_drawing_alike, program, numbers, *state)
+            leaves = jax.vmap(step, [0 if y.ndim else None for y in split], axis_name=axis, axis_size=size)(*split)
             results.append([(leaves[i] if bits[i] else leaves[i][:1], state[i] if i in states else 0) for i in wanted])
         return results
 
@@ -382,18 +384,6 @@ def _measuring(
         return list(seen.values())
 
     return measure
-
-
-def _numbers(closed: Any, place: int) -> list[str]:
-    """Return the constants and literals from which a program computes a result."""
-    closed = inline(closed)  # with the calls that jax leaves in a trace
-    jaxpr, result = closed.jaxpr, closed.jaxpr.outvars[place]
-    part = jaxpr.replace(eqns=walk_back(jaxpr.eqns, {result: None}), outvars=[result])
-    return [str(x) for x in numbers_of(closed.replace(jaxpr=part))]
-
-
-def _step(program: Any, state: list[Any], *rows: jax.Array) -> list[jax.Array]:
-    return run_drawing_alike(program, [*state, *rows])
 
 
 def _moved(x: jax.Array, i: int, size: jax.Array) -> jax.Array:

@@ -72,7 +72,8 @@ def train_epochs(run: Run) -> bool:
         return False
     note_monitor(run)
     run.hooks("on_train_start")
-    run.engine.state.infinities_at_start = run.engine.state.infinities()
+    if run.settings.nan_policy != "ignore" or run.hooks.bind("on_safe_point"):  # where it is asked for
+        run.engine.state.infinities_at_start = run.engine.state.infinities()
     run.unchecked.finite_step = run.position.global_step
     run.meet()
     dispatch = Dispatch(run)

@@ -5,9 +5,9 @@
 that is the same in every process.
 """
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
+from itertools import zip_longest
 from operator import attrgetter, or_
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxlit.texts import array_text, is_key, stable_text
 JITS = ("jit", "pjit", "closed_call", "core_call")
 # A function of an equation and of what is known of its inputs to what is known of its outputs.
 Rule = Callable[[Any, list[Any]], Sequence[Any]]
+Dims = dict[Any, set[int]]  # of each variable that grows with the number of rows, the dims that do
 COPIES = ("copy", "copy_p", "sharding_constraint", "reshard", "optimization_barrier", "stop_gradient")
 _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
@@ -225,35 +226,43 @@ def draws(eqn: Any) -> bool:
     return any(is_key(x.aval) for x in eqn.invars) and not any(is_key(x.aval) for x in eqn.outvars)
 
 
-def run_drawing_alike(closed: Any, args: Sequence[Any]) -> list[Any]:
+def run_drawing_alike(closed: Any, known: dict[Any, float], *args: Any) -> list[Any]:
     """Run a program with one number in place of all that it draws, whatever their shape, and without side effects.
 
-    So what it returns can be compared for different numbers of rows.
+    So what it returns can be compared for different numbers of rows. What it computes of variables that are `known` is
+    replaced too, each by its number.
     """
+
+    def number(x: Any) -> Any:
+        aval: Any = x.aval if isinstance(x, core.Var) else None
+        return x if aval is None else jnp.full(aval.shape, known[x], aval.dtype)
 
     def rule(eqn: Any, args: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
+        if all(x in known for x in eqn.outvars):  # none: it is a side effect
+            return eqn.outvars  # most are read by what is not run either
+        args = list(map(number, args))
         if name == "scan":
-            return rerun_scan(eqn, args, lambda *xs: run_drawing_alike(params["jaxpr"], xs))
+            return rerun_scan(eqn, args, partial(run_drawing_alike, params["jaxpr"], known))
         if name == "cond":
-            branches = [partial(run_drawing_alike, x) for x in params["branches"]]
-            return jax.lax.switch(args[0].astype(jnp.int32), branches, args[1:])
+            branches = [partial(run_drawing_alike, x, known) for x in params["branches"]]
+            return jax.lax.switch(args[0].astype(jnp.int32), branches, *args[1:])
         if name == "while":
             start, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
             return jax.lax.while_loop(
-                lambda xs: run_drawing_alike(params["cond_jaxpr"], [*args[:start], *xs])[0],
-                lambda xs: run_drawing_alike(params["body_jaxpr"], [*args[start:first], *xs]),
+                lambda xs: run_drawing_alike(params["cond_jaxpr"], known, *args[:start], *xs)[0],
+                lambda xs: run_drawing_alike(params["body_jaxpr"], known, *args[start:first], *xs),
                 args[first:],
             )
         if called(eqn) is not None:
-            return run_drawing_alike(inner_jaxprs(eqn)[0], args)
+            return run_drawing_alike(inner_jaxprs(eqn)[0], known, *args)
         if draws(eqn):  # bits, of which 3/32 of the range lets a dropout keep all and a rejection accept, or a gamma
             aval = eqn.outvars[0].aval
             is_bits = jnp.issubdtype(aval.dtype, jnp.integer)
             return [jnp.full(aval.shape, 3 << (8 * aval.dtype.itemsize - 5) if is_bits else 0.5, aval.dtype)]
-        return bind(eqn, args) if eqn.outvars else []
+        return bind(eqn, args)
 
-    return run(*parts_of(closed), args, rule)
+    return list(map(number, run(*parts_of(closed), args, rule)))
 
 
 def overwrites(eqn: Any) -> bool:
@@ -382,21 +391,22 @@ def _flow_through(eqn: Any, ins: list[int], through: Callable[..., list[int]], g
 
 
 # How a value depends on rows, in bits: it has those of all that it is computed from. ROWS: a function of rows, with a
-# dim that grows with their number. LINEAR: a linear function of such values, or of parts of a sum. OTHER: any other.
+# dim that grows with their number. LINEAR: a sum of such values, or of parts of a sum. OTHER: any other function.
 CONSTANT, ROWS, LINEAR, OTHER = 0, 1, 2, 4
 
 
-def growing(jaxpr: Any, longer: Any) -> set[Any] | None:
-    """Return the variables of a program that are larger in a trace with more rows; None if more than that differs."""
-    pairs = list(itertools.zip_longest(equations(jaxpr), equations(longer)))
+def growing(jaxpr: Any, longer: Any) -> Dims | None:
+    """Return what is of another size in a trace of a program with other rows; None if more than that differs."""
+    pairs = list(zip_longest(equations(jaxpr), equations(longer)))
     if any(x is None or y is None or x.primitive != y.primitive or len(x.invars) != len(y.invars) for x, y in pairs):
         return None
     atoms = [z for x, y in pairs for z in zip([*x.invars, *x.outvars], [*y.invars, *y.outvars], strict=True)]
-    sizes = [(a, getattr(a.aval, "shape", ()), getattr(b.aval, "shape", ())) for a, b in atoms]
-    return {a for a, size, other in sizes if size != other and not isinstance(a, core.Literal)}
+    sizes = ((a, zip_longest(*(getattr(x.aval, "shape", ()) for x in (a, b)))) for a, b in atoms)
+    dims = ((a, {i for i, (m, n) in enumerate(x) if m != n}) for a, x in sizes if not isinstance(a, core.Literal))
+    return {a: x for a, x in dims if x}
 
 
-def dependence(jaxpr: Any, inputs: Sequence[int], grows: set[Any] | None, axis: str) -> tuple[list[int], bool]:
+def dependence(jaxpr: Any, inputs: Sequence[int], grows: Dims | None, axis: str) -> tuple[list[int], bool]:
     """Return how each output depends on rows, and whether numbers for rows are drawn from a key that is constant.
 
     Args:
@@ -412,8 +422,8 @@ def dependence(jaxpr: Any, inputs: Sequence[int], grows: set[Any] | None, axis: 
         name, bits = eqn.primitive.name, reduce(or_, ins, CONSTANT)
         if name == "axis_index":
             return [OTHER]
-        if draws(eqn) and not bits and grows is not None and not grows.isdisjoint(eqn.outvars):
-            draws_alike = True
+        dims = [set() if grows is None else grows.get(x, set()) for x in eqn.outvars]
+        draws_alike = draws_alike or (draws(eqn) and not bits and any(dims))
         is_sum = name.startswith("psum") and axis in eqn.params["axes"] and not eqn.params.get("axis_index_groups")
         if not bits or is_sum:  # over all replicas, the same on each
             return [CONSTANT] * len(eqn.outvars)
@@ -421,7 +431,10 @@ def dependence(jaxpr: Any, inputs: Sequence[int], grows: set[Any] | None, axis: 
             return None
         if name in COPIES or overwrites(eqn):
             return ins if name in COPIES else ins[2:]
-        outs = [ROWS if (bits == ROWS or draws(eqn)) and x in (grows or ()) else LINEAR for x in eqn.outvars]
+        # Not of rows: a value of each pair of them, one that is found among all, and one to which their sum is added.
+        over = [eqn.params.get("axis"), eqn.params.get("dimension")] * name.startswith(("cum", "sort", "top_k"))
+        is_rows = [(bits == ROWS or draws(eqn)) and len(of) == 1 and of.isdisjoint(over) for of in dims]
+        outs = [ROWS if x else OTHER if of else LINEAR for x, of in zip(is_rows, dims, strict=True)]
         is_linear = LINEAR not in outs or (grows is not None and not bits & OTHER and _is_linear(eqn, ins))
         return outs if is_linear else [OTHER] * len(outs)
 

@@ -1,6 +1,5 @@
 """Gathers arrays where a step uses them, those of scanned layers one layer at a time; finds what scans take apart."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxlit.programs import jaxpr as programs
 from jaxlit.programs.jaxpr import JITS, bind, equations, follow, inner_jaxprs, parts_of, remat_of, rerun_scan, run
 from jaxlit.sharding import explicit_axes
 
@@ -48,9 +48,9 @@ def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]], *, of_l
         if any(ins) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
-                outers = [x for x in itertools.compress(ins, inside) if x is not None]
-                pairs = zip(eqn.outvars, inner.outvars, strict=True)  # a carry has no dim more outside
-                if not of_layers or (_BATCH not in outers and any(x.aval.ndim == y.aval.ndim for x, y in pairs)):
+                consts, carries = programs.scan_counts(eqn)
+                outers = [x for x in ins[consts + carries :] if x is not None]
+                if not of_layers or (_BATCH not in outers and carries):
                     for outer in outers:
                         scanned.setdefault(outer.index, set()).add(outer.dims[0])
             _follow(inner, inside, scanned, of_layers=of_layers)
@@ -83,12 +83,9 @@ def _inside(eqn: Any, ins: _Followed) -> _Followed:
     if eqn.primitive.name != "scan":
         return list(ins)
     # Not constants, which are one array in all turns, nor carries, which are another one in each.
-    inside: list[Stacked | None] = []
-    for x, outer, inner in zip(ins, eqn.invars, _entered(eqn).invars, strict=True):
-        is_scanned = outer.aval.ndim > inner.aval.ndim
-        sliced = x if x is None or x is _BATCH else x._replace(dims=x.dims[1:], is_slice=True)
-        inside.append(sliced if is_scanned else None)
-    return inside
+    first = sum(programs.scan_counts(eqn))
+    inside = [x if x is _BATCH else None for x in ins[:first]]
+    return inside + [x if x is None or x is _BATCH else x._replace(dims=x.dims[1:], is_slice=True) for x in ins[first:]]
 
 
 def by_layer(

@@ -18,6 +18,7 @@ from kit.refusals import fit_refuses, refuses, warnings_of
 from kit.trainers import THREE, fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.core.pure_module import sync_batchnorm
 from jaxlit.errors import ModuleError, StateError
 
 CHANGES: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -396,3 +397,22 @@ def test_a_step_that_is_traced_again_runs_once(capfd: pytest.CaptureFixture[str]
     fit(model, random(2))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("one step") == 2
+
+
+def test_masked_statistics_over_replicas_keep_their_digits() -> None:
+    rng = np.random.default_rng(0)
+    x, mask = rng.normal(1000, 1, (32, 4)).astype(np.float32), rng.random((32, 1)) < 0.6
+    ours, whole = (nnx.BatchNorm(4, momentum=0.0, use_fast_variance=False, rngs=nnx.Rngs(0)) for _ in range(2))
+    sync_batchnorm(ours, "data")
+    graph, state = nnx.split(ours)
+
+    def of_replica(state: Any, x: jax.Array, mask: jax.Array) -> Any:
+        norm = nnx.merge(graph, state)
+        return norm(x, mask=mask), norm.mean[...], norm.var[...]
+
+    run = jax.vmap(of_replica, (None, 0, 0), axis_name="data")
+    outputs, mean, var = run(state, x.reshape(4, 8, 4), mask.reshape(4, 8, 1))
+    np.testing.assert_allclose(outputs.reshape(32, 4), whole(x, mask=mask), atol=1e-3)
+    np.testing.assert_allclose(mean, np.broadcast_to(whole.mean[...], (4, 4)), rtol=1e-6)
+    np.testing.assert_allclose(var, np.broadcast_to(x[mask[:, 0]].astype(np.float64).var(0), (4, 4)), rtol=1e-4)
+    np.testing.assert_allclose(var, np.broadcast_to(whole.var[...], (4, 4)), rtol=1e-4)

@@ -148,9 +148,46 @@ def test_a_mean_over_rows_is_not_warned_of(reduce: str, strategy: str, caplog: A
 
 
 @pytest.mark.parametrize("strategy", ["single", "pipeline"])
-@pytest.mark.parametrize("reduce", [lambda e, m: (e * m).sum() / m.sum(), lambda e, m: jnp.sqrt(jnp.mean(e))])
+@pytest.mark.parametrize(
+    "reduce", [lambda e, m: e.sum(), lambda e, m: (e * m).sum() / m.sum(), lambda e, m: jnp.sqrt(jnp.mean(e))]
+)
 def test_layers_that_draw_hide_no_loss_that_is_not_a_mean(strategy: str, reduce: Any, caplog: Any) -> None:
     fit(Normed(reduce), jl.ArrayLoader(padded(), 16), **{"strategy": strategy} | ACCUMULATES[strategy])
+    assert [m for m in warnings_of(caplog) if "the loss is not a mean over rows" in m]
+
+
+class Drawn(Padded):
+    """A layer that draws, and a loss of (errors, features) of rows."""
+
+    def __init__(self, reduce: Any) -> None:
+        super().__init__()
+        self.drop, self.reduce = nnx.Dropout(0.5, rngs=nnx.Rngs(1)), reduce
+
+    def training_step(self, batch: Any) -> jax.Array:
+        x = self.drop(self.first(batch["x"]))
+        errors = (self.last(jl.pipeline_yield(x))[..., 0] - batch["y"]) ** 2
+        return self.reduce(errors.mean(1), x.reshape(len(x), -1))
+
+
+def contrast(x: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(x @ x.T, jnp.arange(len(x))).mean()
+
+
+NO_MEANS = {
+    "a sum": lambda e, x: e.sum(),
+    "a mean and a sum": lambda e, x: e.mean() + 0.1 * jnp.square(x).sum(),
+    "a sum that is added to each row": lambda e, x: (e + 0.1 * e.sum()).mean(),
+    "products of rows": lambda e, x: (x @ x.T).sum() / len(x),
+    "rows told from all others": lambda e, x: contrast(x),
+    "the half with the largest errors": lambda e, x: jax.lax.top_k(e, len(e) // 2)[0].mean(),
+}
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
+@pytest.mark.parametrize("reduce", NO_MEANS)
+def test_a_sum_or_a_loss_of_pairs_is_warned_of(reduce: str, strategy: str, caplog: Any) -> None:
+    rows = padded() | {"x": 3 * padded()["x"]}
+    fit(Drawn(NO_MEANS[reduce]), jl.ArrayLoader(rows, 16), **{"strategy": strategy} | ACCUMULATES[strategy])
     assert [m for m in warnings_of(caplog) if "the loss is not a mean over rows" in m]
 
 

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from kit.batches import numbered
 from kit.checkpoints import names
-from kit.journal import at_batch
+from kit.journal import at_batch, hooks
 from kit.modules import Mean, module
 from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.engine.state import State
 from jaxlit.errors import NonFiniteError
 
 LAST = 6  # the update of this step is NaN: the schedule takes the root of a negative number
@@ -89,19 +90,49 @@ def test_the_error_names_the_one_step_that_it_can_be() -> None:
     assert saved(names()[0]) == pytest.approx(by_hand(LAST))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_parameter_that_is_infinite_from_the_beginning_may_stay_so(policy: str) -> None:
-    def init(self: Any) -> None:
+class Masked(Mean):
+    """Holds a mask among its parameters, which is infinite on purpose."""
+
+    def __init__(self) -> None:
         self.w, self.mask = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.array([0.0, -jnp.inf]))
 
-    def step(self: Any, batch: Any) -> jax.Array:
+    def training_step(self, batch: Any) -> jax.Array:
         return jnp.mean((self.w - batch["x"]) ** 2) + jax.nn.softmax(self.mask[...])[1]
 
-    model = module(step, init=init, tx=optax.sgd(0.25))
+    def configure_optimizers(self) -> optax.GradientTransformation:
+        return optax.sgd(0.25)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_that_is_infinite_from_the_beginning_may_stay_so(policy: str) -> None:
+    model = Masked()
     train(model, ModelCheckpoint(every_n_train_steps=1), batches=3, nan_policy=policy)
     assert float(model.w[0]) == pytest.approx(1 / 2**3 + 2 / 2**2 + 3 / 2)
     assert np.asarray(model.mask[...])[1] == -np.inf
     assert names() == ["step_00000003"]
+
+
+@pytest.mark.parametrize("case", ["in on_fit_start", "without a step", "of a finished run"])
+def test_what_is_infinite_is_saved_where_nothing_was_trained(case: str) -> None:
+    if case == "in on_fit_start":
+        train(Masked(), hooks(on_fit_start=lambda trainer, _: trainer.save_checkpoint("saved")), batches=1, **BARE)
+    elif case == "without a step":
+        train(Masked(), batches=1, max_steps=0, **BARE).save_checkpoint("saved")
+    else:
+        train(Masked(), batches=1, **BARE).save_checkpoint("finished")
+        train(Masked(), batches=1, ckpt_path="finished", **BARE).save_checkpoint("saved")
+    np.testing.assert_array_equal(Masked.load_from_checkpoint("saved").mask[...], [0, -np.inf])
+
+
+def test_infinities_are_counted_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    count = State.infinities
+    monkeypatch.setattr(State, "infinities", lambda self: counts.append(1) or count(self))
+    train(Masked(), batches=1, nan_policy="ignore", **BARE)
+    assert counts == []
+    train(Masked(), ModelCheckpoint(), batches=1, nan_policy="ignore")
+    assert names() == ["step_00000001"]
+    assert counts == [1, 1]
 
 
 def breaks_at(number: float) -> optax.GradientTransformation:

@@ -1,6 +1,7 @@
 """How results depend on rows: what is called linear adds up in numbers, and what may hide a branch is not."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxlit.programs.jaxpr import CONSTANT, LINEAR, OTHER, ROWS, dependence, growing
+from jaxlit.programs.jaxpr import CONSTANT, LINEAR, OTHER, ROWS, dependence, growing, run_drawing_alike
 
 Step = Callable[[jax.Array, dict[str, jax.Array]], jax.Array]
 
@@ -19,7 +20,7 @@ def make_batch(rows: int) -> dict[str, jax.Array]:
     return {"label": jnp.asarray(rng.integers(0, 4, rows)), "x": jnp.asarray(x)}
 
 
-def traced(step: Step, rows: int, held: Any) -> Any:
+def traced(step: Callable[..., Any], rows: int, held: Any) -> Any:
     return jax.make_jaxpr(step, axis_env=[("data", 2)])(held, make_batch(rows))
 
 
@@ -75,6 +76,11 @@ OTHERS: dict[str, tuple[Step, int]] = {
     "a mean unless it is NaN": (lambda w, b: jnp.where(jnp.isnan(b["x"].mean()), w, b["x"].mean()), OTHER),
     "a variance": (lambda w, b: b["x"].var(), OTHER),
     "a ratio of sums": (lambda w, b: b["x"].sum() / b["label"].sum(), OTHER),
+    "a product of each pair of rows": (lambda w, b: w + (b["x"] @ b["x"].T).sum(), OTHER),
+    "the larger half of the rows": (lambda w, b: jax.lax.top_k(b["x"][:, 0], len(b["x"]) // 2)[0].sum(), OTHER),
+    "rows in order": (lambda w, b: jnp.sort(b["x"], 0), OTHER),
+    "rows, each in order": (lambda w, b: jnp.sort(b["x"], 1), ROWS),
+    "a sum that is added to each row": (lambda w, b: (b["x"] + b["x"].sum(0)).mean(), OTHER),
     "a sum of rows less a mean": (lambda w, b: jnp.abs(b["x"] - b["x"].mean(0)).sum(), OTHER),
     "rounded": (lambda w, b: b["x"].mean().astype(jnp.int32), OTHER),
     "a while loop": (lambda w, b: jax.lax.while_loop(lambda c: c < 9, lambda c: 2 * c, b["x"].sum() ** 2 + 1), OTHER),
@@ -117,3 +123,20 @@ def test_traces_that_differ_in_more_than_rows_show_nothing() -> None:
     one, longer = traced(step, 4, jnp.zeros(())), traced(step, 12, jnp.zeros(()))
     assert growing(one.jaxpr, longer.jaxpr) is None
     assert dependence(one.jaxpr, [CONSTANT, ROWS, ROWS], None, "data") == ([OTHER], False)
+
+
+def test_how_rows_add_up_is_run_without_what_is_computed_of_them() -> None:
+    weights = jnp.ones((3, 5))
+
+    def step(w: jax.Array, b: dict[str, jax.Array]) -> list[jax.Array]:
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x), None), b["x"] @ weights, length=2)[0]
+        return [x.mean(), x.sum(), w + 0.1 * jax.jit(jnp.sum)(x) / 4]
+
+    programs = [traced(step, rows, jnp.zeros(())) for rows in (4, 12)]
+    results = []
+    for program, other, rows in zip(programs, programs[::-1], (4, 12), strict=True):
+        run = partial(run_drawing_alike, program, dict.fromkeys(growing(program.jaxpr, other.jaxpr) or (), 2.0))
+        batch = make_batch(rows)
+        assert "dot_general" not in str(jax.make_jaxpr(run)(jnp.zeros(()), batch["label"], batch["x"]))
+        results.append([float(x) for x in run(jnp.zeros(()), batch["label"], batch["x"])])
+    assert results == [[2.0, 40.0, 1.0], [2.0, 120.0, 3.0]]

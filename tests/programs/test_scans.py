@@ -72,6 +72,22 @@ def test_a_scanned_dim_is_found_wherever_the_scan_is(fn: Callable[..., Any]) -> 
     assert scanned_dims(jax.make_jaxpr(fn)(*arguments()), [0, 1]) == ({0: {0}} if fn in SCANS else {})
 
 
+@pytest.mark.parametrize("as_carry", [False, True])
+def test_times_in_a_scan_of_layers_are_no_layers(as_carry: bool) -> None:
+    def over_time(w: Any, times: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, z: (jnp.tanh(c + z[0] * z[1]), c), times[0], (w, times))[1]
+
+    def fn(w: Any, x: jax.Array) -> jax.Array:
+        times = jnp.stack([x] * LAYERS)
+        turn = lambda c, w: (over_time(w, c if as_carry else times), None)  # noqa: E731
+        return jax.lax.scan(turn, times, w)[0].sum()
+
+    (w, x), batch = arguments(), [1]
+    w = np.stack([w[..., 0]] * 3)  # (layers, times, width)
+    assert scanned_dims(jax.make_jaxpr(fn)(w, x), [0]) == {0: {0, 1}}
+    assert scanned_dims(jax.make_jaxpr(fn)(w, x), [0], batch) == {0: {0}}
+
+
 def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
     w, x = arguments()
     assert scanned_dims(jax.make_jaxpr(two_levels)(w.reshape(2, 3, WIDTH, WIDTH), x), [0]) == {0: {0, 1}}
