@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -89,6 +90,12 @@ def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
     copied._sampler = type(sampler)(sampler._num_records, sampler._shard_options, seed=seed, **options)
     copied._dataset = copied._create_dataset()
     return copied
+
+
+def state_here(state: str | bytes, iterator: Any) -> bytes:
+    """Return a DataLoader's state as its iterator takes it: grain compares reprs, which hold an id and the seed."""
+    now = json.loads(iterator.get_state())
+    return json.dumps({**json.loads(state), **{key: now[key] for key in ("sampler", "data_source")}}).encode()
 
 
 # 5. The seed and the repetitions of a stage of a `grain.IterDataset`, which cannot be indexed as a `MapDataset` can:

@@ -3,11 +3,16 @@
 Last are texts and checksums of values that are the same in every process.
 """
 
+import base64
+import contextlib
+import io
 import math
 import re
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -116,24 +121,34 @@ class NotJSONError(TypeError):
         self.path, self.problem = path, problem
 
 
-def to_json(x: Any, *, lenient: bool = False, path: str = "") -> Any:
+def to_json(x: Any, *, lenient: bool = False, exact: bool = False, path: str = "") -> Any:
     """Return a value as dicts, lists, bools, ints, floats, strs and None: numpy scalars as numbers, tuples as lists.
 
     Args:
         x: The value.
         lenient: Convert everything, for people and other programs to read: an array to a list, a number that is not
             finite to "NaN", "Infinity" or "-Infinity", keys and objects to their `str`.
+        exact: Keep tuples, sets, bytes, arrays, tensors of torch and keys of any kind, as dicts for `from_json`.
         path: Where the value is in a larger one, for the error.
 
     Raises:
         NotJSONError: A part of it is no such value; never if `lenient`.
     """
+    into = partial(to_json, lenient=lenient, exact=exact)
     if isinstance(x, Mapping):
-        if not lenient and (wrong := [key for key in x if not isinstance(key, str)]):
+        wrong = [] if lenient else [key for key in x if not isinstance(key, str) or (exact and key == _KIND)]
+        if exact and wrong:
+            return {_KIND: "dict", "value": [[into(k), into(y, path=f"{path}[{k!r}]")] for k, y in x.items()]}
+        if wrong:
             raise NotJSONError(path, f"has the key {wrong[0]!r}")
-        return {str(key): to_json(item, lenient=lenient, path=f"{path}[{key!r}]") for key, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [to_json(item, lenient=lenient, path=f"{path}[{i}]") for i, item in enumerate(x)]
+        return {str(key): into(item, path=f"{path}[{key!r}]") for key, item in x.items()}
+    kinds = (list, tuple, set, frozenset) if exact else (list, tuple)
+    if isinstance(x, kinds):
+        items = [into(item, path=f"{path}[{i}]") for i, item in enumerate(x)]
+        kind = next(kind for kind in kinds if isinstance(x, kind))
+        return {_KIND: kind.__name__, "value": items} if exact and kind is not list else items
+    if exact and (node := _data_of(x)) is not None:
+        return node
     if isinstance(x, (np.generic, IntEnum)):
         x = int(x) if isinstance(x, IntEnum) else x.item()
     if lenient and isinstance(x, float) and not math.isfinite(x):
@@ -144,6 +159,39 @@ def to_json(x: Any, *, lenient: bool = False, path: str = "") -> Any:
         return to_json(np.asarray(x).tolist(), lenient=True) if hasattr(x, "tolist") else str(x)
     raise NotJSONError(path, f"is of type {type(x).__name__}")
 
+
+def from_json(node: dict[str, Any]) -> Any:
+    """Return the value of a dict of `to_json(exact=True)`, whose parts are values already; another dict as it is."""
+    return _KINDS[node[_KIND]](node["value"]) if _KIND in node else node
+
+
+def _data_of(x: Any) -> dict[str, Any] | None:
+    """Return bytes or an array as text; None of anything else, and of dtypes that numpy's files do not have."""
+    if isinstance(x, (bytes, bytearray)):
+        return {_KIND: "bytes", "value": base64.b64encode(x).decode()}
+    of_torch, data = getattr(sys.modules.get("torch"), "Tensor", ()), x
+    if isinstance(x, (np.ndarray, jax.Array, of_torch)):
+        with contextlib.suppress(TypeError, ValueError):  # of dtypes that numpy does not have
+            array = np.asarray(data.detach().cpu() if isinstance(x, of_torch) else data)
+            np.save(file := io.BytesIO(), array, allow_pickle=False)
+            if array.dtype.kind != "V":  # one of another library comes back as bytes
+                kind = "tensor" if isinstance(x, of_torch) else "array"
+                return {_KIND: kind, "value": base64.b64encode(file.getvalue()).decode()}
+    return None
+
+
+def _array(text: str) -> np.ndarray:
+    return np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+
+
+def _tensor(text: str) -> Any:
+    # Without torch there is nothing that could take a tensor.
+    return sys.modules["torch"].from_numpy(_array(text)) if "torch" in sys.modules else _array(text)
+
+
+_KIND = "jaxlit value"  # the key of a dict that stands for something else
+_KINDS: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (tuple, set, frozenset, dict)}
+_KINDS |= {"bytes": base64.b64decode, "array": _array, "tensor": _tensor}
 
 _ADDRESS = re.compile(r"( at )?\b0x[0-9a-fA-F]+|\bid=\d{6,}")
 _BRACES = re.compile(r"\{([^{}]*)\}")

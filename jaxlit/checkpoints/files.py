@@ -31,7 +31,7 @@ import numpy as np
 from jaxlit.checkpoints.position import check_loaders, check_state
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, did_you_mean
-from jaxlit.texts import shown
+from jaxlit.texts import from_json, shown
 
 MANIFEST, STATE = "MANIFEST.json", "state.json"
 VERSION = 1  # of the layout of a checkpoint
@@ -429,8 +429,8 @@ def _bytes(path: Path) -> bytes:
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        body = json.loads(raw, object_hook=from_json)
+    except (ValueError, TypeError, LookupError, EOFError, RecursionError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}.") from error
     if not isinstance(body, dict):
         raise CheckpointError(f"{path} holds a {type(body).__name__}, not a JSON object.")

@@ -123,10 +123,13 @@ _METRIC = {
     "add_dataloader_idx": bool,
     "is_integer": bool,
 }
-_NEW = {"is_integer"}  # older checkpoints have no such key
+_NEW = {"is_integer", "batches"}  # which others may not have
 _TOTAL = {"metric": _METRIC, "hook": str, "total": _maybe(_is_number), "weight": _is_number}
 _ARRAY = {"shape": [_is_count], "data": str}
-_LOADER = {"idx": _is_count, "states": [{"epoch": _is_count, "at": object, "fingerprint": _maybe(dict)}]}
+_LOADER = {
+    "idx": _is_count,
+    "states": [{"epoch": _is_count, "at": object, "fingerprint": _maybe(dict), "batches": [(_is_count, str)]}],
+}
 
 STATE = {
     "format": _is_count,
@@ -152,7 +155,7 @@ STATE = {
 # What a checkpoint also has if training ended before a step that was not finite: the step, its batches in the epoch
 # (the first, and the one after the last), and the optimizer's arrays that are not finite.
 NOT_FINITE = {"step": _is_count, "epoch": _is_count, "batches": (_is_count, _is_count), "optimizer": [str]}
-_OPTIONAL = {
+OPTIONAL = {
     "added_hparams": dict,
     "auto_size": _is_count,  # the batches of a dispatch that steps_per_execution="auto" has chosen
     "accumulate_set": (_is_count, _is_count),
@@ -173,7 +176,7 @@ def check_state(state: Mapping[str, Any], place: str) -> None:
         )
     for key in sorted(STATE.keys() - state.keys()):
         raise CheckpointError(f"{place} has no {key!r}: it is damaged, or was changed.")
-    for key, schema in (*STATE.items(), *((key, _maybe(schema)) for key, schema in _OPTIONAL.items())):
+    for key, schema in (*STATE.items(), *((key, _maybe(schema)) for key, schema in OPTIONAL.items())):
         _check(state.get(key), schema, f"{place}[{key!r}]")
     position = state["position"]
     for key in ("global_step", "epoch"):

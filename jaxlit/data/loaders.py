@@ -14,7 +14,8 @@ from jaxlit.control import Interrupted
 from jaxlit.core.module import STAGES, KeepsHparams
 from jaxlit.data.array_loader import ArrayLoader
 from jaxlit.data.batch_validator import BatchValidator
-from jaxlit.data.source import ArraySource, GrainSource, PlainSource, Source, kind_of, length_of, located
+from jaxlit.data.grain_source import GrainSource, kind_of
+from jaxlit.data.source import ArraySource, PlainSource, Source, length_of, located
 from jaxlit.data.watchdog import Watchdog
 from jaxlit.errors import ArgumentError, ArgumentTypeError, DataError, noting_place
 from jaxlit.faces import no_such_name
@@ -145,7 +146,8 @@ class Loaders:
             if loaders is not None:
                 self._opened[stage] = self.open(stage, required=True)
                 with Watchdog(*timeouts) as watchdog:
-                    for source, limit in self._opened[stage]:
+                    # Of an iterator a batch that is drawn before a resume would be lost.
+                    for source, limit in [x for x in self._opened[stage] if not x[0].is_iterator]:
                         self.check_first(source, limit, watchdog, required=stage == "training")
 
     def check_first(self, source: Source, limit: int | None, watchdog: Watchdog, *, required: bool) -> None:

@@ -1,5 +1,6 @@
 """From a loader to the step: the `Prefetcher` draws, checks and places batches ahead of the step that takes them."""
 
+import inspect
 import itertools
 import queue
 import statistics
@@ -135,13 +136,13 @@ class Prefetcher:
         validator, source.waited = self._validator_of(source), 0.0
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
-        draws, thread = source.epoch(epoch), None
-        stream: Iterator[Any] = itertools.islice(draws, None if limit is None else max(limit - start, 0))
+        draws, thread, drawn = source.epoch(epoch), None, ()
+        first = itertools.islice(draws, None if limit is None else max(limit - start, 0))
+        stream: Iterator[Any] = itertools.chain(first, _end_of(draws, source, limit))
         if agreement is not None:
             stream = agreement.in_step(stream)
         is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
         host = batch = placed = at = None  # of the batch before the draw, which shows whether that batch is the last
-        drawn: Any = ()
         try:
             # This runs in each step, so it makes no call that can be spared.
             for k in itertools.count(start):
@@ -289,6 +290,13 @@ class Prefetcher:
             self.example = validator.kind.example
             index += 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)
+
+
+def _end_of(draws: Iterator[Any], source: Source, limit: int | None) -> Iterator[Any]:
+    """Yield nothing: what a generator does after the last batch that its loader promises is done, as in a for loop."""
+    if limit == source.length and inspect.isgeneratorfunction(getattr(type(source.loader), "__iter__", None)):
+        next(draws, None)
+    yield from ()
 
 
 class _Thread(Background[None]):

@@ -1,14 +1,13 @@
 """Drawing from a user's loader, which is opened once an epoch, and the position of the iteration.
 
-`Source` is the interface. `ArraySource` draws from an `ArrayLoader`, `GrainSource` from grain's three kinds of loaders,
-and `PlainSource` from any other iterable of batches.
+`Source` is the interface. `ArraySource` draws from an `ArrayLoader`, `PlainSource` from any iterable of batches, and
+`jaxlit.data.grain_source` from grain's loaders.
 """
 
 import contextlib
 import copy
 import hashlib
 import itertools
-import json
 import logging
 import operator
 import sys
@@ -20,14 +19,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, reseeded_stage
+from jaxlit.compat import state_here
 from jaxlit.data.array_loader import ArrayLoader, differences
 from jaxlit.errors import DataError, note_place
 
 _logger = logging.getLogger("jaxlit")
 _FEW = 1000  # batches that a loader without a state may draw again to reach the next one
-# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
-_THREADS, _AHEAD = 16, 16
+ENDLESS = 2**40  # elements that no dataset has: the length of grain's `repeat()` is 2**63 - 1, then divided by batches
+_MARKED = 8  # batches of which some are marked, to compare them in a resume
+_ENDS = 4096  # bytes of an array, at its beginning and at its end, that tell it from another one
 
 
 class Source(ABC):
@@ -101,6 +101,11 @@ class Source(ABC):
         """
         return None
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader the epoch that begins."""
+        if hasattr(self.loader, "set_epoch"):
+            self.loader.set_epoch(epoch)
+
     @property
     def length(self) -> int | None:
         """How many batches an epoch has, None if unknown or without end."""
@@ -109,7 +114,7 @@ class Source(ABC):
     @property
     def continues(self) -> bool:
         """Whether an epoch begins where the last one stopped."""
-        return self._may_continue and (self.is_endless or self.is_iterator)
+        return self._may_continue and (self.is_endless or hasattr(self.loader, "__next__"))
 
     def epoch(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
         """Return one epoch's (batch, position after it)."""
@@ -225,7 +230,7 @@ class Source(ABC):
         self._cached = cached
 
     def _continued(self, epoch: int) -> Generator[tuple[Any, Any], None, None]:
-        if not self.continues:
+        if not (self.continues and self.is_grain):  # an iterator continues where it is iterated again
             return self._open(epoch)
         if self._stream is None:
             self._stream = self._open(epoch)
@@ -252,9 +257,7 @@ class Source(ABC):
             if self._start is not None and (self._start.epoch == epoch or self.continues):
                 at = self._start.at
             self._start = None
-        for shuffler in (self.loader, getattr(self.loader, "sampler", None)):
-            if shuffler is not None and hasattr(shuffler, "set_epoch"):
-                shuffler.set_epoch(epoch)
+        self.set_epoch(epoch)
         return self.draws(epoch, at)
 
 
@@ -279,7 +282,7 @@ def length_of(loader: Any) -> int | None:
         length = len(loader)
     except (TypeError, NotImplementedError):
         return None
-    return None if length >= sys.maxsize // 2 else length  # grain's repeat() without end
+    return None if length > ENDLESS else length
 
 
 def located(error: BaseException, argument: str, epoch: int, batch: int) -> BaseException:
@@ -305,12 +308,32 @@ class _Peeked(NamedTuple):
     rest: Iterator[tuple[Any, Any]]
 
 
+class _State(NamedTuple):
+    """The states of a loader before and after a batch."""
+
+    before: Any  # None if it is not known
+    after: Any
+
+
 class PlainSource(Source):
     """Draws from any iterable of batches.
 
-    A loader with `state_dict` and `load_state_dict` reports its position. Any other continues by drawing the batches
-    before the position again.
+    A loader with `state_dict` and `load_state_dict`, or with `get_state` and `set_state`, reports its position. Any
+    other continues by drawing batches again: those of its epoch before the position, or of all epochs if it is its own
+    iterator. A few are compared with those of the interrupted run.
     """
+
+    def __init__(self, loader: Any, argument: str, **how: Any) -> None:
+        super().__init__(loader, argument, **how)
+        names = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+        self._access = next((x for x in names if all(hasattr(loader, name) for name in x)), None)
+        self._goes_on = hasattr(loader, "__next__")
+        self._ended = False  # whether the newest iteration of a loader with a state has come to its end
+        # How often `next` was called in each iteration of a loader that is its own iterator; None before the first.
+        self._calls: tuple[int, ...] | None = None
+        self._marks = dict[int, str]()  # by the number of a batch, what tells it from another one
+        self._expected = dict[int, str]()  # the same of the interrupted run
+        self._generators = [(sampler, sampler.generator) for sampler in _random_samplers(loader)]
 
     @property
     def is_fresh(self) -> bool:
@@ -320,7 +343,7 @@ class PlainSource(Source):
     @property
     def is_iterator(self) -> bool:
         """Whether the loader is a generator or the like, which can be iterated once only."""
-        return hasattr(self.loader, "__next__") and type(self.loader).__module__ in ("builtins", "itertools")
+        return self._goes_on and type(self.loader).__module__ in ("builtins", "itertools")
 
     @property
     def is_endless(self) -> bool:
@@ -330,36 +353,183 @@ class PlainSource(Source):
         return isinstance(self.loader, (itertools.cycle, itertools.count))
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Return an epoch's (batch, the loader's own state or how many came so far)."""
-        loader = self.loader
-        if self._keeps_state:
-            if at is not None:
-                loader.load_state_dict(at)
-            return ((batch, copy.deepcopy(loader.state_dict())) for batch in loader)  # the loader may change its own
-        if isinstance(loader, (list, tuple)):
-            return zip(loader[at or 0 :], itertools.count((at or 0) + 1), strict=False)
-        return itertools.islice(zip(loader, itertools.count(1), strict=False), at or 0, None)
+        """Return an epoch's (batch, position after it).
+
+        The position is a `_State`, a count, or of an iterator the calls of `next` in earlier iterations, and in this.
+        """
+        if self._access is not None:
+            return self._with_states(epoch, at)
+        self._marks.clear()
+        if self._goes_on:
+            return self._of_iterator(at)
+        # `map` and `zip` would ask the iterator for an iterator, which could begin again.
+        draws = zip(map(next, itertools.repeat(iter(self.loader))), itertools.count(1), strict=False)
+        return itertools.chain(self._first(draws, at or 0), draws)  # all but the first cost no call of Python
+
+    def _first(self, draws: Iterator[tuple[Any, int]], done: int) -> Iterator[tuple[Any, int]]:
+        for batch, number in draws:
+            self._look(number, batch)
+            if number > done:
+                yield batch, number
+            if number >= max(done, _MARKED):
+                return
+
+    def _with_states(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
+        get, load = (getattr(self.loader, name) for name in self._access or ())
+        after = copy.deepcopy(get()) if at is None and self._goes_on else None
+        if at is not None:
+            after, drop = _saved_state(at)
+            load(state_here(after, self.loader) if isinstance(after, bytes) else copy.deepcopy(after))
+            if drop:  # the end of the epoch before, so that the loader is as it was where this one began
+                for _ in itertools.islice(self.loader, drop):
+                    after = None
+                self.set_epoch(epoch)
+        self._ended = False
+        for batch in self.loader:
+            before, after = after, copy.deepcopy(get())  # the loader may change its own
+            yield batch, _State(before, after)
+        self._ended = True
+
+    def _of_iterator(self, at: Any) -> Iterator[tuple[Any, Any]]:
+        past, done = (self._calls or (), 0) if at is None else _calls_of(at)
+        first = sum(past)
+        number = 0 if self._calls is None else first + done  # of the batch before; an iterator of this process goes on
+        for calls in past if self._calls is None else ():
+            batches = iter(self.loader)
+            for _ in range(calls):
+                number += 1
+                self._look(number, next(batches, None))
+        batches = iter(self.loader)
+        try:
+            while True:
+                number += 1
+                if (batch := next(batches, self)) is self:
+                    return
+                self._look(number, batch)
+                if number > first + done:
+                    yield batch, (past, number - first)
+        finally:
+            self._calls = (*past, number - first)
+
+    def _look(self, number: int, batch: Any) -> None:
+        """Mark a batch if its number is a power of two, and warn if it is not that of the interrupted run."""
+        if number & (number - 1) or number > _MARKED or not self._may_continue:
+            return
+        self._marks[number] = mark = _mark(batch)
+        if self._expected.pop(number, mark) != mark:
+            self._expected.clear()
+            _logger.warning(
+                "%s: batch %d, drawn again for the resume, is not that of the interrupted run: its order or its values "
+                "depend on more than the epoch, so that rows may come twice or never. Give the loader state_dict and "
+                "load_state_dict, or set_epoch(epoch), or use a jl.ArrayLoader or grain.",
+                *(self.argument, number),
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the loader, its samplers and datasets the epoch that begins, and seed random samplers of torch by it."""
+        for part in _parts(self.loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        for sampler, generator in self._generators:
+            torch = sys.modules["torch"]
+            seed = (0 if generator is None else generator.initial_seed()) + 1_000_003 * epoch
+            # Its own in each process, which would draw the same rows otherwise.
+            sampler.generator = torch.Generator().manual_seed((seed + 7_368_787 * jax.process_index()) % 2**64)
+            if generator is not None and generator is self.loader.generator:  # whose first number seeds workers
+                torch.empty((), dtype=torch.int64).random_(generator=sampler.generator)
+
+    def close(self) -> None:
+        """Close the iterations that were begun, and give samplers their generators back."""
+        super().close()
+        for sampler, generator in self._generators:
+            sampler.generator = generator
+
+    def state_dict(self, epoch: int, at: Any) -> dict[str, Any]:
+        """Return the position of an iteration, with marks of batches before it."""
+        if type(at) is _State:
+            at = {"state": at.after, "drop": 0}
+        number = 0 if at is None or self._access else sum(_calls_of(at)[0]) + _calls_of(at)[1]
+        marks = [[k, mark] for k, mark in list(self._marks.items()) if k <= number]
+        return super().state_dict(epoch, at) | ({"batches": marks} if marks else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the last batch that was used."""
+        super().load_state_dict(state)
+        self._expected = dict(state.get("batches") or ())
 
     def may_start(self, at: Any) -> bool:
-        """Return whether `at` is a count of batches; a loader checks its own state itself."""
-        return self._keeps_state or (type(at) is int and at >= 0)
+        """Return whether `at` is a position in an iterable; a loader checks its own state itself."""
+        is_count = isinstance(at, int) and at >= 0
+        return self._access is not None or is_count or (isinstance(at, (list, tuple)) and len(at) == 2)
 
     def may_go_back(self, at: Any) -> bool:
         """Return whether the loader's state is known, or drawing again from the beginning is quick."""
-        if hasattr(self.loader, "__next__"):
-            return False
-        if self._keeps_state:
-            return at is not None  # the state at the beginning is not known any more
-        return isinstance(self.loader, (list, tuple)) or (at or 0) < _FEW
+        if self._goes_on or self._access:
+            return not self._goes_on and at is not None  # the state at the beginning is not known any more
+        return isinstance(self.loader, (list, tuple)) or at is None or _calls_of(at)[1] < _FEW
 
     def between_epochs(self, at: Any) -> Any:
-        """Return the position between two epochs: a loader may count epochs in its own state."""
-        counts_itself = self._keeps_state and not hasattr(self.loader, "set_epoch")
-        return at if counts_itself else super().between_epochs(at)
+        """Return the position between two epochs, of which the first may have been cut."""
+        if type(at) is _State:
+            if hasattr(self.loader, "set_epoch"):
+                return None
+            # Its last batch is drawn again, and the end, if the loader came to it: a state may not begin an epoch.
+            # Without the state before, in an epoch of one batch, the next one is drawn.
+            drop = int(not self._goes_on) if at.before is None else 1 + self._ended
+            return {"state": at.after if at.before is None else at.before, "drop": drop}
+        if self._access or not self._goes_on:
+            return at if self._access else None
+        past, done = (self._calls or (), 0) if at is None else _calls_of(at)
+        # An iteration that has ended, or was cut, has drawn more than was used.
+        calls = self._calls if self._calls and self._calls[:-1] == past else (*past, done)
+        return (calls if done else past), 0
 
-    @property
-    def _keeps_state(self) -> bool:
-        return hasattr(self.loader, "state_dict") and hasattr(self.loader, "load_state_dict")
+
+def _saved_state(at: Any) -> tuple[Any, int]:
+    """Return the state at a position, and the batches to drop after it."""
+    if type(at) is _State:
+        return at.after, 0
+    # Older checkpoints have the state alone.
+    return (at["state"], at["drop"]) if type(at) is dict and at.keys() == {"state", "drop"} else (at, 0)
+
+
+def _calls_of(at: Any) -> tuple[tuple[int, ...], int]:
+    """Return a position in an iterator, or a count, as the calls of `next` in earlier iterations and in this one."""
+    return ((), at) if type(at) is int else (tuple(at[0]), at[1])
+
+
+def _parts(loader: Any) -> list[Any]:
+    """Return a loader, its samplers and its datasets, as torch names them."""
+    parts, queue = [], [loader]
+    while queue:
+        part = queue.pop(0)
+        if part is not None and not any(part is other for other in parts):
+            parts.append(part)
+            queue += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+    return parts
+
+
+def _random_samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a `torch.utils.data.DataLoader` that draw from a generator."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None or not isinstance(loader, data.DataLoader):
+        return []
+    if hasattr(loader, "state_dict") and loader.generator is None:  # it has generators of its own in its state
+        return []
+    return [part for part in _parts(loader) if isinstance(part, data.Sampler) and hasattr(part, "generator")]
+
+
+def _mark(batch: Any) -> str:
+    """Return a hash of the shapes of a batch, and of the beginning and the end of each of its arrays."""
+    digest = hashlib.sha256()
+    with contextlib.suppress(Exception):  # what is no batch is refused where it is validated
+        for leaf in jax.tree.leaves(batch):
+            x = np.asarray(leaf)
+            digest.update(f"{x.dtype}{x.shape}".encode())
+            count = max(_ENDS // max(x.itemsize, 1), 1)
+            for end in () if x.dtype.hasobject else (x.reshape(-1)[:count], x.reshape(-1)[-count:]):
+                digest.update(end.tobytes())
+    return digest.hexdigest()[:16]
 
 
 class ArraySource(Source):
@@ -395,184 +565,3 @@ class ArraySource(Source):
     def content(self) -> dict[str, Any]:
         """Return the loader's own fingerprint."""
         return self.loader.fingerprint
-
-
-class GrainSource(Source):
-    """Draws from a `MapDataset`, an `IterDataset` or a `DataLoader`."""
-
-    is_grain = True
-
-    def __init__(self, loader: Any, argument: str, **how: Any) -> None:
-        super().__init__(loader, argument, **how)
-        self._kind = kind_of(loader)
-        from absl import flags
-
-        if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
-            flags.FLAGS.mark_as_parsed()
-        self._warn_of_losses()
-
-    def _warn_of_losses(self) -> None:
-        """Warn of records that are in no shard or in no window of an epoch."""
-        if self._kind == "DataLoader":
-            sampler, _, _, shards = loader_parts(self.loader)
-            count, length = shards.shard_count, length_of(sampler) or 0
-            if not shards.drop_remainder and length % count:
-                _logger.warning(
-                    "%s: grain.DataLoader gives each of %d shards %d of %d records, also with drop_remainder=False: %d "
-                    "are in none. Use a MapDataset, whose dataset[i::%d] has all.",
-                    *(self.argument, count, length // count, length, length % count, count),
-                )
-        for stage in self._stages:
-            window = _numbers(stage).get("window_size") if type(stage).__name__ == "WindowShuffleMapDataset" else None
-            if window and (length := length_of(stage) or 0) % window:
-                _logger.warning(
-                    "%s: WindowShuffleMapDataset(window_size=%d) of %d records repeats some in an epoch and leaves "
-                    "others out. Pass a window that divides, or use grain's WindowShuffleIterDataset.",
-                    *(self.argument, window, length),
-                )
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether each batch has its own memory; the stages of an `IterDataset` may be a user's."""
-        return self._kind in ("MapDataset", "DataLoader")
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether every number of processes that share its rows gives the same batches."""
-        return self._kind == "MapDataset"
-
-    @property
-    def is_endless(self) -> bool:
-        """Whether the loader repeats its records without end."""
-        if self._kind == "DataLoader":
-            sampler = loader_parts(self.loader).sampler
-            return len(sampler) > 2**60 if hasattr(sampler, "__len__") else False
-        return any(
-            (kind_of(stage) == "MapDataset" and len(stage) > 2**60) or repeats_without_end(stage)
-            for stage in _stages(self.loader)
-        )
-
-    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
-        if self._kind == "DataLoader":
-            iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
-            pack, unpack = bytes.decode, partial(_from_here, iterator=iterator)  # the state is JSON already
-        else:
-            dataset = _dataset_at(self.loader, epoch)
-            if kind_of(dataset) == "MapDataset":
-                import grain
-
-                dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
-            iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
-        try:
-            if at is not None:
-                iterator.set_state(unpack(at))
-            for batch in iterator:
-                yield batch, pack(iterator.get_state())
-        finally:
-            if hasattr(iterator, "close"):  # stops its threads and processes
-                iterator.close()
-
-    def may_start(self, at: Any) -> bool:
-        """Return whether `at` is the state of such an iterator."""
-        return isinstance(at, str if self._kind == "DataLoader" else dict)
-
-    def content(self) -> dict[str, Any]:
-        """Return each stage's numbers, and a hash of a few records."""
-        if self._kind == "DataLoader":
-            sampler, data_source, *_ = loader_parts(self.loader)
-            is_grains = type(sampler).__module__.startswith("grain")  # another repr may hold an address
-            name = repr(sampler) if is_grains else type(sampler).__name__
-            sources = {"sampler": name, "source": _digest(data_source)}
-        else:
-            unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
-            sources = {f"source {i}": _digest(source) for i, source in enumerate(unread)}
-        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | sources
-
-    @property
-    def makes_batches(self) -> bool:
-        """Whether a stage makes batches of records."""
-        return any("batch" in type(stage).__name__.lower() for stage in self._stages)
-
-    @property
-    def _stages(self) -> list[Any]:
-        return list(loader_parts(self.loader).operations) if self._kind == "DataLoader" else _stages(self.loader)
-
-
-def kind_of(loader: Any) -> str | None:
-    """Return "MapDataset", "IterDataset" or "DataLoader", None for what is not grain's."""
-    if "grain" not in sys.modules:  # then it cannot be one, and importing grain takes seconds
-        return None
-    import grain
-
-    for kind in ("MapDataset", "IterDataset", "DataLoader"):
-        if isinstance(loader, getattr(grain, kind)):
-            return kind
-    return None
-
-
-def _stages(dataset: Any) -> list[Any]:
-    """Return a dataset and all its ancestors, some of which are not in `parents`."""
-    stages = list[Any]()
-    queue = [dataset]
-    while queue:
-        stage = queue.pop(0)
-        if not any(stage is other for other in stages):
-            stages.append(stage)
-            leaves = jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset)
-            queue += [leaf for leaf in leaves if _is_dataset(leaf)]
-    return stages
-
-
-def _is_dataset(x: Any) -> bool:
-    return kind_of(x) in ("MapDataset", "IterDataset")
-
-
-def _dataset_at(x: Any, epoch: int) -> Any:
-    """Return a dataset, or the datasets in a stage's value, in the order of repetition number `epoch`."""
-    if not _is_dataset(x):
-        inside = epoch and type(x) in (list, tuple, dict)
-        return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
-    if not epoch:
-        return x
-    if kind_of(x) == "MapDataset":
-        length = len(x)
-        return x if length > 2**60 else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
-    parts = {name: _dataset_at(value, epoch) for name, value in vars(x).items()}
-    return reseeded_stage(x, partial(_shifted, epoch=epoch), parts)
-
-
-def _shifted(seed: int, epoch: int) -> int:
-    # Far apart: grain draws the randomness of a record from the sum of the seed and the record's index.
-    return (seed + 1_000_003 * epoch) % 2**32
-
-
-def _from_here(state: str, iterator: Any) -> bytes:
-    """Return a DataLoader's state as its iterator takes it: grain compares reprs, which hold an id and the seed."""
-    now = json.loads(iterator.get_state())
-    return json.dumps({**json.loads(state), **{key: now[key] for key in ("sampler", "data_source")}}).encode()
-
-
-def _numbers(stage: Any) -> dict[str, Any]:
-    settings = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
-    numbers = {
-        name.strip("_"): int(value)
-        for name, value in sorted(vars(stage).items())
-        if isinstance(value, (int, np.integer)) and any(setting in name.strip("_") for setting in settings)
-    }
-    return numbers | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
-
-
-def _digest(source: Any) -> str:
-    """Return a hash of a few records of a random access source, or of its class if it has none."""
-    digest = hashlib.sha256(type(source).__name__.encode())
-    try:
-        length = len(source)
-        records = [source[i] for i in sorted({0, length // 2, length - 1})] if 0 < length < 2**60 else []
-    except (TypeError, NotImplementedError):
-        return digest.hexdigest()[:16]
-    for leaf in jax.tree.leaves((length, records)):
-        known = isinstance(leaf, (bytes, str, int, float, np.ndarray, np.generic))
-        if known and not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
-            digest.update(leaf if isinstance(leaf, bytes) else np.asarray(leaf).tobytes())
-    return digest.hexdigest()[:16]

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume
 from jaxlit.checkpoints.module_state import encode, match, report
-from jaxlit.checkpoints.position import FORMAT, POSITION
+from jaxlit.checkpoints.position import FORMAT, OPTIONAL, POSITION, STATE
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
@@ -29,6 +29,7 @@ from jaxlit.texts import NotJSONError, to_json
 
 # Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
+_OURS = {*STATE, *OPTIONAL} - {"callbacks", "datamodule", "loaders"}
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 _logger = logging.getLogger("jaxlit")
 
@@ -287,14 +288,21 @@ def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, An
     return 1 < before == argument == settings.accumulate_grad_batches
 
 
+def check_loader(run: Run, at: Any) -> None:
+    """Refuse before a step the state of the loader after its batch, if a checkpoint would refuse it."""
+    if any(callback.role == "checkpoint" for callback in run.hooks.callbacks):
+        _json({"loaders": run.data.training[0].state_dict(run.position.epoch, at)})
+
+
 def _json(state: dict[str, Any]) -> dict[str, Any]:
     try:
-        return to_json(state)
+        # What users keep comes back as it was; all else is of JSON's types, with tuples for lists.
+        return {key: to_json(x, exact=key not in _OURS, path=f"[{key!r}]") for key, x in state.items()}
     except NotJSONError as error:
         place = error.path.replace("['callbacks']", "the state_dict of ").replace("['loaders']", "the loader's state ")
         raise CheckpointError(
-            f"A checkpoint keeps JSON values, and {place or 'it'} {error.problem}. Return numbers, strings, lists and "
-            "dicts from state_dict. Arrays that belong to a callback are kept by Callback.init_arrays."
+            f"A checkpoint keeps values, and {place or 'it'} {error.problem}. Return numbers, strings, arrays, lists, "
+            "sets and dicts from state_dict. Arrays of the training state are kept by Callback.init_arrays."
         ) from None
 
 

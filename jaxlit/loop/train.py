@@ -19,6 +19,7 @@ from jaxlit.loop.results import UNREAD, Row
 from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
 from jaxlit.loop.run import Due, Run, Tracing
+from jaxlit.loop.snapshot import check_loader
 
 _logger = logging.getLogger("jaxlit")
 
@@ -111,6 +112,7 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
             position.end_batches(batch.position)
             break
         if not shows_steps:  # the first batch compiles
+            check_loader(run, batch.position if batch.count == 1 else batch.position[-1])
             run.begin_steps(batch.arrays)
             shows_steps = True
         # training_step and on_train_batch_end. The step is dispatched, not done: hooks run while the device computes.

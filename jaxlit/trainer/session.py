@@ -410,16 +410,20 @@ class Session:
             data.val = loaders.open(stage.name, required=True)
             return
         check_windows(settings, hooks.callbacks, position.epoch)
+        epoch, every = position.epoch, settings.reload_dataloaders_every_n_epochs
+        position.epoch = epoch - epoch % every if every else 0  # at which an uninterrupted run has called the hooks
         source, limit = data.open_train(settings)
         check_end(settings, hooks.callbacks, source, limit)
         data.val = loaders.open("validation", required=False)
+        position.epoch, epoch = epoch, position.epoch
         if data.val and not is_overridden(hooks.module, "validation_step"):
             data.val = []  # made by a hook: those of an argument are refused
         if data.val:
             call_step(hooks.module, "validation")
         check_reload(settings, data)
         data.count(self.control, accumulation.argument)
-        if resume is not None:
+        is_new = every and epoch == position.epoch and not position.inside and loaders.from_hook("training")
+        if resume is not None and not is_new:
             snapshot.load_loader(source, resume.checkpoint.state)
             position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
 

@@ -1,0 +1,204 @@
+"""Drawing from grain's three kinds of loaders, whose epochs are repetitions of their data."""
+
+import copy
+import hashlib
+import logging
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, reseeded_stage, state_here
+from jaxlit.data.source import ENDLESS, Source, length_of
+
+_logger = logging.getLogger("jaxlit")
+# A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
+_THREADS, _AHEAD = 16, 16
+
+
+class GrainSource(Source):
+    """Draws from a `MapDataset`, an `IterDataset` or a `DataLoader`."""
+
+    is_grain = True
+
+    def __init__(self, loader: Any, argument: str, **how: Any) -> None:
+        super().__init__(loader, argument, **how)
+        self._kind = kind_of(loader)
+        from absl import flags
+
+        if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
+            flags.FLAGS.mark_as_parsed()
+        self._warn_of_losses()
+
+    def _warn_of_losses(self) -> None:
+        """Warn of records that are in no shard or in no window of an epoch."""
+        if self._kind == "DataLoader":
+            sampler, _, _, shards = loader_parts(self.loader)
+            count, length = shards.shard_count, length_of(sampler) or 0
+            if not shards.drop_remainder and length % count:
+                _logger.warning(
+                    "%s: grain.DataLoader gives each of %d shards %d of %d records, also with drop_remainder=False: %d "
+                    "are in none. Use a MapDataset, whose dataset[i::%d] has all.",
+                    *(self.argument, count, length // count, length, length % count, count),
+                )
+        for stage in self._stages:
+            window = _numbers(stage).get("window_size") if type(stage).__name__ == "WindowShuffleMapDataset" else None
+            if window and (length := length_of(stage) or 0) % window:
+                _logger.warning(
+                    "%s: WindowShuffleMapDataset(window_size=%d) of %d records repeats some in an epoch and leaves "
+                    "others out. Pass a window that divides, or use grain's WindowShuffleIterDataset.",
+                    *(self.argument, window, length),
+                )
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether each batch has its own memory; the stages of an `IterDataset` may be a user's."""
+        return self._kind in ("MapDataset", "DataLoader")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether every number of processes that share its rows gives the same batches."""
+        return self._kind == "MapDataset"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the loader repeats its records without end."""
+        if self._kind == "DataLoader":
+            sampler = loader_parts(self.loader).sampler
+            return len(sampler) > ENDLESS if hasattr(sampler, "__len__") else False
+        return _is_endless(self.loader)
+
+    def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
+        epoch = 0 if self.continues else epoch  # also in a resume: the first epoch goes on
+        if self._kind == "DataLoader":
+            iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
+            pack, unpack = bytes.decode, partial(state_here, iterator=iterator)  # the state is JSON already
+        else:
+            dataset = _dataset_at(self.loader, epoch)
+            if kind_of(dataset) == "MapDataset":
+                import grain
+
+                dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
+            iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
+        try:
+            if at is not None:
+                iterator.set_state(unpack(at))
+            for batch in iterator:
+                yield batch, pack(iterator.get_state())
+        finally:
+            if hasattr(iterator, "close"):  # stops its threads and processes
+                iterator.close()
+
+    def may_start(self, at: Any) -> bool:
+        """Return whether `at` is the state of such an iterator."""
+        return isinstance(at, str if self._kind == "DataLoader" else dict)
+
+    def content(self) -> dict[str, Any]:
+        """Return each stage's numbers, and a hash of a few records."""
+        if self._kind == "DataLoader":
+            sampler, data_source, *_ = loader_parts(self.loader)
+            is_grains = type(sampler).__module__.startswith("grain")  # another repr may hold an address
+            name = repr(sampler) if is_grains else type(sampler).__name__
+            sources = {"sampler": name, "source": _digest(data_source)}
+        else:
+            unread = (stage for stage in self._stages if kind_of(stage) == "MapDataset" and not stage.parents)
+            sources = {f"source {i}": _digest(source) for i, source in enumerate(unread)}
+        return {f"{i} {type(stage).__name__}": _numbers(stage) for i, stage in enumerate(self._stages)} | sources
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether a stage makes batches of records."""
+        return any("batch" in type(stage).__name__.lower() for stage in self._stages)
+
+    @property
+    def _stages(self) -> list[Any]:
+        return list(loader_parts(self.loader).operations) if self._kind == "DataLoader" else _stages(self.loader)
+
+
+def kind_of(loader: Any) -> str | None:
+    """Return "MapDataset", "IterDataset" or "DataLoader", None for what is not grain's."""
+    if "grain" not in sys.modules:  # then it cannot be one, and importing grain takes seconds
+        return None
+    import grain
+
+    for kind in ("MapDataset", "IterDataset", "DataLoader"):
+        if isinstance(loader, getattr(grain, kind)):
+            return kind
+    return None
+
+
+def _stages(dataset: Any) -> list[Any]:
+    """Return a dataset and all its ancestors."""
+    stages = list[Any]()
+    queue = [dataset]
+    while queue:
+        stage = queue.pop(0)
+        if not any(stage is other for other in stages):
+            stages.append(stage)
+            queue += _sources_of(stage)
+    return stages
+
+
+def _sources_of(stage: Any) -> list[Any]:
+    """Return the datasets that a stage reads, some of which are not in `parents`."""
+    return [x for x in jax.tree.leaves(list(vars(stage).values()), is_leaf=_is_dataset) if _is_dataset(x)]
+
+
+def _is_endless(stage: Any) -> bool:
+    """Return whether a dataset repeats its elements without end: one of several ends with the first that does."""
+    if kind_of(stage) == "MapDataset":
+        return len(stage) > ENDLESS
+    limited, sources = type(stage).__name__ == "LimitIterDataset", _sources_of(stage)
+    return repeats_without_end(stage) or (bool(sources) and not limited and all(map(_is_endless, sources)))
+
+
+def _is_dataset(x: Any) -> bool:
+    return kind_of(x) in ("MapDataset", "IterDataset")
+
+
+def _dataset_at(x: Any, epoch: int) -> Any:
+    """Return a dataset, or the datasets in a stage's value, in the order of repetition number `epoch`."""
+    if not _is_dataset(x):
+        inside = epoch and type(x) in (list, tuple, dict)
+        return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
+    if not epoch:
+        return x
+    if kind_of(x) == "MapDataset":
+        length = len(x)
+        return x if length > ENDLESS else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
+    parts = {name: _dataset_at(value, epoch) for name, value in vars(x).items()}
+    return reseeded_stage(x, partial(_shifted, epoch=epoch), parts)
+
+
+def _shifted(seed: int, epoch: int) -> int:
+    # Far apart: grain draws the randomness of a record from the sum of the seed and the record's index.
+    return (seed + 1_000_003 * epoch) % 2**32
+
+
+def _numbers(stage: Any) -> dict[str, Any]:
+    settings = ("batch_size", "drop_remainder", "seed", "window", "num_epochs", "start", "stop", "step")
+    numbers = {
+        name.strip("_"): int(value)
+        for name, value in sorted(vars(stage).items())
+        if isinstance(value, (int, np.integer)) and any(setting in name.strip("_") for setting in settings)
+    }
+    return numbers | ({"length": len(stage)} if kind_of(stage) == "MapDataset" else {})
+
+
+def _digest(source: Any) -> str:
+    """Return a hash of a few records of a random access source, or of its class if it has none."""
+    digest = hashlib.sha256(type(source).__name__.encode())
+    try:
+        length = len(source)
+        records = [source[i] for i in sorted({0, length // 2, length - 1})] if 0 < length < ENDLESS else []
+    except (TypeError, NotImplementedError):
+        return digest.hexdigest()[:16]
+    for leaf in jax.tree.leaves((length, records)):
+        known = isinstance(leaf, (bytes, str, int, float, np.ndarray, np.generic))
+        if known and not (isinstance(leaf, np.ndarray) and leaf.dtype == object):
+            digest.update(leaf if isinstance(leaf, bytes) else np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
