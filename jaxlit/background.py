@@ -60,12 +60,7 @@ class Background(Generic[T]):
         self._future.add_done_callback(lambda _: call())
 
     def result(self, timeout: float | None = None) -> T:
-        """Return what the function returns, or raise what it raises; a TimeoutError while it still runs.
-
-        Raises:
-            TimeoutError: It took longer; it still runs.
-            BaseException: What the function raised.
-        """
+        """Return what the function returns, or raise what it raises; a TimeoutError while it still runs."""
         try:
             return self._future.result(timeout)
         except TimeoutError:

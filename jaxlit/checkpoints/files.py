@@ -90,9 +90,6 @@ class Checkpoint:
         """Read some of the arrays, each straight into its sharding; refuse what is not as `specs` says.
 
         `wanted` is by index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
-
-        Raises:
-            CheckpointError: What is stored is not what `specs` says.
         """
         from orbax.checkpoint import v1 as ocp
 
@@ -192,9 +189,6 @@ def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
 
     None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
-
-    Raises:
-        CheckpointError: There are some, and none of them verifies.
     """
     skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
@@ -219,9 +213,6 @@ def locate(path: str | Path, argument: str) -> tuple[Checkpoint, list[str]]:
     """Return the checkpoint at a path, or the newest one of a folder that verifies, and why newer ones were skipped.
 
     The path is that of a checkpoint, a run's folder or a folder of checkpoints, or has `/best` or `/last` at the end.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
     """
     if not isinstance(path, (str, Path)):
         raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
@@ -253,11 +244,7 @@ def _checkpoints_in(folder: Path) -> Path:
 
 
 def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
-    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`.
-
-    Raises:
-        CheckpointError: It knows none, or the best is damaged.
-    """
+    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`."""
     states = newest.state["callbacks"]
     for state in (states.get(key, {}), *states.values()):
         if isinstance(name := state.get("best_model"), str) and name:
@@ -388,11 +375,7 @@ def fsync(path: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, Any]:
-    """Return by name the size and hash of each file in a folder's manifest, which is verified.
-
-    Raises:
-        CheckpointError: The file is not a manifest, is damaged, or names a file outside of the folder.
-    """
+    """Return by name the size and hash of each file in a folder's manifest, which is verified."""
     path = folder / MANIFEST
     raw = _bytes(path)
     body = _parse(path, raw)
@@ -543,11 +526,7 @@ _FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
 
 
 def check_filename(filename: str | None) -> None:
-    """Refuse what is no format of names.
-
-    Raises:
-        ArgumentError: A brace is left over, or a value cannot be written so.
-    """
+    """Refuse what is no format of names."""
     for name, form in _FIELD.findall(filename or ""):
         try:
             format(1 if name in ("epoch", "step") else 1.0, form[1:])

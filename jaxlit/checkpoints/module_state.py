@@ -59,11 +59,7 @@ def match(
 def report(
     checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
 ) -> None:
-    """Refuse a checkpoint whose arrays, the rows, differ from those of a model, the owner; if not strict, warn.
-
-    Raises:
-        CheckpointError: Something differs, and `strict` is set.
-    """
+    """Refuse a checkpoint whose arrays, the rows, differ from those of a model, the owner; if not strict, warn."""
     if not rows:
         return
     if not strict:
@@ -93,9 +89,6 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     """Load the arrays of a checkpoint into a module's Variables and array attributes, each directly into its sharding.
 
     If not `strict`, what fits is loaded, with a warning about the rest; with `draws` also states of random generators.
-
-    Raises:
-        CheckpointError: The checkpoint does not fit, or no array in it does.
     """
     targets, wanted, generators = [], [], set()
     for leaf in arrays_of(module):

@@ -75,11 +75,7 @@ def manifests(fs: Any, folder: str) -> dict[str, bytes | None]:
 
 
 def names_in(url: str) -> list[str]:
-    """Return the names in a folder; none if there is no such folder.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
+    """Return the names in a folder; none if there is no such folder."""
     with _reading(url):
         return _names(*connect(url))
 

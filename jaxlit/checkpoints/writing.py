@@ -146,10 +146,6 @@ def prepare(
     `take` returns the state, as JSON values. It is called here so that an error of one process is that of all. `order`
     is larger than those of the existing checkpoints; that of process 0 counts. Where one process `has` something to
     compare, all of them `compare`.
-
-    Raises:
-        ArgumentError: `path` is something else than a checkpoint.
-        CheckpointError: The state is no JSON value, or the folder cannot be made.
     """
     draft, leads = Draft(Path(os.path.abspath(path)), order, secrets.token_hex(4)), jax.process_index() == 0
     problem = None
@@ -263,12 +259,7 @@ def hand_over(folder: Path, token: str, loaders: bytes) -> None:
 
 
 def collect(folder: Path, token: str) -> dict[str, Any]:
-    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if it is alone.
-
-    Raises:
-        ProcessError: Another process could not hand over its files.
-        OSError: A file cannot be read.
-    """
+    """Return in process 0 what the manifest says of the arrays' files of all processes; nothing if it is alone."""
     if jax.process_count() == 1:
         return {}
     entries = files.on_disk(folder, _written(folder))  # while the others hash theirs

@@ -137,10 +137,6 @@ class AttributesOfStep:
         """Return the attributes in which the step has left what does not outlast it.
 
         Those are arrays, where there were none of their structure before, and in an evaluation all values.
-
-        Raises:
-            StateError: A training step has set an attribute to another number, text or the like: it may be what the
-                next step would read.
         """
         names = []
         for path, attributes, name in each_attribute(module, of=nnx.Pytree):
@@ -192,9 +188,6 @@ def check_hidden(module: nnx.Module, step: str, is_used: Callable[[Any], bool]) 
     trained.
 
     `step` is for the message; `is_used` returns whether the step has used the value of a Variable.
-
-    Raises:
-        ModuleError: Naming the attribute.
     """
     for name, attributes, key in each_attribute(module, of=nnx.Pytree):
         value = attributes[key]

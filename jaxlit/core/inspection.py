@@ -37,10 +37,6 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
 
     `args` are the abstract arguments of the step's body. With `twice` it is traced twice more, and a warning is logged
     if the programs differ.
-
-    Raises:
-        StateError: It writes to trained parameters in a lower precision than theirs.
-        ModuleError: It updates parameters by an optimizer of its own, and returns a loss to train them by.
     """
     closed = pure.body("training", replica).trace(*args).jaxpr
     traced, trained = pure.trace_of("training"), len(jax.tree.leaves(args[0]))
@@ -154,9 +150,6 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     """Refuse an evaluation step that writes to the module's state, but to metrics: only training changes it.
 
     The arguments are those of the step's body, abstract; the first three are the state.
-
-    Raises:
-        StateError: Naming the variable and what to do.
     """
     trace = pure.body(stage, replica, loader).trace(*args)
     closed, (_, (written, *_)) = trace.jaxpr, trace.out_info
@@ -207,11 +200,7 @@ class StepTraces:
         return list(itertools.starmap(range, itertools.pairwise(ends)))
 
     def dependence(self, parts: Collection[int] = ()) -> list[int]:
-        """Return how each result depends on rows, and on the leaves of the state that replicas hold in parts.
-
-        Raises:
-            StateError: The step draws the same random numbers on every replica.
-        """
+        """Return how each result depends on rows, and on the leaves of the state that replicas hold in parts."""
         *state, batch = map(jax.tree.leaves, self.arguments)
         inputs = [LINEAR if i in parts else CONSTANT for i in range(sum(map(len, state)))]
         inputs += [ROWS if x.ndim else CONSTANT for x in batch]

@@ -131,9 +131,6 @@ def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> O
     Args:
         module: The module.
         cls: The class whose method is called; by default the module's.
-
-    Raises:
-        ModuleError: The method is missing or returned something else.
     """
     cls = cls or type(module)
     method = f"{cls.__name__}.configure_optimizers"

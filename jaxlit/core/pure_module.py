@@ -237,9 +237,6 @@ class PureModule:
 
         Returns:
             The state, and the names of the Intermediates.
-
-        Raises:
-            StateError: A Variable was made, has gone, or has another structure, shape or dtype.
         """
         new = self.split(module)
         (old_leaves, structure), (leaves, other) = jax.tree.flatten(state), jax.tree.flatten(new)
@@ -368,11 +365,7 @@ def _written(step_state: Any, new: Any) -> dict[int, jax.Array]:
 
 
 def read_output(output: Any, stage: str, name: str) -> tuple[jax.Array, jax.Array | None, Any]:
-    """Return the loss, zero in an evaluation, its weight if it has one, and the other outputs of what a step returned.
-
-    Raises:
-        ModuleError: A training step returned no scalar floating loss, or an output is no array.
-    """
+    """Return the loss, zero in an evaluation, its weight if it has one, and the other outputs of what a step gave."""
     step = f"{name}.{STAGES[stage].step}"
     loss, weight, outputs = jnp.zeros(()), None, output
     if stage == "training":

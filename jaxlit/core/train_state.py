@@ -255,9 +255,6 @@ def check_extras(
         keepers: The callbacks with `init_arrays`, `update_arrays` and `eval_params`, by their keys.
         params: The trained parameters, arrays or `jax.ShapeDtypeStruct`s.
         tolerates: See `StepOptions`; a callback whose error is tolerated is left out.
-
-    Raises:
-        ModuleError: A callback returns something that is no array, or arrays of another structure, shape or dtype.
     """
     working = dict(keepers)
     for key, keeper in keepers.items():
@@ -289,9 +286,6 @@ def eval_index(keepers: Mapping[str, Any], index: TrainState, leaves: Sequence[A
         keepers: The callbacks that keep arrays, by their keys.
         index: The indices of the state's arrays.
         leaves: The arrays.
-
-    Raises:
-        ModuleError: Two callbacks ask for it, or one returns something else than its arrays, each like its parameter.
     """
     chosen = {key: tree for key, x in keepers.items() if (tree := x.eval_params(index.extras[key])) is not None}
     if len(chosen) > 1:

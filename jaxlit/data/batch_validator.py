@@ -83,11 +83,7 @@ class BatchValidator:
         return self._prepare is None and not (self._host_keys or self._debug)
 
     def narrow(self, arrays: Any) -> Any:
-        """Return arrays of the newest kind of batch, or a stack of such batches, as a step takes them.
-
-        Raises:
-            DataError: A number does not fit.
-        """
+        """Return arrays of the newest kind of batch, or a stack of such batches, as a step takes them."""
         if not self.kind.narrowed:
             return arrays
         leaves, treedef = jax.tree.flatten(arrays)
@@ -96,11 +92,7 @@ class BatchValidator:
         return treedef.unflatten(leaves)
 
     def __call__(self, batch: Any) -> tuple[Any, Any]:
-        """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step.
-
-        Raises:
-            DataError: No step could take the batch, or its structure differs from those before.
-        """
+        """Return the batch as hooks see it, with numpy leaves, and the part of it that goes to the step."""
         if self._prepare is not None:
             try:
                 batch = copied(self._prepare(batch))  # the hook may fill the same memory again, like a loader

@@ -308,13 +308,6 @@ class _Peeked(NamedTuple):
     rest: Iterator[tuple[Any, Any]]
 
 
-class _State(NamedTuple):
-    """The states of a loader before and after a batch."""
-
-    before: Any  # None if it is not known
-    after: Any
-
-
 class PlainSource(Source):
     """Draws from any iterable of batches.
 
@@ -355,7 +348,7 @@ class PlainSource(Source):
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, Any]]:
         """Return an epoch's (batch, position after it).
 
-        The position is a `_State`, a count, or of an iterator the calls of `next` in earlier iterations, and in this.
+        The position is a dict with states, a count, or of an iterator the calls of `next` in each iteration.
         """
         if self._access is not None:
             return self._with_states(epoch, at)
@@ -378,7 +371,8 @@ class PlainSource(Source):
         get, load = (getattr(self.loader, name) for name in self._access or ())
         after = copy.deepcopy(get()) if at is None and self._goes_on else None
         if at is not None:
-            after, drop = _saved_state(at)
+            # Older checkpoints have the state alone.
+            after, drop = (at["state"], at["drop"]) if isinstance(at, dict) and "drop" in at else (at, 0)
             load(state_here(after, self.loader) if isinstance(after, bytes) else copy.deepcopy(after))
             if drop:  # the end of the epoch before, so that the loader is as it was where this one began
                 for _ in itertools.islice(self.loader, drop):
@@ -387,7 +381,7 @@ class PlainSource(Source):
         self._ended = False
         for batch in self.loader:
             before, after = after, copy.deepcopy(get())  # the loader may change its own
-            yield batch, _State(before, after)
+            yield batch, {"state": after, "drop": 0, "before": before}
         self._ended = True
 
     def _of_iterator(self, at: Any) -> Iterator[tuple[Any, Any]]:
@@ -446,8 +440,8 @@ class PlainSource(Source):
 
     def state_dict(self, epoch: int, at: Any) -> dict[str, Any]:
         """Return the position of an iteration, with marks of batches before it."""
-        if type(at) is _State:
-            at = {"state": at.after, "drop": 0}
+        if isinstance(at, dict) and "before" in at:
+            at = {"state": at["state"], "drop": 0}
         number = 0 if at is None or self._access else sum(_calls_of(at)[0]) + _calls_of(at)[1]
         marks = [[k, mark] for k, mark in list(self._marks.items()) if k <= number]
         return super().state_dict(epoch, at) | ({"batches": marks} if marks else {})
@@ -470,27 +464,22 @@ class PlainSource(Source):
 
     def between_epochs(self, at: Any) -> Any:
         """Return the position between two epochs, of which the first may have been cut."""
-        if type(at) is _State:
+        if self._access:
+            if not isinstance(at, dict) or "before" not in at:
+                return at
             if hasattr(self.loader, "set_epoch"):
                 return None
             # Its last batch is drawn again, and the end, if the loader came to it: a state may not begin an epoch.
             # Without the state before, in an epoch of one batch, the next one is drawn.
-            drop = int(not self._goes_on) if at.before is None else 1 + self._ended
-            return {"state": at.after if at.before is None else at.before, "drop": drop}
-        if self._access or not self._goes_on:
-            return at if self._access else None
+            if at["before"] is None:
+                return {"state": at["state"], "drop": int(not self._goes_on)}
+            return {"state": at["before"], "drop": 1 + self._ended}
+        if not self._goes_on:
+            return None
         past, done = (self._calls or (), 0) if at is None else _calls_of(at)
         # An iteration that has ended, or was cut, has drawn more than was used.
         calls = self._calls if self._calls and self._calls[:-1] == past else (*past, done)
         return (calls if done else past), 0
-
-
-def _saved_state(at: Any) -> tuple[Any, int]:
-    """Return the state at a position, and the batches to drop after it."""
-    if type(at) is _State:
-        return at.after, 0
-    # Older checkpoints have the state alone.
-    return (at["state"], at["drop"]) if type(at) is dict and at.keys() == {"state", "drop"} else (at, 0)
 
 
 def _calls_of(at: Any) -> tuple[tuple[int, ...], int]:
@@ -512,9 +501,12 @@ def _parts(loader: Any) -> list[Any]:
 def _random_samplers(loader: Any) -> list[Any]:
     """Return the samplers of a `torch.utils.data.DataLoader` that draw from a generator."""
     data = sys.modules.get("torch.utils.data")
-    if data is None or not isinstance(loader, data.DataLoader):
-        return []
-    if hasattr(loader, "state_dict") and loader.generator is None:  # it has generators of its own in its state
+    # One with a state has generators of its own in it.
+    if (
+        data is None
+        or not isinstance(loader, data.DataLoader)
+        or (hasattr(loader, "state_dict") and not loader.generator)
+    ):
         return []
     return [part for part in _parts(loader) if isinstance(part, data.Sampler) and hasattr(part, "generator")]
 

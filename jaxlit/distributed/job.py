@@ -181,11 +181,7 @@ def _not_met(address: str, timeout: float) -> str:
 
 
 def join_job() -> None:
-    """Join the processes of the job that the environment names, unless this process has joined them.
-
-    Raises:
-        ProcessError: jax runs already, so that each process would train alone, or the others did not come in time.
-    """
+    """Join the processes of the job that the environment names, unless this process has joined them."""
     if jax.distributed.is_initialized() or (count := job_size()) == 1:
         return
     if jax_runs():

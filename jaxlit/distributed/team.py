@@ -101,11 +101,7 @@ class Team:
         return None
 
     def same_error(self, topic: str, error: JaxlitError | None) -> None:
-        """Raise in every process the error of one of them, if any has one; after a failure only this process's.
-
-        Raises:
-            JaxlitError: A process has an error.
-        """
+        """Raise in every process the error of one of them, if any has one; after a failure only this process's."""
         if error is not None:
             raise error
 
@@ -238,11 +234,7 @@ def computers(topic: str) -> list[Any]:
 
 
 def once_per_node(work: Callable[[], None], topic: str) -> None:
-    """Run `work` in one process of each computer, while the others wait for it; its error is raised in all of them.
-
-    Raises:
-        ProcessError: `work` failed in another process.
-    """
+    """Run `work` in one process of each computer, while the others wait for it; its error is raised in all of them."""
     processes = team()
     nodes = computers(topic)
     failure: BaseException | None = None

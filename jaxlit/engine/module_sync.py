@@ -46,12 +46,7 @@ class ModuleSync:
         self._first = engine.state.module_arrays() if put_back else []
 
     def touch(self, name: str = "__dict__") -> None:
-        """Bring the module's arrays up to date, since its attribute of a name is read.
-
-        Raises:
-            StateError: jax traces the function that reads the attribute, which contains arrays, and the engine has
-                newer ones. Where the module has the newest ones already, it may be read.
-        """
+        """Bring the module's arrays up to date, since its attribute of a name is read."""
         before, self.touched = self.touched, True  # also when nothing is new: a hook that reads may write
         if not self.stale:
             return
@@ -79,11 +74,7 @@ class ModuleSync:
             variable.set_raw_value(array)  # at each touch of a batch hook: set_value takes twice as long
 
     def refuse_attribute(self, name: str) -> None:
-        """Refuse to set an attribute of the module in a batch hook; other hooks are looked at when they end.
-
-        Raises:
-            StateError: Naming the attribute and the hook.
-        """
+        """Refuse to set an attribute of the module in a batch hook; other hooks are looked at when they end."""
         if name in MODES or "_batch_" not in (hook := self.hook()):
             return
         raise StateError(
@@ -93,11 +84,7 @@ class ModuleSync:
         )
 
     def take_writes(self, owner: str, hook: str, adopt: bool) -> None:
-        """Take over what a hook of a callback or module, the owner, wrote to the module's Variables, if it may write.
-
-        Raises:
-            StateError: It wrote where it may not, or changed the module's structure, a shape or a dtype.
-        """
+        """Take over what a hook of a callback or module, the owner, wrote to the module's Variables, if it may."""
         self.touched = False
         writer = f"{owner}.{hook}"
         # Only there: walking the graph after every batch hook that reads would cost milliseconds.
@@ -118,9 +105,6 @@ class ModuleSync:
 
         Random generators stay as training left them: a call of the module draws from them, and a resume would draw
         other numbers than a training that continues.
-
-        Raises:
-            StateError: It has another shape or dtype.
         """
         if id(self.module) not in watchers:  # in a hook of a later run, the arrays are those that it evaluates
             now = {x.name: x.place for x in arrays_of(self.module, ...)}  # a part may have been replaced

@@ -156,11 +156,7 @@ class StateSpec:
         return _kind_of(self.index.opt_state)
 
     def make(self, init: Callable[..., TrainState], variables: Any, *, donate: bool) -> "State":
-        """Return the state of step 0, given arguments of `state_spec`; `donate` lets it overwrite the variables.
-
-        Raises:
-            OutOfMemoryError: The devices have too little memory.
-        """
+        """Return the state of step 0, given arguments of `state_spec`; `donate` lets it overwrite the variables."""
         shardings = [self.sharding(i) for i in range(len(self.arrays))]
 
         def flat_init(*inputs: Any) -> list[jax.Array]:

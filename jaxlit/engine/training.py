@@ -143,11 +143,7 @@ class Training:
 
 
 def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, options: StepOptions) -> Training:
-    """Return how a module, whose arrays may be shapes and dtypes, is trained; the strategy is set up.
-
-    Raises:
-        ModuleError: The optimizer, or a callback's arrays, do not fit the module.
-    """
+    """Return how a module, whose arrays may be shapes and dtypes, is trained; the strategy is set up."""
     variables, precision = jax.tree.map(sharding.untyped, pure.split(module)), pure.precision
     options = options.for_params(variables[0])
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.

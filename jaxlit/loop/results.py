@@ -301,11 +301,7 @@ class HostLog:
         self._evaluation: dict[tuple[str, int | None], Total] = {}
 
     def add(self, metric: Metric, value: Any, batch_size: Any) -> None:
-        """Take one value; refuse one that is no scalar number, or a name that is logged elsewhere or in another way.
-
-        Raises:
-            LogError: The value is not a scalar number, or the name is logged elsewhere or in another way.
-        """
+        """Take one value; refuse one that is no scalar number, or a name that is logged elsewhere or in another way."""
         name = metric.name
         batch = "_batch_" in self.hook
         if name in self.named:

@@ -28,11 +28,6 @@ def check_finite(run: Run, *, params: bool = False) -> None:
     """Read the guard's mark, which waits for the device, and do what `nan_policy` says.
 
     With `params` look at the parameters too: an update may not be finite where the loss and the gradients are.
-
-    Raises:
-        NonFiniteError: Under "raise", if a step was not finite, at each check until training has ended. The parameters
-            are those before it. Under "rollback" only if there is nothing to go back to. Under all policies but
-            "ignore", if parameters are not finite and there is nothing to go back to.
     """
     policy = run.settings.nan_policy
     if policy == "ignore":

@@ -283,12 +283,7 @@ class Tracing:
         self.seen: list[tuple[Callback, int, dict[str, Any]]] = []
 
     def check(self, engine: Engine, results: Results) -> None:
-        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail.
-
-        Raises:
-            ModuleError: It returns no dict of arrays.
-            LogError: A scalar's name is taken.
-        """
+        """Refuse before the first step a `trace_step` whose values cannot be logged, and drop one that may fail."""
         state = engine.state.unflatten()
         failed = object()
         names = list[str]()

@@ -44,11 +44,7 @@ class RunData:
         return self.train[0]
 
     def open_train(self, settings: Settings) -> Loader:
-        """Open the training loader, and return it with its limit.
-
-        Raises:
-            ArgumentError: `val_check_interval` does not fit it.
-        """
+        """Open the training loader, and return it with its limit."""
         ((source, limit),) = self.train = self.loaders.open("training", required=True)
         self.val_every = validation_interval(settings, source, limit)
         return source, limit
@@ -84,11 +80,7 @@ def batches_or_inf(limit: int | None) -> int | float:
 
 
 def validation_interval(settings: Settings, source: Source, limit: int | None) -> int | None:
-    """Return the batches between validations, None for one at the end of each epoch.
-
-    Raises:
-        ArgumentError: An epoch has too few batches, or an unknown number of them.
-    """
+    """Return the batches between validations, None for one at the end of each epoch."""
     interval = settings.val_check_interval
     if isinstance(interval, datetime.timedelta) or (interval == 1.0 and isinstance(interval, float)):
         return None

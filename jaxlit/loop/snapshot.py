@@ -38,9 +38,6 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     """Return the state of a training as JSON values; waits for the device.
 
     `ask` is whether `on_save_checkpoint` is called, `weights_only` whether the arrays are the module's alone.
-
-    Raises:
-        CheckpointError: A callback, the DataModule or a loader keeps something that is no JSON value.
     """
     engine = run.engine
     strategy = run.engine.strategy
@@ -132,11 +129,7 @@ def _loaders(run: Run) -> dict[str, Any]:
 
 
 def load_engine(engine: Engine, resume: Resume) -> None:
-    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it.
-
-    Raises:
-        CheckpointError: It does not fit: a table says what differs.
-    """
+    """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it."""
     checkpoint = resume.checkpoint
     reset_optimizer = resume.reset_optimizer
     evaluates = engine.evaluates_only
@@ -213,11 +206,7 @@ def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
 
 
 def load_loader(source: Source, state: Mapping[str, Any]) -> None:
-    """Make the training loader continue where the checkpoint was taken.
-
-    Raises:
-        DataError: It is another loader than the one that was saved, or cannot continue here.
-    """
+    """Make the training loader continue where the checkpoint was taken."""
     if (saved := state["loaders"]["training"]) is None:
         return
     states = saved["states"]

@@ -225,11 +225,7 @@ def validate(run: Run) -> None:
 
 
 def end_batches(run: Run) -> None:
-    """Mark the epoch as over: the loader has no batch left for it.
-
-    Raises:
-        DataError: It had no batch at all.
-    """
+    """Mark the epoch as over: the loader has no batch left for it."""
     (source, limit) = run.data.training
     position = run.position
     if not position.over:

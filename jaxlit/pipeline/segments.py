@@ -77,9 +77,6 @@ def segments_of(jaxpr: Any, num_stages: int, balance: Any) -> Segments:
 
     `balance` is "count" for stages of as many segments, "flops" for stages of about as many operations, or how many
     segments each stage has.
-
-    Raises:
-        ArgumentError: There are too few marks, or one is inside a loop.
     """
     marks, count = _number(jaxpr)
     if (parts := count + 1) < num_stages:

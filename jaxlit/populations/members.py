@@ -126,12 +126,7 @@ def name_of(index: int, variation: Mapping[str, Any]) -> str:
 
 
 def check_variations(make_module: Any, variations: Any) -> list[dict[str, Any]]:
-    """Return the arguments of `make_module` for each member; refuse variations that it does not take.
-
-    Raises:
-        ArgumentTypeError: `make_module` cannot be called, or `variations` is no list of dicts.
-        ArgumentError: There is none, or `make_module` does not take an argument.
-    """
+    """Return the arguments of `make_module` for each member; refuse variations that it does not take."""
     if not callable(make_module) or isinstance(make_module, nnx.Module):
         raise ArgumentTypeError(
             f"{OWNER}(make_module, ...) takes a subclass of jl.TrainModule or a function that returns a module, got "
@@ -210,11 +205,7 @@ class Built(NamedTuple):
 def build(
     make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision, example: Any
 ) -> Iterator[Built]:
-    """Yield the members; each module is built when the iterator reaches it.
-
-    Raises:
-        ModuleError: A module cannot be trained here.
-    """
+    """Yield the members; each module is built when the iterator reaches it."""
     strategy = _OneMember()
     strategy.setup(1)
     for i, arguments in enumerate(check_variations(make_module, variations)):

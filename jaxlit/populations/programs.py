@@ -71,11 +71,7 @@ class Programs:
         self._kinds = dict[int, Kind]()  # by the first member of each
 
     def add(self, member: Member) -> None:
-        """Add a member, before the next one is built; refuse other arrays or metrics than those of the first member.
-
-        Raises:
-            ArgumentError: Its arrays or metrics are not those of the first member.
-        """
+        """Add a member, before the next one is built; refuse other arrays or metrics than those of the first member."""
         if self.members:
             check_same_state(self.members[0], member)
         kind = kind_of(member.training, self._examples(member))

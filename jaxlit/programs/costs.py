@@ -420,12 +420,7 @@ def hardware_of(kind: str) -> Hardware | None:
 
 
 def resolve_hardware(hardware: str | Hardware) -> Hardware:
-    """Return a row of the table by its name, or a row of the user's.
-
-    Raises:
-        ArgumentError: No device has this name.
-        ArgumentTypeError: It is neither.
-    """
+    """Return a row of the table by its name, or a row of the user's."""
     if isinstance(hardware, Hardware):
         return hardware
     if not isinstance(hardware, str):

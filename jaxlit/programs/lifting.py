@@ -81,11 +81,7 @@ def lift(trace_of: Callable[[int], tuple[Any, Any]], like: Sequence[int]) -> Lif
 
 
 def differences(first: Any, other: Any) -> dict[Place, Any]:
-    """Return the numbers of a program that differ from those of the first one, by their places.
-
-    Raises:
-        DifferentError: They differ in more than numbers.
-    """
+    """Return the numbers of a program that differ from those of the first one, by their places."""
     numbers: dict[Place, Any] = {}
     _Comparison((), numbers).compare(first, other)
     return numbers

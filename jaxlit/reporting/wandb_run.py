@@ -140,11 +140,7 @@ class WandbRun:
         self._queue = BackgroundQueue("wandb", self._fail)
 
     def do(self, job: Callable[[], Any], topic: str | None = None) -> None:
-        """Run a job in the thread; if it sends media or the like, named `topic`, its failure concerns that only.
-
-        Raises:
-            WandbError: An earlier job has failed, and `raises` is set.
-        """
+        """Run a job in the thread; if it sends media or the like, named `topic`, its failure concerns that only."""
         if self._raises and (error := self._error) is not None:
             raise WandbError(f"W&B failed: {first_line(error)}.") from error
         if len(self._queue) > _MAX_WAITING:

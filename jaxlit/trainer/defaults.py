@@ -39,12 +39,7 @@ class TrainerCallbacks:
 
 
 def all_callbacks(settings: Settings) -> TrainerCallbacks:
-    """Return the callbacks that a Trainer was given, and those that it adds; refuse two that cannot go together.
-
-    Raises:
-        ArgumentError: Two of them cannot go together, or a setting needs one that is missing.
-        ArgumentTypeError: One of them is no callback.
-    """
+    """Return the callbacks that a Trainer was given, and those that it adds; refuse two that cannot go together."""
     from_argument = callbacks_of("callbacks", settings.callbacks)
     loggers = list[Callback]()
     logger = settings.logger
@@ -117,11 +112,7 @@ def without(callbacks: Sequence[Callback], others: Sequence[Callback]) -> list[C
 
 
 def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
-    """Return callbacks, in order; refuse an object that is there twice, and two that would write to the same place.
-
-    Raises:
-        ArgumentError: An object is there twice, or two would draw or write to the same place.
-    """
+    """Return callbacks, in order; refuse an object that is there twice, and two that would write to the same place."""
     for i, c in enumerate(callbacks):
         for other in callbacks[:i]:
             if c is other:
@@ -190,11 +181,7 @@ def step_options(settings: Settings, hooks: Hooks, example: Any) -> StepOptions:
 
 
 def frozen_parts(callbacks: Sequence[Callback], module: TrainModule, wrt: Any) -> tuple[Part, ...]:
-    """Return the parts of the parameters that callbacks freeze for some epochs; refuse parts that overlap.
-
-    Raises:
-        ArgumentError: A name is of no trained parameter, two have the same, or are called alike.
-    """
+    """Return the parts of the parameters that callbacks freeze for some epochs; refuse parts that overlap."""
     freezes: list[Any] = [c for c in callbacks if c.frozen_part is not None]
     parts = list[Part]()
     known = frozenset(names_in(module, wrt, ...))

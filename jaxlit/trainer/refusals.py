@@ -175,11 +175,7 @@ def check_accumulation(engine: Engine | None, settings: Settings) -> None:
 
 
 def check_predictions(settings: Settings, return_predictions: bool) -> None:
-    """Refuse to return predictions that would mix host keys of one process with rows of all.
-
-    Raises:
-        ArgumentError: Several processes predict, and host keys would go into what is returned.
-    """
+    """Refuse to return predictions that would mix host keys of one process with rows of all."""
     if check.boolean("return_predictions", return_predictions) and settings.host_keys and team().size > 1:
         raise ArgumentError(
             f"Trainer(host_keys={settings.host_keys}): in several processes predictions are of all rows, and host keys "

@@ -47,12 +47,7 @@ class RunFolder:
         return self.known
 
     def fetch(self) -> None:
-        """Fetch the newest checkpoint of a run in a bucket, unless this machine has it; in all processes together.
-
-        Raises:
-            ArgumentError: The processes are on several computers.
-            CheckpointError: The run cannot be read.
-        """
+        """Fetch the newest checkpoint of a run in a bucket, unless this machine has it; in all processes together."""
         self._check_computers()
         if self.url is not None:
             local(self.url, "run")
@@ -61,9 +56,6 @@ class RunFolder:
         """Make the folder this Trainer's; a fit refuses that of another run, unless it continues it.
 
         `files` is what loggers would leave in it, `resume` is `Trainer(resume=...)`.
-
-        Raises:
-            ArgumentError: It is a file, or holds another run, which the fit does not continue.
         """
         path = None if checkpoint is None else checkpoint.path
         if self.root is None:
@@ -98,11 +90,7 @@ class RunFolder:
             raise raised_everywhere(error)
 
     def hold(self) -> FolderLock | None:
-        """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together.
-
-        Raises:
-            CheckpointError: Another one writes to it.
-        """
+        """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together."""
         if self.root is None:  # a fresh one has a name that no other run has
             return None
         lock = None
@@ -122,9 +110,6 @@ def resolve_checkpoint(
 
     `wanted` is "auto", "last", "best" or a path, None for nothing, `argument` where it was asked for, and `purpose` is
     in the line that names it. The folders of the callbacks are searched.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or none that verifies.
     """
     if wanted is None:
         return None
@@ -165,11 +150,7 @@ def resolve_checkpoint(
 def resolve_weights(
     init_from: Any, callbacks: Sequence[Callback], folder: RunFolder
 ) -> Callable[[TrainModule], object] | None:
-    """Return what gives a module the weights that a fit begins with, None for nothing.
-
-    Raises:
-        CheckpointError: There is no such checkpoint, or none that verifies.
-    """
+    """Return what gives a module the weights that a fit begins with, None for nothing."""
     if callable(init_from):
         return init_from
     if is_weights_file(init_from):

@@ -130,11 +130,7 @@ def cost_of_state(training: Training) -> StepCost:
 
 
 def compiled_cost(training: Training, batch: Any) -> StepCost:
-    """Compile the step, and return what it takes.
-
-    Raises:
-        OutOfMemoryError: The compiler tries kernels on the device, and had too little memory for that.
-    """
+    """Compile the step, and return what it takes."""
     strategy = training.spec.strategy
     training = training.trace(batch)  # with the metrics that the step logs
     placed = strategy.shard_batch(batch)

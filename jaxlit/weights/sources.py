@@ -50,12 +50,7 @@ def dotted(path: Any) -> str:
 
 
 def read_arrays(source: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of a source of `load_weights` by name; those of a file are read when they are used.
-
-    Raises:
-        ArgumentTypeError: The source is neither a path nor a mapping.
-        CheckpointError: The file does not exist, or cannot be read.
-    """
+    """Return the arrays of a source of `load_weights` by name; those of a file are read when they are used."""
     if isinstance(source, Mapping):
         tree = nnx.as_pure(source) if isinstance(source, nnx.State) else dict(source)
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -146,11 +141,7 @@ _MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name, memory-mapped: only the parts that are used are read from disk.
-
-    Raises:
-        CheckpointError: The file is not a safetensors file, or a part of it is missing.
-    """
+    """Return the arrays of a file by name, memory-mapped: only the parts that are used are read from disk."""
     problem = "its header is damaged"
     try:
         data = np.memmap(path, np.uint8, mode="r")
@@ -190,11 +181,7 @@ def write_safetensors(
     arrays: Iterable[np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete."""
     header: dict = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape, dtype in specs:
