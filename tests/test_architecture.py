@@ -265,6 +265,7 @@ def test_each_extra_installs_what_something_imports() -> None:
     sources = "\n".join(
         file.read_text() for file in [*FILES.values(), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
     )
+    sources += (ROOT / "tests/data/test_resumed_loaders.py").read_text()  # loaders of others
     tried = (ROOT / "tests/sweeps/packages.py").read_text()  # whose models are trained, as they are pinned
     for extra in extras.keys() - {"test", "dev", "docs", "cuda"}:
         for package in [name for name in extras[extra] if f'"{name}"' not in tried]:

@@ -27,6 +27,11 @@ _logger = logging.getLogger("jaxlit")
 _FEW = 1000  # batches that a loader without a state may draw again to reach the next one
 ENDLESS = 2**40  # elements that no dataset has: the length of grain's `repeat()` is 2**63 - 1, then divided by batches
 _MARKED = 8  # batches of which some are marked, to compare them in a resume
+_OTHERS = (
+    "%s: %s is not that of the uninterrupted run: the order or the values of batches depend on more than the epoch, so "
+    "that rows may come twice or never. Give the loader state_dict and load_state_dict, or set_epoch(epoch), or use a "
+    "jl.ArrayLoader or grain."
+)
 _ENDS = 4096  # bytes of an array, at its beginning and at its end, that tell it from another one
 
 
@@ -326,6 +331,7 @@ class PlainSource(Source):
         self._calls: tuple[int, ...] | None = None
         self._marks = dict[int, str]()  # by the number of a batch, what tells it from another one
         self._expected = dict[int, str]()  # the same of the interrupted run
+        self._orders = set[str]()  # the marks of first batches, of epochs that the loader is not told of
         self._generators = [(sampler, sampler.generator) for sampler in _random_samplers(loader)]
 
     @property
@@ -410,14 +416,11 @@ class PlainSource(Source):
         if number & (number - 1) or number > _MARKED or not self._may_continue:
             return
         self._marks[number] = mark = _mark(batch)
+        if number == 1 and not self._generators and not any(hasattr(part, "set_epoch") for part in _parts(self.loader)):
+            self._orders.add(mark)
         if self._expected.pop(number, mark) != mark:
             self._expected.clear()
-            _logger.warning(
-                "%s: batch %d, drawn again for the resume, is not that of the interrupted run: its order or its values "
-                "depend on more than the epoch, so that rows may come twice or never. Give the loader state_dict and "
-                "load_state_dict, or set_epoch(epoch), or use a jl.ArrayLoader or grain.",
-                *(self.argument, number),
-            )
+            _logger.warning(_OTHERS, self.argument, f"batch {number}, drawn again for the resume,")
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers and datasets the epoch that begins, and seed random samplers of torch by it."""
@@ -444,12 +447,15 @@ class PlainSource(Source):
             at = {"state": at["state"], "drop": 0}
         number = 0 if at is None or self._access else sum(_calls_of(at)[0]) + _calls_of(at)[1]
         marks = [[k, mark] for k, mark in list(self._marks.items()) if k <= number]
+        marks += [[0, "changes"]] if at is None and len(self._orders) > 1 else []
         return super().state_dict(epoch, at) | ({"batches": marks} if marks else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the last batch that was used."""
         super().load_state_dict(state)
         self._expected = dict(state.get("batches") or ())
+        if 0 in self._expected:
+            _logger.warning(_OTHERS, self.argument, "the next batch")
 
     def may_start(self, at: Any) -> bool:
         """Return whether `at` is a position in an iterable; a loader checks its own state itself."""
