@@ -106,10 +106,10 @@ class ModelCheckpoint(Callback):
         self._sign = 1 if mode == "min" else -1
         self.save_last = check.boolean("save_last", save_last, owner=owner)
         self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
-        has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
-        self.every_n_epochs = 1 if has_no_trigger else every_n_epochs
+        self._has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
+        self.every_n_epochs = 1 if self._has_no_trigger else every_n_epochs
         # If only the newest is kept, not every epoch must write one.
-        self._may_skip_epochs = has_no_trigger and monitor is None and save_top_k in (0, 1)
+        self._may_skip_epochs = self._has_no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
         self.exclusive = "folder, the dirpath", self.dirpath
@@ -189,8 +189,11 @@ class ModelCheckpoint(Callback):
             self.on_safe_point(trainer, module, epoch_over=self._at_epoch_end, training_over=has_one)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Note the step of the validation."""
+        """Note the step of the validation; without an interval, one inside an epoch is followed by a checkpoint."""
         self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
+        is_inside = self._fitting and self._validated_at >= 0 and not trainer.epoch_is_over
+        if is_inside and self._has_no_trigger and self.monitor is not None:
+            trainer.saver.at_safe_point(lambda: self._save(trainer, epoch_over=False, due=True, forced=False))
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the next checkpoint by steps."""
@@ -238,9 +241,9 @@ class ModelCheckpoint(Callback):
         self.finish(trainer)
         if self._had_value == {False} and not trainer.interrupted:
             text = (
-                "ModelCheckpoint(monitor=%r): no checkpoint that was due is of a step with a value of it, so none is "
+                "ModelCheckpoint(monitor=%r) ranks none of the checkpoints that were due: no value of it is of their "
             )
-            text += "ranked. Give every_n_... and Trainer(val_check_interval=%s) values that meet."
+            text += "steps. Give every_n_... and Trainer(val_check_interval=%s) values that meet."
             _logger.warning(text, self.monitor, trainer.val_check_interval)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:

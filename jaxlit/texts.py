@@ -157,7 +157,7 @@ def to_json(x: Any, *, lenient: bool = False, exact: bool = False, path: str = "
         return x
     if lenient:  # `tolist` is numpy's and jax's
         return to_json(np.asarray(x).tolist(), lenient=True) if hasattr(x, "tolist") else str(x)
-    raise NotJSONError(path, f"is of type {type(x).__name__}")
+    raise NotJSONError(path, f"is of type {type(x).__name__} {getattr(x, 'dtype', '')}".rstrip())
 
 
 def from_json(node: dict[str, Any]) -> Any:

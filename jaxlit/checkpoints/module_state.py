@@ -165,11 +165,13 @@ def encode(x: Any) -> Any:
     Raises:
         NotKeptError: It would come back as another.
     """
+    kind = type(x)  # exactly: a value of a subclass would come back as one of its base
+    if issubclass(kind, dict) and kind is not dict:  # first: its keys may be attributes, and any other raises
+        raise NotKeptError(f"{kind.__name__}(...)")
     if (name := _name_of(x)) is not None:
         return _node("name", name)
     if isinstance(x, np.dtype):
         return _node("dtype", x.name)
-    kind = type(x)  # exactly: a value of a subclass would come back as one of its base
     if issubclass(kind, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
         return _node("scalar", encode(x.item()), dtype=x.dtype.name)
     if kind is float and not math.isfinite(x):

@@ -33,17 +33,14 @@ from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessEr
 class Saving(Background[None]):
     """A checkpoint that is being written, by a thread for which the end of the process waits.
 
-    Attributes:
-        path: Where it will be.
-        order: A number larger than those of the checkpoints of the folder that were begun before.
-        seconds: How long writing it took.
-        was_awaited: Whether anybody has waited for it.
+    `order` is a number larger than those of the checkpoints of the folder that were begun before.
     """
 
     def __init__(self, path: Path, order: int, token: str, finish: Callable[[], None]) -> None:
         super().__init__("jaxlit-checkpoint", finish, daemon=False)
-        self.path, self.order, self._token, self.was_awaited = path, order, token, False
-        self._begun, self.seconds = time.monotonic(), 0.0
+        self.path, self.order, self._token = path, order, token
+        self.was_awaited = False  # whether anybody has waited for it
+        self._begun, self.seconds = time.monotonic(), 0.0  # how long writing took
 
     def wait(self) -> None:
         """Wait until it is written, and raise what went wrong; in several processes all must come here.

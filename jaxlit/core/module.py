@@ -158,18 +158,19 @@ class Hparams(dict[str, Any]):
 
 def hparams_of(owner: Any) -> Hparams:
     """Return the hyperparameters of a module or DataModule without touching it."""
-    return object.__getattribute__(owner, "__dict__")["_hparams"]
+    held = object.__getattribute__(owner, "__dict__")
+    return held["_jaxlit_hparams"] if "_jaxlit_hparams" in held else held.setdefault("_jaxlit_hparams", Hparams())
 
 
 def _set_hparams(owner: Any, hparams: Hparams) -> None:
     """Give a module, which nnx makes of the attributes of another, hyperparameters of its own."""
-    object.__getattribute__(owner, "__dict__")["_hparams"] = hparams.copy()
+    object.__getattribute__(owner, "__dict__")["_jaxlit_hparams"] = hparams.copy()
 
 
 class KeepsHparams:
     """The base of modules and DataModules, which keep their constructors' arguments."""
 
-    _hparams = property(hparams_of, _set_hparams)
+    _jaxlit_hparams = property(hparams_of, _set_hparams)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -186,6 +187,12 @@ class KeepsHparams:
         # Copies: the constructor, and later code, may change a list or a config that it was given.
         _set_hparams(owner, Hparams({k: x for k, x in arguments.items() if k not in unsaved}, arguments, left_out))
         return owner
+
+    def __copy__(self) -> Self:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        _set_hparams(copied, hparams_of(self))
+        return copied
 
     @property
     def hparams(self) -> Hparams:

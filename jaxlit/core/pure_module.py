@@ -404,7 +404,7 @@ def described_leaves(module: nnx.Module, wrt: Any) -> list[Leaf]:
     """Return the leaves of a module in the order of `PureModule.split`."""
     owners, prefixes = {}, {}
     for path, node in nnx.iter_graph(module, graph=True):
-        if path and hasattr(node, "update") and hasattr(node, "compute") and hasattr(node, "reset"):
+        if path and all(hasattr(type(node), name) for name in ("update", "compute", "reset")):
             prefixes |= {f"{leaf_name(path)}{after}": "metric" for after in ".["}
         if isinstance(node, nnx.BatchNorm):
             owners |= {id(x): "batchnorm" for x in (node.mean, node.var)}

@@ -305,7 +305,7 @@ def each_loader(loaders: Any, argument: str) -> list[tuple[Any, str]]:
         certain = [_is_loader(x) and not isinstance(x, list) for x in loaders]
         if any(certain) or all(map(_is_loader, loaders)):
             pairs = [(x, f"{argument}[{i}]") for i, x in enumerate(loaders)]
-    elif isinstance(loaders, dict) and loaders and all(map(_is_loader, loaders.values())):
+    elif isinstance(loaders, dict) and loaders and all(map(_is_named_loader, loaders.values())):
         pairs = [(x, f"{argument}[{key!r}]") for key, x in loaders.items()]
     for loader, name in pairs:
         _check_loader(loader, name)
@@ -376,6 +376,10 @@ def _is_loader(x: Any) -> bool:
     if isinstance(x, (Mapping, tuple, str, bytes)) or not _may_iterate(x):
         return False
     return not (isinstance(x, list) and x and (hasattr(x[0], "shape") or isinstance(x[0], _NUMBERS)))
+
+
+def _is_named_loader(x: Any) -> bool:
+    return _is_loader(x) or (type(x) is list and hasattr(x[0], "shape"))
 
 
 def _classes(loader: Any) -> set[str]:

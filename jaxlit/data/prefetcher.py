@@ -1,6 +1,5 @@
 """From a loader to the step: the `Prefetcher` draws, checks and places batches ahead of the step that takes them."""
 
-import inspect
 import itertools
 import queue
 import statistics
@@ -69,11 +68,6 @@ class Prefetcher:
 
     `place` puts a batch on the devices, None if a step takes host arrays. `prefetch` is the number of batches that a
     thread draws ahead, 0 for no thread, "auto" to decide by the first draws. `splits` is that of `Agreement`.
-
-    Attributes:
-        drawn: How many batches were asked for.
-        now: The time of the newest draw, by `time.perf_counter()`.
-        seconds: How long all draws took.
     """
 
     def __init__(
@@ -95,7 +89,11 @@ class Prefetcher:
         self.token: Any = None  # a result of the newest step; draws cost no time until it is ready
         # the shapes and dtypes of the newest batch as the step takes it: the global batch in several processes
         self.example: Any = None
-        self.drawn, self.now, self.seconds = 0, 0.0, 0.0
+        self.drawn = 0  # batches that were asked for
+        self.now, self.seconds = (
+            0.0,
+            0.0,
+        )  # the time of the newest draw, by `time.perf_counter()`, and that of all draws
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()
@@ -137,8 +135,7 @@ class Prefetcher:
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
         draws, thread, drawn = source.epoch(epoch), None, ()
-        first = itertools.islice(draws, None if limit is None else max(limit - start, 0))
-        stream: Iterator[Any] = itertools.chain(first, _end_of(draws, source, limit))
+        stream: Iterator[Any] = itertools.islice(draws, None if limit is None else max(limit - start, 0))
         if agreement is not None:
             stream = agreement.in_step(stream)
         is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
@@ -290,13 +287,6 @@ class Prefetcher:
             self.example = validator.kind.example
             index += 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)
-
-
-def _end_of(draws: Iterator[Any], source: Source, limit: int | None) -> Iterator[Any]:
-    """Yield nothing: what a generator does after the last batch that its loader promises is done, as in a for loop."""
-    if limit == source.length and inspect.isgeneratorfunction(getattr(type(source.loader), "__iter__", None)):
-        next(draws, None)
-    yield from ()
 
 
 class _Thread(Background[None]):

@@ -47,12 +47,6 @@ class Source(ABC):
         may_continue: Whether an epoch begins where the last one stopped, if the loader has no end or is an iterator.
         overfit: Whether every epoch is epoch 0.
         keep: Batches of the first epoch that every epoch repeats; None for new ones.
-
-    Attributes:
-        peeked: Whether the first batch was drawn ahead of time.
-        gave: Whether the loader has returned a batch.
-        times: The seconds of the first draws.
-        waited: The seconds of the epoch in which the devices waited for a batch.
     """
 
     is_grain = False
@@ -75,8 +69,10 @@ class Source(ABC):
     ) -> None:
         self.loader, self.argument = loader, argument
         self._may_continue, self._overfit, self._keep = may_continue, overfit, keep
-        self.peeked = self.gave = False
-        self.times, self.waited = list[float](), 0.0
+        self.peeked = False  # whether the first batch was drawn ahead of time
+        self.gave = False  # whether the loader has returned a batch
+        self.times = list[float]()  # the seconds of the first draws
+        self.waited = 0.0  # the seconds of the epoch in which the devices waited for a batch
         self._cached: list[tuple[Any, Any]] | None = None  # what is drawn in every epoch, if `keep` is set
         self._stream: Generator[tuple[Any, Any], None, None] | None = None
         self._peeked: _Peeked | None = None
@@ -156,7 +152,9 @@ class Source(ABC):
             return [copied(batch) for batch, _ in self._cached[at or 0 :][:count]]
         if not self.may_go_back(at):
             return []
-        draws = self.draws(self._number(epoch), at)
+        epoch = self._number(epoch)
+        self.set_epoch(epoch)
+        draws = self.draws(epoch, at)
         try:
             return [copied(batch) for batch, _ in itertools.islice(draws, count)]
         finally:
@@ -189,7 +187,7 @@ class Source(ABC):
                     "was built then, or resume from a checkpoint of an epoch's end."
                 )
             _logger.warning("%s is another loader than before the resume: %s.", self.argument, changes)
-        if at is not None and not self.may_start(at):
+        if at is not None and self._keep is None and not self.may_start(at):
             raise DataError(f"{self.argument}: the saved position {at!r:.60} is not one of this loader's kind.")
         self._start = _Start(int(state["epoch"]), at)
         self._peeked = self._stream = None
@@ -316,16 +314,19 @@ class _Peeked(NamedTuple):
 class PlainSource(Source):
     """Draws from any iterable of batches.
 
-    A loader with `state_dict` and `load_state_dict`, or with `get_state` and `set_state`, reports its position. Any
-    other continues by drawing batches again: those of its epoch before the position, or of all epochs if it is its own
-    iterator. A few are compared with those of the interrupted run.
+    A loader with `state_dict` and `load_state_dict`, or an iterator with `get_state` and `set_state`, reports its
+    position. Any other continues by drawing batches again: those of its epoch before the position, or of all epochs if
+    it is its own iterator. A few are compared with those of the interrupted run.
     """
 
     def __init__(self, loader: Any, argument: str, **how: Any) -> None:
         super().__init__(loader, argument, **how)
-        names = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-        self._access = next((x for x in names if all(hasattr(loader, name) for name in x)), None)
         self._goes_on = hasattr(loader, "__next__")
+        names = [
+            ("state_dict", "load_state_dict"),
+            *([("get_state", "set_state")] if self._goes_on else []),
+        ]  # as grain's
+        self._access = next((x for x in names if all(hasattr(loader, name) for name in x)), None)
         self._ended = False  # whether the newest iteration of a loader with a state has come to its end
         # How often `next` was called in each iteration of a loader that is its own iterator; None before the first.
         self._calls: tuple[int, ...] | None = None
@@ -379,7 +380,9 @@ class PlainSource(Source):
         if at is not None:
             # Older checkpoints have the state alone.
             after, drop = (at["state"], at["drop"]) if isinstance(at, dict) and "drop" in at else (at, 0)
-            load(state_here(after, self.loader) if isinstance(after, bytes) else copy.deepcopy(after))
+            if isinstance(after, bytes) and type(self.loader).__module__.startswith("grain."):
+                after = state_here(after, self.loader)
+            load(copy.deepcopy(after))
             if drop:  # the end of the epoch before, so that the loader is as it was where this one began
                 for _ in itertools.islice(self.loader, drop):
                     after = None
@@ -404,7 +407,9 @@ class PlainSource(Source):
             while True:
                 number += 1
                 if (batch := next(batches, self)) is self:
-                    return
+                    if number > first + 1 or not past:
+                        return
+                    continue  # only now it comes to the end of the epoch before, whose length has hidden it
                 self._look(number, batch)
                 if number > first + done:
                     yield batch, (past, number - first)
@@ -424,7 +429,8 @@ class PlainSource(Source):
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the loader, its samplers and datasets the epoch that begins, and seed random samplers of torch by it."""
-        for part in _parts(self.loader):
+        # A validation may share a dataset with training, in whose epoch it is.
+        for part in _parts(self.loader) if self._may_continue else [self.loader]:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         for sampler, generator in self._generators:
@@ -470,6 +476,8 @@ class PlainSource(Source):
 
     def between_epochs(self, at: Any) -> Any:
         """Return the position between two epochs, of which the first may have been cut."""
+        if not self._may_continue:
+            return None
         if self._access:
             if not isinstance(at, dict) or "before" not in at:
                 return at
@@ -514,7 +522,9 @@ def _random_samplers(loader: Any) -> list[Any]:
         or (hasattr(loader, "state_dict") and not loader.generator)
     ):
         return []
-    return [part for part in _parts(loader) if isinstance(part, data.Sampler) and hasattr(part, "generator")]
+    kinds = (type(None), sys.modules["torch"].Generator)
+    samplers = [part for part in _parts(loader) if isinstance(part, data.Sampler)]
+    return [sampler for sampler in samplers if isinstance(vars(sampler).get("generator", loader), kinds)]
 
 
 def _mark(batch: Any) -> str:

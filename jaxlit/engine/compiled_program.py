@@ -37,17 +37,12 @@ class CompiledProgram:
     Args:
         program: The strategy's function.
         step: The trace of the user's step in it, for messages; None for none.
-
-    Attributes:
-        run: What to call: after the first call the strategy's function itself, so that no step waits for more.
-        ran: Whether it was called.
-        steps: How many optimizer steps a call takes.
     """
 
     def __init__(self, name: str, program: Callable, step: Any = None) -> None:
         self.name, self.program, self._step = name, program, step
-        self.run: Callable = self._first
-        self.ran, self.steps = False, 1
+        self.run: Callable = self._first  # after it the strategy's function itself, so that no step waits for more
+        self.ran, self.steps = False, 1  # whether it was called, and the optimizer steps of a call
         self._arguments: tuple | None = None
         self._out = False  # whether the first call left a mesh of the caller's, which jax keeps programs by
 

@@ -212,8 +212,7 @@ class State:
     """The arrays of a training.
 
     Attributes:
-        spec: What they are.
-        leaves: The newest arrays; random keys as their raw data.
+        leaves: The newest arrays, which `spec` describes; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
         infinities_at_start: What `infinities` returned when training began, empty before: a mask has some on purpose.
         hyperparams_at_start: What `hyperparams` returned when training began; a resume continues the same training.
@@ -440,10 +439,7 @@ class WindowBackup:
     """Keeps copies, on the devices, of what the steps of a window write: statistics, counts and random keys.
 
     A window that turns out to be bad has run its batches: the parameters are still those before it, these are not.
-
-    Attributes:
-        places: The indices in the state of what steps write.
-        arrays: The copies.
+    `places` are the indices in the state of what steps write, and `arrays` the copies.
     """
 
     def __init__(self, state: State, places: Sequence[int]) -> None:

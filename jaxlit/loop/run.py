@@ -109,7 +109,7 @@ class Run:
     unchecked: Unchecked = field(default_factory=Unchecked)
     auto_size: int = 0  # the batches of a dispatch that steps_per_execution="auto" has chosen; 0 before that
     is_safe: bool = True  # a checkpoint may be taken now
-    requested: list[Callable[[], None]] = field(default_factory=list)  # checkpoints to write at the next safe point
+    requested: list[Callable[[], object]] = field(default_factory=list)  # checkpoints to write at the next safe point
     part: str = "start"  # of the run's time, see `LoopPart`
     spent: dict[str, float] = field(default_factory=dict)  # seconds of the parts before, without what others time
 

@@ -231,7 +231,9 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     """Restore what hooks had logged, and the metrics."""
     table = table_of(state["metrics"])
     run.checkpoints.resumed = True
-    if (reason := state.get("stopped")) and run.checkpoints.resume and not run.checkpoints.resume.named:
+    reason, resume = state.get("stopped"), run.checkpoints.resume
+    judges = [key for key, x in state["callbacks"].items() if reason in x.values()]  # in whose state the verdict is
+    if reason and resume and not resume.named and (not judges or run.hooks.keyed().keys() & judges):
         run.control.take([f"finish {reason}"])
     run.auto_size = state.get("auto_size") or 0
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of

@@ -19,7 +19,7 @@ from jaxlit.loop.results import UNREAD, Row
 from jaxlit.loop.rewind import MOST_STARTS, check_finite, end_before_bad_step
 from jaxlit.loop.rows import bind_measures, log_pending, log_row, note_monitor, row_of_epoch, rows_of_step
 from jaxlit.loop.run import Due, Run, Tracing
-from jaxlit.loop.snapshot import check_loader
+from jaxlit.loop.snapshot import check_loader, warn_of_hyperparams
 
 _logger = logging.getLogger("jaxlit")
 
@@ -174,6 +174,8 @@ def draw_rest_of_epoch(run: Run, dispatch: Dispatch) -> Iterable[Batch]:
     run.checkpoints.resumed = False
     if position.over or run.done:
         return ()
+    if resumed and run.checkpoints.resume is not None:  # after the hooks that may set them
+        warn_of_hyperparams(run, run.checkpoints.resume.checkpoint.state)
     if position.batch_idx and not (resumed or source.continues):
         # Training had stopped in this epoch, and a rollback has undone the last step.
         source.load_state_dict(source.state_dict(position.epoch, position.data))

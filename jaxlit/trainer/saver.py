@@ -113,11 +113,15 @@ class Saver:
 
     def save(self, path: str | Path, *, weights_only: bool = False) -> None:
         """Write a checkpoint, see `Trainer.save_checkpoint`."""
+        self.at_safe_point(lambda: self.begin(path, weights_only=weights_only).wait())
+
+    def at_safe_point(self, save: Callable[[], object]) -> None:
+        """Call a function where training can be continued: here, or between two batches or after an epoch."""
         run = self._training()
         if run.is_safe:
-            self.begin(path, weights_only=weights_only).wait()
+            save()
         else:
-            run.requested.append(partial(self.save, path, weights_only=weights_only))
+            run.requested.append(save)
 
     def finish(self, first: BaseException | None) -> BaseException | None:
         """Wait for the checkpoints that no call has waited for, and return the first error of all.

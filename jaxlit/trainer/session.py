@@ -83,9 +83,6 @@ class Session:
 
     The `compile_cache` of the settings is used from now on: building a module compiles too. `config` has the arguments
     as they were passed, as JSON values.
-
-    Attributes:
-        media: Stores what no logger can.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class Session:
         use_compile_cache(settings.compile_cache)
         self._evaluates: Engine | None = None  # of the newest evaluation
         self._built: Built | None = None
-        # A trial run makes everything and writes nothing.
+        # What no logger can store; a trial run makes everything and writes nothing.
         self.media = MediaFolder(
             lambda: trainer.run_dir if trainer.is_global_zero and not self.settings.fast_dev_run else None,
             step=lambda: max(self.position.global_step - 1, 0),
@@ -496,8 +493,6 @@ class Session:
             hooks("on_load_checkpoint", dict(resume.checkpoint.state))
         log_hyperparams(hooks)
         hooks("on_fit_start")
-        if resume is not None:
-            snapshot.warn_of_hyperparams(run, resume.checkpoint.state)
 
     def _end_loops(self, run: Run) -> None:
         """Count what follows as the end of the run."""

@@ -190,6 +190,14 @@ def test_a_stopped_run_stays_stopped_until_its_rule_changes(rule: str, caplog: A
     assert stop.stopping_reason is EarlyStoppingReason.NOT_STOPPED
 
 
+def test_a_verdict_goes_with_the_callback_that_gave_it() -> None:
+    given, values, _ = RULES["patience"]
+    assert scripted(values, EarlyStopping("m", **given)).global_step == 6
+    log = hooks(on_train_epoch_end=lambda t, m: None)
+    trainer = fit(Mean(), numbered(2), None, log, max_epochs=5, default_root_dir="run", resume="auto")
+    assert trainer.global_step == 10
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_verdict_that_min_epochs_blocks_is_taken_again(rule: str) -> None:
     given, values, _ = RULES[rule]

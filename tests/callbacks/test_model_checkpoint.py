@@ -431,14 +431,23 @@ def test_a_checkpoint_that_is_written_again_does_not_compete_with_itself() -> No
 
 
 def test_a_cut_training_does_not_score_its_weights_by_an_older_validation() -> None:
-    """The value after the second of four batches is of no checkpoint: none is due before the epoch ends."""
+    """The value after the second of four batches is that of its checkpoint alone."""
     given: Any = {"scores": [NAN, 1.0, NAN, 5.0], "per_epoch": 4, "val_check_interval": 2}
     best, stop = ModelCheckpoint(monitor="score"), at_batch(2, lambda trainer, module: trainer.stop("here"))
-    assert train(best, stop, **given, epochs=1, check_val_every_n_epoch=None).written == [3]
-    assert kept(best) == {}
+    assert train(best, stop, **given, epochs=1, check_val_every_n_epoch=None).written == [2, 3]
+    assert kept(best) == {2: 1.0}
     path, best = best.last_model_path, ModelCheckpoint(monitor="score")
     train(best, **given, epochs=1, check_val_every_n_epoch=None, resume=path)
-    assert kept(best) == {4: 5.0}
+    assert kept(best) == {2: 1.0}
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_validations_that_do_not_end_an_epoch_are_ranked(save_last: bool, caplog: Any) -> None:
+    """An epoch of five batches that is validated after the second and the fourth, as 0.25 of 469 batches is."""
+    best = ModelCheckpoint(monitor="score", save_last=save_last)
+    train(best, scores=[5.0, 4.0, 3.0, 2.0, 1.0], per_epoch=5, epochs=1, val_check_interval=2)
+    assert kept(best) == {4: 2.0}
+    assert not warnings_of(caplog)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,27 @@ def test_hyperparameters_travel_with_a_copy_that_may_change_them(cls: Any, name:
 
 
 @pytest.mark.parametrize("cls", [Built, Numbers])
-def test_a_shallow_copy_has_the_hyperparameters(cls: Any) -> None:
-    assert copy.copy(cls(**copy.deepcopy(CALLED))).hparams == CALLED
+def test_a_shallow_copy_has_hyperparameters_of_its_own(cls: Any) -> None:
+    made = cls(**copy.deepcopy(CALLED))
+    copied = copy.copy(made)
+    assert copied.hparams == CALLED
+    assert vars(copied).keys() == vars(made).keys()
+    copied.hparams.lr = 1.0
+    assert made.hparams == CALLED
+
+
+def test_an_attribute_of_the_users_may_have_any_name() -> None:
+    class Config(dict):  # a usual recipe, which raises a KeyError for any other name
+        __getattr__ = dict.__getitem__
+
+    class Own(Mean):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self._hparams = config
+
+    made = Own(Config(lr=0.5))
+    assert made._hparams.lr == 0.5
+    fit(made, numbered(1))
 
 
 def test_what_a_constructor_changes_stays_as_it_was_called() -> None:

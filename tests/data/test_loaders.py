@@ -128,6 +128,9 @@ def test_a_dict_of_loaders_is_taken_as_a_list_in_its_order():
         of_dict, of_list = verb(Mean(), make()), verb(Mean(), [*make().values()])
         assert len(of_dict) == 3
         assert repr(of_dict) == repr(of_list)
+    arrays = lambda: module(validation_step=lambda self, batch: self.log("val", batch.sum()))  # noqa: E731
+    of_dict = trainer.validate(arrays(), {"a": [np.ones(2)] * 2, "b": [np.ones(3)]})
+    assert [value for metrics in of_dict for value in metrics.values()] == [2.0, 3.0]
     trainer.fit(Mean(), numbered(2), make())
     assert trainer.num_val_batches[:2] == [2, 3]
     assert "val/dataloader_idx_2" in trainer.callback_metrics

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,14 +148,62 @@ class StatefulByItsGenerator:
         self.resumes = True
 
 
+class EndlessWithLength:
+    """A generator without end, of which an epoch takes as many batches as the length says."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __len__(self) -> int:
+        return EACH
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.next += 1
+            yield batch(range(self.next, self.next + BATCH))
+
+
+class StatefulEndlessWithLength(EndlessWithLength):
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Wrapping(OldStyle):
+    """Its own iterator, which begins again after it has come to its end, as DALI's with `auto_reset`."""
+
+    def __init__(self) -> None:
+        self.epoch, self.at = 0, 0
+
+    def __len__(self) -> int:
+        return EACH
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if self.at == EACH:
+            self.epoch, self.at = self.epoch + 1, 0
+            raise StopIteration
+        self.at += 1
+        return batch(permuted(self.epoch)[self.at - 1])
+
+
+class StateInBytes(Stateful):
+    def state_dict(self) -> Any:
+        return json.dumps(super().state_dict()).encode()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(json.loads(state))
+
+
 class CountsEpochs:
     """Has a new order in each epoch, by a count that its iteration moves when it ends; nobody may set it."""
 
     def __init__(self) -> None:
         self.epoch = 0
-
-    def __len__(self) -> int:
-        return EACH
 
     def __iter__(self) -> Iterator[Any]:
         yield from map(batch, permuted(self.epoch))
@@ -238,6 +287,9 @@ EXACT: dict[str, Callable[[], Any]] = {
     "own iterator": Endless,
     "own iterator with a state": EndlessWithState,
     "own iterator that begins again": OldStyle,
+    "own iterator with a length": Wrapping,
+    "state_dict, cut at its length": StatefulEndlessWithLength,
+    "state_dict of bytes": StateInBytes,
     "state_dict": Stateful,
     "state_dict that rests": StatefulThatRests,
     "state_dict that counts": StatefulThatCounts,
@@ -313,6 +365,7 @@ CASES = [(kind, limit) for kind in EXACT for limit in limits(kind)]
 OFTEN = [
     *[("iterable", 4), ("generator", 4), ("own iterator", 4), ("own iterator that begins again", 1.0)],
     *[("state_dict", 1.0), ("state_dict that counts", 4), ("state_dict of a generator", 4)],
+    *[("own iterator with a length", 1.0), ("state_dict, cut at its length", 1.0), ("state_dict of bytes", 4)],
     *[("repeat().batch()", 4), ("repeat().to_iter_dataset()", 4), ("part of endless", 4), ("iter(DataLoader)", 4)],
     *[("torch generator", 4), ("torch own batches", 1.0), ("torch StatefulDataLoader", 1.0)],
 ]
@@ -348,14 +401,6 @@ def test_values_that_are_drawn_at_random_are_named(caplog: Any) -> None:
     assert "batch 1, drawn again for the resume, is not that of" in caplog.text
 
 
-@pytest.mark.parametrize("loader", [CountsEpochs, StatefulThatCounts])
-def test_what_an_iteration_does_at_its_end_is_done(loader: Any) -> None:
-    seen = run(loader)
-    expected = [np.ravel(permuted(epoch)).tolist() for epoch in range(3)]  # as in three `for` loops
-    rows = [row for step in sorted(seen) for row in seen[step]]
-    assert [rows[k : k + ROWS] for k in range(0, 3 * ROWS, ROWS)] == expected
-
-
 @pytest.mark.parametrize("kind", ["shuffle", "generator", "weighted", "batch_sampler"])
 def test_the_order_of_torch_follows_from_seed_and_epoch(kind: str) -> None:
     torch = pytest.importorskip("torch")
@@ -377,6 +422,75 @@ def test_generators_of_samplers_are_given_back() -> None:
     assert loader.generator is generator
     assert loader.sampler.generator is generator
     assert generator.initial_seed() == 3
+
+
+OVERFIT = ["generator", "own iterator", "own iterator with a state", "state_dict", "repeat().batch()", "torch shuffle"]
+
+
+@pytest.mark.parametrize("kind", thinned(OVERFIT, *OVERFIT[1:4]))
+def test_the_batches_of_overfitting_are_resumed(kind: str) -> None:
+    given = {"overfit_batches": 3}
+    whole = run(EXACT[kind], **given)
+    assert [whole[i] for i in range(6)] == 2 * [whole[i] for i in range(3)]
+    for crash in (2, 3, 7):
+        assert interrupted(EXACT[kind], crash, f"run {crash}", **given) == whole
+
+
+def test_no_batch_is_drawn_beyond_a_length() -> None:
+    seen = run(EndlessWithLength)
+    assert [rows[0] for rows in seen.values()] == list(range(1, 3 * EACH + 1))
+
+
+def test_validation_leaves_the_epoch_of_a_shared_dataset() -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Rows(data.Dataset):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, i: int) -> Any:
+            return {"x": np.full(1, 1000 * self.epoch + i, np.float32)}
+
+    rows = Rows()
+    halves = [data.Subset(rows, range(start, start + ROWS // 2)) for start in (0, ROWS // 2)]
+    make = lambda half: data.DataLoader(half, batch_size=2, collate_fn=lambda x: {"x": np.stack([y["x"] for y in x])})  # noqa: E731
+    trainers.fit(Mean(), make(halves[0]), make(halves[1]), seen := Seen(None), max_epochs=3, val_check_interval=2)
+    assert [rows[0] // 1000 for rows in seen.rows.values()] == [0] * EACH + [1] * EACH + [2] * EACH
+
+
+def test_only_generators_of_torch_are_seeded() -> None:
+    data = pytest.importorskip("torch.utils.data")
+
+    class Own(data.Sampler):
+        def __init__(self) -> None:
+            self.generator = np.random.default_rng(0)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.generator.permutation(ROWS).tolist())
+
+        def __len__(self) -> int:
+            return ROWS
+
+    stack = lambda rows: {"x": np.stack(rows)}  # noqa: E731
+    rows = [np.full(1, i, np.float32) for i in range(ROWS)]
+    seen = run(lambda: data.DataLoader(rows, batch_size=BATCH, sampler=Own(), collate_fn=stack), max_epochs=1)
+    assert [row for step in seen.values() for row in step] == np.random.default_rng(0).permutation(ROWS).tolist()
+
+
+def test_a_loader_may_have_other_methods_of_that_name() -> None:
+    class Named(Fixed):
+        def get_state(self, name: str) -> str:
+            return name
+
+        def set_state(self, name: str, value: str) -> None:
+            pass
+
+    assert run(Named) == run(Fixed)
 
 
 class Unkept(Stateful):
