@@ -113,7 +113,7 @@ def test_everything_has_a_lenient_form(value, expected) -> None:
         (object(), "the value is of type object"),
         ({"a": [0, {1}]}, r"\['a'\]\[1\] is of type set"),
         ({"a": {2: 0}}, r"\['a'\] has the key 2"),
-        ([np.zeros(2)], r"\[0\] is of type ndarray"),
+        ([np.zeros(2)], r"\[0\] is of type ndarray float64"),
     ],
 )
 def test_other_values_are_refused_by_path(value, message) -> None:
