@@ -208,8 +208,10 @@ def test_each_process_continues_with_its_own_loader(continued):
         assert said["own resumed"] == [said["own whole"][0], rows_of_own(index, range(2, 4))]
         assert said["own given"] == {"process": index, "next": 2}
     at = json.loads((folder / "own of two" / "loaders" / "process_1.json").read_text())["training"]["states"][0]["at"]
-    assert at["process"] == 1
-    assert [x["at"]["process"] for x in state_of(folder / "own of two")["loaders"]["training"]["states"]] == [0]
+    assert at["state"]["process"] == 1
+    assert [x["at"]["state"]["process"] for x in state_of(folder / "own of two")["loaders"]["training"]["states"]] == [
+        0
+    ]
 
 
 def rows_of_own(index, batches):
