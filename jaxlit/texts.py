@@ -189,7 +189,7 @@ def _tensor(text: str) -> Any:
     return sys.modules["torch"].from_numpy(_array(text)) if "torch" in sys.modules else _array(text)
 
 
-_KIND = "jaxlit value"  # the key of a dict that stands for something else
+_KIND = "jaxlit value"  # the key of a dict that represents another value
 _KINDS: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (tuple, set, frozenset, dict)}
 _KINDS |= {"bytes": base64.b64decode, "array": _array, "tensor": _tensor}
 

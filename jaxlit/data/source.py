@@ -32,7 +32,7 @@ _OTHERS = (
     "that rows may come twice or never. Give the loader state_dict and load_state_dict, or set_epoch(epoch), or use a "
     "jl.ArrayLoader or grain."
 )
-_ENDS = 4096  # bytes of an array, at its beginning and at its end, that tell it from another one
+_ENDS = 4096  # bytes of an array, at its beginning and at its end, by which it is compared with another one
 
 
 class Source(ABC):
@@ -103,7 +103,7 @@ class Source(ABC):
         return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader the epoch that begins."""
+        """Call the loader's `set_epoch` with the epoch that begins."""
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 
@@ -330,9 +330,9 @@ class PlainSource(Source):
         self._ended = False  # whether the newest iteration of a loader with a state has come to its end
         # How often `next` was called in each iteration of a loader that is its own iterator; None before the first.
         self._calls: tuple[int, ...] | None = None
-        self._marks = dict[int, str]()  # by the number of a batch, what tells it from another one
+        self._marks = dict[int, str]()  # by the number of a batch, a hash of it
         self._expected = dict[int, str]()  # the same of the interrupted run
-        self._orders = set[str]()  # the marks of first batches, of epochs that the loader is not told of
+        self._orders = set[str]()  # the marks of first batches, if nothing has a `set_epoch`
         self._generators = [(sampler, sampler.generator) for sampler in _random_samplers(loader)]
 
     @property
@@ -428,7 +428,7 @@ class PlainSource(Source):
             _logger.warning(_OTHERS, self.argument, f"batch {number}, drawn again for the resume,")
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the loader, its samplers and datasets the epoch that begins, and seed random samplers of torch by it."""
+        """Call `set_epoch` of the loader, its samplers and datasets, and seed random samplers of torch by the epoch."""
         # A validation may share a dataset with training, in whose epoch it is.
         for part in _parts(self.loader) if self._may_continue else [self.loader]:
             if hasattr(part, "set_epoch"):

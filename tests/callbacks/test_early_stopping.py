@@ -193,8 +193,7 @@ def test_a_stopped_run_stays_stopped_until_its_rule_changes(rule: str, caplog: A
 def test_a_verdict_goes_with_the_callback_that_gave_it() -> None:
     given, values, _ = RULES["patience"]
     assert scripted(values, EarlyStopping("m", **given)).global_step == 6
-    log = hooks(on_train_epoch_end=lambda t, m: None)
-    trainer = fit(Mean(), numbered(2), None, log, max_epochs=5, default_root_dir="run", resume="auto")
+    trainer = fit(Mean(), numbered(2), max_epochs=5, default_root_dir="run", resume="auto")
     assert trainer.global_step == 10
 
 

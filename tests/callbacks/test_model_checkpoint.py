@@ -457,7 +457,7 @@ def test_validations_that_do_not_end_an_epoch_are_ranked(save_last: bool, caplog
 def test_best_is_ranked_by_values_of_its_own_step_alone(
     every: int, val_every: int, scored: list[int], warns: bool, caplog: Any
 ) -> None:
-    """One epoch of 12 steps; the score after a step is its number, and so tells which weights a checkpoint has."""
+    """One epoch of 12 steps; the score after a step is its number, and so shows which weights a checkpoint has."""
     keeps = ModelCheckpoint(monitor="score", save_top_k=-1, every_n_train_steps=every, filename="{score:.0f}")
     train(keeps, scores=[float(x) for x in range(1, 13)], per_epoch=12, epochs=1, val_check_interval=val_every)
     assert kept(keeps) == {step: float(step) for step in scored}

@@ -178,7 +178,7 @@ NO_MEANS = {
     "a mean and a sum": lambda e, x: e.mean() + 0.1 * jnp.square(x).sum(),
     "a sum that is added to each row": lambda e, x: (e + 0.1 * e.sum()).mean(),
     "products of rows": lambda e, x: (x @ x.T).sum() / len(x),
-    "rows told from all others": lambda e, x: contrast(x),
+    "rows compared with all others": lambda e, x: contrast(x),
     "the half with the largest errors": lambda e, x: jax.lax.top_k(e, len(e) // 2)[0].mean(),
 }
 

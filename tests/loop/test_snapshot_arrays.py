@@ -166,9 +166,9 @@ def rate_of_resume(lr: float, *callbacks: jl.Callback, root: str = "run", **argu
 
 def test_a_rate_that_a_resume_does_not_use_is_told_with_both(caplog: pytest.LogCaptureFixture) -> None:
     assert rate_of_resume(0.125) == 0.25
-    (told,) = [r.getMessage() for r in caplog.records if "learning_rate" in r.getMessage()]
-    assert re.search("learning_rate=0.125.* learning_rate=0.25.*reset_optimizer=True", told)
-    assert "momentum" not in told
+    (message,) = [r.getMessage() for r in caplog.records if "learning_rate" in r.getMessage()]
+    assert re.search("learning_rate=0.125.* learning_rate=0.25.*reset_optimizer=True", message)
+    assert "momentum" not in message
     caplog.clear()
     fit(Injected(0.125), random(3), max_epochs=3, default_root_dir="run", ckpt_path="last")
     assert "learning_rate=0.25" in caplog.text  # each resume: the training still has the first
