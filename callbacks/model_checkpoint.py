@@ -187,13 +187,13 @@ class ModelCheckpoint(Callback):
             # that safe point: it is called now, and writes again what its folder has of that step.
             has_one = step in self._steps_in_folder
             self.on_safe_point(trainer, module, epoch_over=self._at_epoch_end, training_over=has_one)
+            self._save_validated(trainer)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Note the step of the validation; without an interval, one inside an epoch is followed by a checkpoint."""
         self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
-        is_inside = self._fitting and self._validated_at >= 0 and not trainer.epoch_is_over
-        if is_inside and self._has_no_trigger and self.monitor is not None:
-            trainer.saver.at_safe_point(lambda: self._save(trainer, epoch_over=False, due=True, forced=False))
+        if self._fitting and self._validated_at >= 0:
+            trainer.saver.at_safe_point(lambda: self._save_validated(trainer))
 
     def due_in(self, step: int) -> int | None:
         """Return the steps to the next checkpoint by steps."""
@@ -298,6 +298,14 @@ class ModelCheckpoint(Callback):
             self.load_state_dict(self._before)
             raise
         self._saved_at = position
+
+    def _save_validated(self, trainer: "Trainer") -> None:
+        """Save after a validation that has logged `monitor`, if no interval was given; one may be inside an epoch."""
+        name, metrics = self.monitor, trainer.callback_metrics
+        if self._has_no_trigger and name is not None:
+            read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)  # refused if processes differ
+            if name in metrics and metrics.step(name) == trainer.global_step:
+                self._save(trainer, epoch_over=False, due=True, forced=False)
 
     def finish(self, trainer: "Trainer") -> None:
         """Wait for the checkpoint that is being written; then delete those that it replaces."""

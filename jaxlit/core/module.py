@@ -188,11 +188,11 @@ class KeepsHparams:
         _set_hparams(owner, Hparams({k: x for k, x in arguments.items() if k not in unsaved}, arguments, left_out))
         return owner
 
-    def __copy__(self) -> Self:
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        _set_hparams(copied, hparams_of(self))
-        return copied
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made, arguments, *rest = super().__reduce_ex__(protocol)
+        if rest and isinstance(rest[0], dict) and "_jaxlit_hparams" in rest[0]:  # `copy.copy` would share them
+            rest[0] = rest[0] | {"_jaxlit_hparams": hparams_of(self).copy()}
+        return made, arguments, *rest
 
     @property
     def hparams(self) -> Hparams:

@@ -90,10 +90,7 @@ class Prefetcher:
         # the shapes and dtypes of the newest batch as the step takes it: the global batch in several processes
         self.example: Any = None
         self.drawn = 0  # batches that were asked for
-        self.now, self.seconds = (
-            0.0,
-            0.0,
-        )  # the time of the newest draw, by `time.perf_counter()`, and that of all draws
+        self.now, self.seconds = 0.0, 0.0  # of the newest draw, by `time.perf_counter()`, and of all draws
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         # Weak: a loader that is opened again is another source, and the old one must not stay alive.
         self._agreements: weakref.WeakKeyDictionary[Source, Agreement] = weakref.WeakKeyDictionary()

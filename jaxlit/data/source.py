@@ -28,9 +28,8 @@ _FEW = 1000  # batches that a loader without a state may draw again to reach the
 ENDLESS = 2**40  # elements that no dataset has: the length of grain's `repeat()` is 2**63 - 1, then divided by batches
 _MARKED = 8  # batches of which some are marked, to compare them in a resume
 _OTHERS = (
-    "%s: %s is not that of the uninterrupted run: the order or the values of batches depend on more than the epoch, so "
-    "that rows may come twice or never. Give the loader state_dict and load_state_dict, or set_epoch(epoch), or use a "
-    "jl.ArrayLoader or grain."
+    "%s: %s that of the uninterrupted run: its order or values depend on more than the epoch; rows may come twice or never. "
+    "Give the loader state_dict and load_state_dict, or set_epoch(epoch), or use a jl.ArrayLoader or grain."
 )
 _ENDS = 4096  # bytes of an array, at its beginning and at its end, by which it is compared with another one
 
@@ -322,10 +321,8 @@ class PlainSource(Source):
     def __init__(self, loader: Any, argument: str, **how: Any) -> None:
         super().__init__(loader, argument, **how)
         self._goes_on = hasattr(loader, "__next__")
-        names = [
-            ("state_dict", "load_state_dict"),
-            *([("get_state", "set_state")] if self._goes_on else []),
-        ]  # as grain's
+        names = [("state_dict", "load_state_dict")]
+        names += [("get_state", "set_state")] if self._goes_on else []  # as grain's iterators
         self._access = next((x for x in names if all(hasattr(loader, name) for name in x)), None)
         self._ended = False  # whether the newest iteration of a loader with a state has come to its end
         # How often `next` was called in each iteration of a loader that is its own iterator; None before the first.
@@ -421,16 +418,20 @@ class PlainSource(Source):
         if number & (number - 1) or number > _MARKED or not self._may_continue:
             return
         self._marks[number] = mark = _mark(batch)
-        if number == 1 and not self._generators and not any(hasattr(part, "set_epoch") for part in _parts(self.loader)):
+        if (
+            number == 1
+            and not self._generators
+            and not any(hasattr(x, "set_epoch") for x in _parts(self.loader, "dataset"))
+        ):
             self._orders.add(mark)
         if self._expected.pop(number, mark) != mark:
             self._expected.clear()
-            _logger.warning(_OTHERS, self.argument, f"batch {number}, drawn again for the resume,")
+            _logger.warning(_OTHERS, self.argument, f"batch {number}, drawn again for the resume, is not")
 
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the loader, its samplers and datasets, and seed random samplers of torch by the epoch."""
         # A validation may share a dataset with training, in whose epoch it is.
-        for part in _parts(self.loader) if self._may_continue else [self.loader]:
+        for part in _parts(self.loader, *["dataset"] * self._may_continue):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
         for sampler, generator in self._generators:
@@ -461,7 +462,7 @@ class PlainSource(Source):
         super().load_state_dict(state)
         self._expected = dict(state.get("batches") or ())
         if 0 in self._expected:
-            _logger.warning(_OTHERS, self.argument, "the next batch")
+            _logger.warning(_OTHERS, self.argument, "the next batch may not be")
 
     def may_start(self, at: Any) -> bool:
         """Return whether `at` is a position in an iterable; a loader checks its own state itself."""
@@ -501,14 +502,14 @@ def _calls_of(at: Any) -> tuple[tuple[int, ...], int]:
     return ((), at) if type(at) is int else (tuple(at[0]), at[1])
 
 
-def _parts(loader: Any) -> list[Any]:
-    """Return a loader, its samplers and its datasets, as torch names them."""
+def _parts(loader: Any, *more: str) -> list[Any]:
+    """Return a loader, its samplers, and more of its attributes and theirs, by the names of torch."""
     parts, queue = [], [loader]
     while queue:
         part = queue.pop(0)
         if part is not None and not any(part is other for other in parts):
             parts.append(part)
-            queue += [getattr(part, name, None) for name in ("batch_sampler", "sampler", "dataset")]
+            queue += [getattr(part, name, None) for name in ("batch_sampler", "sampler", *more)]
     return parts
 
 

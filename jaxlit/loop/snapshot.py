@@ -232,9 +232,10 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     table = table_of(state["metrics"])
     run.checkpoints.resumed = True
     reason, resume = state.get("stopped"), run.checkpoints.resume
-    judges = [key for key, x in state["callbacks"].items() if reason in x.values()]  # in whose state the verdict is
-    if reason and resume and not resume.named and (not judges or run.hooks.keyed().keys() & judges):
-        run.control.take([f"finish {reason}"])
+    if reason and resume and not resume.named:
+        judges = {key for key, x in state["callbacks"].items() for y in x.values() if type(y) is str and y == reason}
+        if not judges or run.hooks.keyed().keys() & judges:  # else the callback that gave the verdict is not here
+            run.control.take([f"finish {reason}"])
     run.auto_size = state.get("auto_size") or 0
     run.unchecked.warned_of = run.engine.bad_step()  # that step has been warned of
     # The window of the epoch continues, and the number that hooks had set holds, unless the Trainer has another.

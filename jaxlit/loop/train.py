@@ -63,9 +63,8 @@ def train_epochs(run: Run) -> bool:
     # Training that stopped inside an epoch was saved before its end: a validation, and the epoch's row, may be left.
     resumes_epoch = run.checkpoints.resumed and run.position.inside and not run.control.interrupted
     if run.checkpoints.resumed and run.control.is_final and run.may_stop:
-        text = (
-            "Nothing is trained: the run was stopped (%s). A path as resume= continues it, or a changed EarlyStopping."
-        )
+        text = "Nothing is trained: the run was stopped (%s). A path as resume= continues it; after EarlyStopping, "
+        text += "another patience or threshold does as well."
         _logger.warning(text, run.control.stop_reason)
     # As in Lightning no train hook is called where a limit leaves nothing; a loader that is empty itself is an error.
     if (run.done and not resumes_epoch) or (limit == 0 and source.length != 0):

@@ -184,7 +184,7 @@ def test_a_stopped_run_stays_stopped_until_its_rule_changes(rule: str, caplog: A
     )
     assert steps == (6, 6, 6)
     assert len(set(reasons)) == 1
-    assert "a changed EarlyStopping" in warnings_of(caplog)[-1]
+    assert "another patience or threshold" in warnings_of(caplog)[-1]
     stop = make(**changed)
     assert scripted(values, stop).global_step == 10
     assert stop.stopping_reason is EarlyStoppingReason.NOT_STOPPED

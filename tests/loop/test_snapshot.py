@@ -120,6 +120,14 @@ def test_states_come_back_as_they_were() -> None:
     assert state.rand() == np.random.RandomState(0).rand()
 
 
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_state_that_is_an_array_is_resumed(stops: bool) -> None:
+    stop = hooks(on_train_batch_end=lambda t, m, *_: stops and t.stop("here"))
+    train(Counter(np.arange(3)), stop)
+    train(counter := Counter(), epochs=2, resume="auto")
+    np.testing.assert_array_equal(counter.found, np.arange(3))
+
+
 def test_missing_callbacks_are_named_and_new_ones_are_empty(caplog: pytest.LogCaptureFixture) -> None:
     class Other(Counter):
         pass
