@@ -28,7 +28,7 @@ _FEW = 1000  # batches that a loader without a state may draw again to reach the
 ENDLESS = 2**40  # elements that no dataset has: the length of grain's `repeat()` is 2**63 - 1, then divided by batches
 _MARKED = 8  # batches of which some are marked, to compare them in a resume
 _OTHERS = (
-    "%s: %s that of the uninterrupted run: order or values depend on more than the epoch, rows may come twice or never. "
+    "%s: %s that of the uninterrupted run: order or values depend on more than the epoch. Rows may come twice. "
     "Give the loader state_dict and load_state_dict, or set_epoch(epoch), or use a jl.ArrayLoader or grain."
 )
 _ENDS = 4096  # bytes of an array, at its beginning and at its end, by which it is compared with another one
