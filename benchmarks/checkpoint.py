@@ -1,43 +1,61 @@
-"""What a checkpoint costs the loop: an asynchronous save beside a synchronous one.
+"""What a checkpoint costs, beside the AsyncCheckpointer of orbax, which writes the same arrays without hashes.
 
-Both write the same training state, hashes and fsync included, in turns and in one training; the first of each is
-left out. "blocks" is how long the loop stands still; "slows" adds what the steps take longer while the
-background writes, which on a CPU is the share of the cores that it takes from them.
+In turns, in one process and to one disk; the first save of each is left out. "blocks" is how long the loop stands
+still, "total" until the files are on the disk, "memory" how much the process grows meanwhile.
 
-    python benchmarks/checkpoint.py [--megabytes 500] [--rounds 5] [--devices 1] [--strategy fsdp]
+    python benchmarks/checkpoint.py [--megabytes 10 200 1000] [--rounds 5] [--devices 1] [--strategy single]
+        [--nan-policy ignore]
 """
 
 import argparse
+import shutil
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=500, help="size of the training state")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--strategy", default="single")
-    asked = parser.parse_args()
+class Growth:
+    """Looks how much memory the process has more than at the start, at most."""
 
-    import jaxlit as jl
+    def __enter__(self) -> "Growth":
+        self._first, self.most, self._ends = self._resident(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
 
-    jl.testing.fake_devices(asked.devices)
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ends.wait(0.005):
+            self.most = max(self.most, self._resident() - self._first)
+
+    @staticmethod
+    def _resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def compare(megabytes: int, rounds: int, strategy: str, nan_policy: Any, folder: Path) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
     import optax
+    import orbax.checkpoint as ocp
     from flax import nnx
 
-    rows = asked.megabytes * 2**20 // (3 * 4 * 1024)  # parameters and two moments of Adam, float32
+    import jaxlit as jl
+
+    rows = megabytes * 2**20 // (3 * 4 * 1024)  # parameters and two moments of Adam, float32
 
     class Table(jl.TrainModule):
         def __init__(self) -> None:
-            blocks = [jnp.zeros((rows // 16, 1024)) + i for i in range(16)]
-            self.blocks = nnx.List([nnx.Param(block) for block in blocks])
+            keys = jax.random.split(jax.random.key(0), 16)  # orbax would compress constants to nothing
+            self.blocks = nnx.List([nnx.Param(jax.random.normal(key, (rows // 16, 1024))) for key in keys])
 
         def training_step(self, batch: Any) -> Any:
             return sum(jnp.mean((block[...] @ batch["x"].T) ** 2) for block in self.blocks)
@@ -45,63 +63,63 @@ def main() -> None:
         def configure_optimizers(self) -> Any:
             return optax.adam(1e-4)
 
-    class Saves(jl.Callback):
-        """Saves every `period` steps, in the one way and the other in turns, and times the steps in between."""
-
-        period = 12
-
-        def __init__(self, folder: Path) -> None:
-            self.folder = folder
-            self.blocked: dict[str, list[float]] = {"asynchronous": [], "synchronous": []}
-            self.spent: dict[str, list[float]] = {"asynchronous": [], "synchronous": [], "none": []}
-            self.writer = jl.callbacks.ModelCheckpoint(folder / "background", every_n_train_steps=10**9)
-            self.kinds = ("asynchronous", "none", "synchronous", "none")
-
-        def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
-            if training_over or trainer.global_step % self.period:
-                return
-            jax.block_until_ready(jax.tree.leaves(trainer.state))
-            now = time.perf_counter()
-            turn = trainer.global_step // self.period - 1
-            if turn:
-                self.spent[self.kinds[(turn - 1) % 4]].append(now - self.started)
-            if self.writer._saving is not None:
-                self.writer.finish(trainer)
-            self.started = start = time.perf_counter()
-            kind = self.kinds[turn % 4]
-            if kind == "asynchronous":
-                self.writer._save(trainer, False, forced=True)
-            elif kind == "synchronous":
-                trainer.save_checkpoint(self.folder / "at_once")
-            if kind != "none":
-                self.blocked[kind].append(time.perf_counter() - start)
-
-    with tempfile.TemporaryDirectory() as folder:
-        saves = Saves(Path(folder))
-        trainer = jl.Trainer(
-            strategy=asked.strategy,
-            max_steps=Saves.period * (4 * (asked.rounds + 1) + 2),
-            callbacks=[saves, saves.writer],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            log_every_n_steps=0,
-        )
-        data = jl.ArrayLoader({"x": np.ones((8, 1024), np.float32)}, 8)
-        trainer.fit(Table(), data)
-        size = sum(x.nbytes for x in jax.tree.leaves(trainer.state)) / 2**20
-
-    none = statistics.median(saves.spent["none"])
-    print(
-        f"{size:.0f} MB of state, {asked.strategy} on {trainer.strategy.mesh.size} devices, medians of {asked.rounds}"
+    options: Any = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
-    print(f"a step takes {1e3 * none / Saves.period:.0f} ms\n")
-    print(f"{'save':<14} {'blocks':>10} {'of the synchronous':>20} {'slows':>10} {'of the synchronous':>20}")
-    blocks = {kind: statistics.median(times[1:]) for kind, times in saves.blocked.items()}
-    slows = {kind: statistics.median(saves.spent[kind][1:]) - none for kind in blocks}
-    for kind in blocks:
-        parts = [f"{1e3 * x[kind]:>7.1f} ms {x[kind] / x['synchronous']:>19.1%}" for x in (blocks, slows)]
-        print(f"{kind:<14} {parts[0]} {parts[1]}")
+    trainer = jl.Trainer(strategy=strategy, max_steps=2, nan_policy=nan_policy, **options)
+    trainer.fit(Table(), jl.ArrayLoader({"x": np.random.default_rng(0).normal(size=(16, 1024)).astype(np.float32)}, 8))
+    leaves = {str(i): x for i, x in enumerate(jax.tree.leaves(trainer.state)) if x.dtype == jnp.float32}
+    theirs = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+
+    def save(path: Path) -> Callable[[], object]:
+        return trainer.saver.begin(path).wait
+
+    def save_with_orbax(path: Path) -> Callable[[], object]:
+        theirs.save(path, args=ocp.args.StandardSave(leaves))
+        return theirs.wait_until_finished
+
+    seen: dict[str, list[tuple[float, ...]]] = {"jaxlit": [], "orbax": []}
+    for turn in range(rounds + 1):
+        for name, begin in (("jaxlit", save), ("orbax", save_with_orbax)):
+            path = folder / name
+            with Growth() as growth:
+                start = time.perf_counter()
+                wait = begin(path)
+                blocked = time.perf_counter() - start
+                wait()
+                total = time.perf_counter() - start
+            size = sum(x.stat().st_size for x in path.rglob("*") if x.is_file())
+            shutil.rmtree(path)
+            if turn:
+                seen[name].append((1e3 * blocked, total, size / 2**20, growth.most / 2**20))
+    medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in seen.items()}
+    for name, (blocked, total, size, most) in medians.items():
+        ratios = [x / y for x, y in zip(medians[name][:2], medians["orbax"][:2], strict=True)]
+        print(
+            f"{megabytes:>6} MB  {name:<7} {blocked:>9.1f} ms {ratios[0]:>5.2f} {total:>9.2f} s {ratios[1]:>5.2f} "
+            f"{size:>8.1f} MB {most:>+8.0f} MB",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 200, 1000], help="size of the training state")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--strategy", default="single")
+    parser.add_argument("--nan-policy", default="raise", help="with 'ignore' no look at the parameters blocks the loop")
+    asked = parser.parse_args()
+
+    import jaxlit as jl
+
+    jl.testing.fake_devices(asked.devices)
+    print(
+        f"{'state':>9}  {'':<7} {'blocks':>12} {'ratio':>5} {'total':>11} {'ratio':>5} {'written':>11} {'memory':>11}"
+    )
+    for megabytes in asked.megabytes:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(megabytes, asked.rounds, asked.strategy, asked.nan_policy, Path(folder))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ with lazy_imports(globals()):
     from jaxlit.callbacks.lambda_callback import LambdaCallback
     from jaxlit.callbacks.learning_rate_monitor import LearningRateMonitor
     from jaxlit.callbacks.logger import Logger, NoLogger
-    from jaxlit.callbacks.mirror import Mirror
     from jaxlit.callbacks.mlflow_logger import MLFlowLogger
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.callbacks.model_summary import ModelSummary
@@ -43,7 +42,6 @@ __all__ = [
     "Logger",
     "MLFlowLogger",
     "Measure",
-    "Mirror",
     "ModelCheckpoint",
     "ModelSummary",
     "NoLogger",

@@ -5,12 +5,12 @@
 
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
+from jaxlit.checkpoints.places import Place
 from jaxlit.core.log import named_values
 from jaxlit.core.module import TrainModule
 from jaxlit.errors import ArgumentError, LogError, did_you_mean
@@ -34,8 +34,8 @@ class Traits(Configured):
 
     role: str = ""
     """Which of the Trainer's callbacks it replaces: "progress_bar", "model_summary", "checkpoint" or "csv_logger". A
-    "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others, except those of a
-    "mirror"; "early_stopping" is `trainer.early_stopping_callback`."""
+    "checkpoint" has the attributes of a `ModelCheckpoint`, and its hooks run after all others; "early_stopping" is
+    `trainer.early_stopping_callback`."""
 
     is_logger: bool = False
     """Whether the callback is one of `trainer.loggers`, with the methods of a `jl.callbacks.Logger`."""
@@ -329,14 +329,14 @@ class Callback(Traits):
     def on_save_checkpoint(self, trainer: "Trainer", module: TrainModule, checkpoint: dict[str, Any]) -> None:
         """Run before a checkpoint is written; JSON values in `checkpoint` are saved with it."""
 
-    def on_checkpoint_saved(self, trainer: "Trainer", module: TrainModule, callback: "Callback", path: Path) -> None:
+    def on_checkpoint_saved(self, trainer: "Trainer", module: TrainModule, callback: "Callback", path: Place) -> None:
         """Run when a checkpoint is complete on the disk, which may be some steps later.
 
         Args:
             trainer: The trainer.
             module: The module.
             callback: The callback that wrote it, a ModelCheckpoint or the like.
-            path: The checkpoint's folder.
+            path: The checkpoint's folder; of one in a bucket, an object with methods of `Path` whose text is the URL.
         """
 
     def on_load_checkpoint(self, trainer: "Trainer", module: TrainModule, checkpoint: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from jaxlit.background import BackgroundQueue
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.logger import Logger
 from jaxlit.callbacks.monitor import saved_checkpoints
+from jaxlit.checkpoints.places import Place, RemotePath, place_of
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.media import MediaFolder
 from jaxlit.reporting.secrets import redacted
@@ -150,11 +151,14 @@ class MLFlowLogger(Logger):
 
         self._send(send)
 
-    def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Path) -> None:
+    def on_checkpoint_saved(self, trainer: "Trainer", module: "TrainModule", callback: Callback, path: Place) -> None:
         """Upload a copy of the checkpoint, which may be deleted before it is sent."""
         if self.log_model == "all" and trainer.is_global_zero and self._error is None:
             folder = tempfile.mkdtemp(prefix="jaxlit-mlflow-")
-            shutil.copytree(path, Path(folder, path.name))
+            if isinstance(path, Path):
+                shutil.copytree(path, Path(folder, path.name))
+            else:  # in a bucket, where it is
+                Path(folder, f"{path.name}.url").write_text(str(path))
             self._send(lambda: self._client.log_artifacts(self.run_id, folder, "checkpoints"), folder)
 
     def finalize(self, status: str) -> None:
@@ -164,7 +168,10 @@ class MLFlowLogger(Logger):
         if self.log_model is True:
             for _, path, _ in saved_checkpoints(trainer):
                 target = f"checkpoints/{Path(path).name}"
-                self._send(lambda path=path, target=target: self._client.log_artifacts(self.run_id, path, target))
+                log = self._client.log_artifacts
+                if isinstance(place_of(path), RemotePath):
+                    log, target = self._client.log_text, f"{target}.url"
+                self._send(lambda log=log, path=path, target=target: log(self.run_id, path, target))
         run_status = "KILLED" if trainer.interrupted else "FINISHED"
         if status == "failed":
             run_status = "FAILED"

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -12,11 +11,12 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric, read_monitored
 from jaxlit.checkpoints import files as disk
-from jaxlit.checkpoints.files import FolderLock, check_filename, filled
+from jaxlit.checkpoints.kept import Kept, Record, check_filename, filled
+from jaxlit.checkpoints.locks import FolderLock
+from jaxlit.checkpoints.places import Place, check_url, place_of
 from jaxlit.checkpoints.writing import Saving
-from jaxlit.distributed.team import team
+from jaxlit.distributed.team import error_of_all, team
 from jaxlit.errors import ArgumentError, CheckpointError
-from jaxlit.reporting.terminal import absolute
 
 if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
@@ -47,13 +47,9 @@ class ModelCheckpoint(Callback):
         save_on_exception: Write a checkpoint when training raises, if the state is complete.
         save_weights_only: Write the module's arrays only, for evaluations, `load_from_checkpoint` and
             `fit(init_from=...)`: a third of the size with Adam. No training can be resumed from them.
+        trained_only: Leave out the module's arrays that no step changes, the frozen base of LoRA for example, and
+            store their hashes: a module that loads the checkpoint must have the same. See `jl.Optimizer(wrt=...)`.
         on_save_error: After a checkpoint that cannot be written, "raise", a step later at most, or "warn".
-
-    Attributes:
-        best_model_path: The best checkpoint, without `monitor` the newest; "" if there is none.
-        best_model_score: The best value of `monitor`, or None.
-        best_k_models: The value of each of the best checkpoints, by path.
-        last_model_path: The newest checkpoint; "" if there is none.
 
     Raises:
         ArgumentError: A value is out of its set, or nothing would ever be kept.
@@ -82,6 +78,7 @@ class ModelCheckpoint(Callback):
         train_time_interval: timedelta | dict[str, int] | str | None = None,
         save_on_exception: bool = True,
         save_weights_only: bool = False,
+        trained_only: bool = False,
         on_save_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         owner = "ModelCheckpoint"
@@ -89,76 +86,76 @@ class ModelCheckpoint(Callback):
         check_filename(filename)
         self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
         check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
+        self.every_n_train_steps = every_n_train_steps
         check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
-        if (interval := train_time_interval) is not None:
-            interval = check.duration("train_time_interval", interval, owner)
+        interval = train_time_interval
+        self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
         if monitor is None and save_top_k > 1:
-            raise ArgumentError(
-                f"{owner}(save_top_k={save_top_k}) without monitor: nothing says which are best. Pass monitor=."
-            )
+            raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
             raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass Trainer(enable_checkpointing=False)."
+                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass enable_checkpointing=False."
             )
-        self.dirpath = None if not dirpath else Path(os.path.abspath(check.on_disk("dirpath", dirpath, owner=owner)))
+        self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
-        self._sign = 1 if mode == "min" else -1
         self.save_last = check.boolean("save_last", save_last, owner=owner)
-        self.every_n_train_steps, self.train_time_interval = every_n_train_steps, interval
         self._has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
         self.every_n_epochs = 1 if self._has_no_trigger else every_n_epochs
-        # If only the newest is kept, not every epoch must write one.
-        self._may_skip_epochs = self._has_no_trigger and monitor is None and save_top_k in (0, 1)
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
+        self.trained_only = check.boolean("trained_only", trained_only, owner=owner)
         self.exclusive = "folder, the dirpath", self.dirpath
         self._lock: FolderLock | None = None
         self._saving: Saving | None = None
         self._reset()
 
     def _reset(self) -> None:
-        self.best_k_models: dict[str, float] = {}
-        self.last_model_path = self._newest_finite = ""
-        self._before: dict[str, Any] = {}  # the state before the checkpoint that is being written
-        self._replaced: list[str] = []  # the names of checkpoints that are deleted once it is written
+        self._kept = Kept(None if self.monitor is None else self.mode, self.save_top_k, save_last=self.save_last)
         self._step = 0  # of the last trigger by steps
-        self._order = 0  # of the newest checkpoint in its folder
         self._saved_at: Any = None
-        self._resumed = self._fitting = self._at_epoch_end = False
-        self._deadline, self._rests_until = math.inf, 0.0
-        self._validated_at = -1  # the step of the last validation
+        self._resumed = self._fitting = self._has_validated = False
+        self._existing = set[str]()  # the checkpoints in the folder when the fit began
+        self._clock = self._rests_until = 0.0  # when the interval by time began, and until when epochs write none
         self._had_value = set[bool]()  # whether the checkpoints that were due had a value of their step
         self._restored_step: int | None = None  # of the newest checkpoint in the state that was restored
-        self._steps_in_folder = set[int | None]()  # of checkpoints that the state does not have
 
     @property
     def best_model_path(self) -> str:
         """The best checkpoint, without `monitor` the newest; "" if there is none."""
-        if self.monitor is None:
-            return self.last_model_path
-        return min(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path], default="")
+        return self._path(self._kept.best)
 
     @property
     def best_model_score(self) -> float | None:
         """The best value of `monitor`."""
-        return self.best_k_models.get(self.best_model_path)
+        return self._kept.scores.get(self._kept.best)
 
-    def folder(self, run_dir: Path) -> Path:
-        """Return the folder of the checkpoints of a run whose folder is `run_dir`."""
-        return self.dirpath or absolute(run_dir) / disk.FOLDER
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """The value of each of the best checkpoints, by path."""
+        return {self._path(name): score for name, score in self._kept.scores.items()}
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint; "" if there is none."""
+        return self._path(self._kept.newest)
+
+    def _path(self, name: str) -> str:
+        return str(self._folder / name) if name else ""
+
+    def folder(self, root: Place) -> Place:
+        """Return the folder of the checkpoints of a run, given its folder or URL."""
+        return self.dirpath or root / disk.FOLDER
 
     def setup(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
         """Begin a fit; a resume restores the state afterwards."""
         if stage == "fit":
             self._reset()
-            self._folder, self._fitting = self.folder(trainer.run_dir), True
+            self._folder = self.folder(trainer.saver.root)
 
     def on_load_checkpoint(self, trainer: "Trainer", module: "TrainModule", checkpoint: dict[str, Any]) -> None:
         """Note that training is resumed: checkpoints at later steps, from before a crash, may be replaced."""
         self._resumed, self._step = True, min(self._step, trainer.global_step)
-        position = checkpoint["position"]
-        self._at_epoch_end = trainer.current_epoch > 0 and not (position["batch_idx"] or position["over"])
 
     def on_fit_start(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Refuse a folder that cannot be written, a state that cannot be saved, or a resume from weights only."""
@@ -168,31 +165,30 @@ class ModelCheckpoint(Callback):
                 "Trainer(resume='auto') has nothing to continue from with ModelCheckpoint(save_weights_only=True) "
                 "alone. Add a ModelCheckpoint(dirpath=...) that writes everything, or leave resume= out."
             )
-        problem = None
-        try:
+        with error_of_all("the folder of checkpoints"):
             if trainer.is_global_zero:
                 self._lock = FolderLock(self._folder)
                 disk.sweep(self._folder)
-                self._order = disk.last_order(self._folder)
-                self._delete_replaced(trainer)
+                self._kept.order = disk.last_order(self._folder)
+                disk.clear(self._folder / name for name in self._kept.written())  # which a crash has left
             trainer.saver.check()
-        except CheckpointError as error:
-            problem = error
-        team().same_error("the folder of checkpoints", problem)
+        self._fitting, step = True, trainer.global_step
         self._restart_clock()
-        if (step := trainer.global_step) == self._restored_step:
-            self._saved_at = trainer.saver.position if self.last_model_path else None
-        elif self._restored_step is not None:
+        self._existing = {*disk.names_in(self._folder)}
+        if any(record.step == step for record in self._kept.records[-1:]):
+            self._saved_at = trainer.saver.position
+        elif self._restored_step not in (None, step):
             # Another ModelCheckpoint wrote the checkpoint that training continues from, before this one was called at
             # that safe point: it is called now, and writes again what its folder has of that step.
-            has_one = step in self._steps_in_folder
-            self.on_safe_point(trainer, module, epoch_over=self._at_epoch_end, training_over=has_one)
+            has_one = any(disk.step_of(self._folder / name) == step for name in self._existing)
+            at_epoch_end = trainer.saver.epoch < trainer.current_epoch
+            self.on_safe_point(trainer, module, epoch_over=at_epoch_end, training_over=has_one)
             self._save_validated(trainer)
 
     def on_validation_end(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Note the step of the validation; without an interval, one inside an epoch is followed by a checkpoint."""
-        self._validated_at = -1 if trainer.sanity_checking else trainer.global_step
-        if self._fitting and self._validated_at >= 0:
+        """Save, if no interval was given, also after a validation inside an epoch."""
+        if self._fitting and not trainer.sanity_checking:
+            self._has_validated = True
             trainer.saver.at_safe_point(lambda: self._save_validated(trainer))
 
     def due_in(self, step: int) -> int | None:
@@ -201,10 +197,10 @@ class ModelCheckpoint(Callback):
 
     def due_in_seconds(self) -> float | None:
         """Return the seconds to the next checkpoint by time; 0 once a checkpoint is written."""
-        is_written = self._saving is not None and self._saving.is_done
-        if is_written if team().size == 1 else self.train_time_interval is not None:  # another process may ask first
+        interval, is_written = self.train_time_interval, self._saving is not None and self._saving.is_done
+        if is_written if team().size == 1 else interval is not None:  # another process may ask first
             return 0.0
-        return self._deadline - time.monotonic()
+        return None if interval is None else self._clock + interval - time.monotonic()
 
     def on_safe_point(self, trainer: "Trainer", module: "TrainModule", epoch_over: bool, training_over: bool) -> None:
         """Write a checkpoint if one is due; raise or warn if the one before could not be written."""
@@ -213,11 +209,13 @@ class ModelCheckpoint(Callback):
         step, every = trainer.global_step, self.every_n_train_steps
         due = fires = every is not None and step != self._step and step % every == 0
         if self.every_n_epochs is not None and epoch_over and trainer.current_epoch % self.every_n_epochs == 0:
-            # Writing takes a tenth of the time at most; several processes, whose clocks differ, write after each epoch.
-            has_rested = self._saving is None and time.monotonic() >= self._rests_until
-            due = due or not self._may_skip_epochs or has_rested or team().size > 1
+            # If only the newest is kept, writing takes a tenth of the time at most; several processes, whose clocks
+            # differ, write after each epoch.
+            may_skip = self._has_no_trigger and self.monitor is None and self.save_top_k in (0, 1) and team().size == 1
+            due = due or not may_skip or (self._saving is None and time.monotonic() >= self._rests_until)
         if self.train_time_interval is not None:
-            due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", time.monotonic() >= self._deadline)
+            is_time = time.monotonic() >= self._clock + self.train_time_interval
+            due |= trainer.agreed(f"{self.state_key}: a checkpoint by time", is_time)
         if due or training_over:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, due=due, forced=training_over)
@@ -226,24 +224,21 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write the state at the error, if it is complete and all processes can write it together."""
         may_save = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        has_begun = trainer.saver.has_trained and (self._lock is not None or not trainer.is_global_zero)
         # After a failure the other processes are elsewhere, unless all of them raise the error.
-        if not (self.save_on_exception and self._fitting and may_save and has_begun) or team().over:
-            return
-        try:
-            self._save(trainer, epoch_over=False, due=False, forced=True)
-            self.finish(trainer)
-        except Exception as error:
-            _logger.warning("No checkpoint was written at the error: %s", error)
+        can_save = self._fitting and trainer.saver.has_trained and not team().over
+        if self.save_on_exception and may_save and can_save:
+            try:
+                self._save(trainer, epoch_over=False, due=False, forced=True)
+                self.finish(trainer)
+            except Exception as error:
+                _logger.warning("No checkpoint was written at the error: %s", error)
 
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Wait for the last checkpoint, before other callbacks print its path; warn if none could be ranked."""
         self.finish(trainer)
         if self._had_value == {False} and not trainer.interrupted:
-            text = (
-                "ModelCheckpoint(monitor=%r) ranks none of the checkpoints that were due: no value of it is of their "
-            )
-            text += "steps. Give every_n_... and Trainer(val_check_interval=%s) values that meet."
+            text = "ModelCheckpoint(monitor=%r) ranks no checkpoint that was due: it has no value of their steps. Give "
+            text += "every_n_... and Trainer(val_check_interval=%s) values that meet."
             _logger.warning(text, self.monitor, trainer.val_check_interval)
 
     def teardown(self, trainer: "Trainer", module: "TrainModule", stage: str) -> None:
@@ -257,7 +252,7 @@ class ModelCheckpoint(Callback):
                 self._lock = None
 
     def _restart_clock(self) -> None:
-        self._deadline = time.monotonic() + (math.inf if (interval := self.train_time_interval) is None else interval)
+        self._clock = time.monotonic()
 
     def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, after the one before is written."""
@@ -267,36 +262,22 @@ class ModelCheckpoint(Callback):
             return
         self.finish(trainer)
         is_finite = trainer.nan_policy != "ignore" or trainer.saver.is_finite()
-        score = None if self.monitor is None or not is_finite else self._score(trainer, epoch_over)
-        if due and self.monitor is not None and self.monitor in trainer.callback_metrics:
-            self._had_value.add(self._is_new(trainer, self.monitor))
-        is_best = score is not None and self._is_best(score)
-        if self.monitor is not None and not (is_best or self.save_last or forced):
+        metrics, name, score = trainer.callback_metrics, self.monitor, None
+        if name is not None and is_finite:
+            score = self._value(trainer, name)
+            if name not in metrics and epoch_over and (self._has_validated or not trainer.num_val_batches):
+                raise no_such_metric("ModelCheckpoint", name, metrics)
+            if name in metrics and due:
+                self._had_value.add(metrics.step(name) in (None, trainer.global_step))
+        if not (forced or self._kept.wants(score)):
             return
-        self._before = self.state_dict()
         try:
-            path = str(self._path(trainer))
-        except OSError as error:
-            self._failed(CheckpointError(f"ModelCheckpoint(filename={self.filename!r}): {error}. Give a shorter name."))
-            return
-        if score is not None or path != self.last_model_path:  # otherwise it is written again, before any later step
-            self.best_k_models.pop(path, None)
-        if score is not None and self._is_best(score):  # after the value of the replaced checkpoint is dropped
-            self.best_k_models[path] = score
-            if len(self.best_k_models) > self.save_top_k >= 0:
-                del self.best_k_models[self._worst()]
-        self.last_model_path, self._order = path, self._order + 1
-        if is_finite:
-            self._newest_finite = path
-        replaced = self._names(self._before) - self._names(self.state_dict())
-        self._replaced = [] if self.save_top_k == -1 else sorted(replaced)
-        try:
-            self._saving = trainer.saver.begin(path, self._order, weights_only=self.save_weights_only)
-        except CheckpointError as error:
+            self._kept.add(Record(self._name(trainer), trainer.global_step, score, is_finite))
+            path, replaces = self._folder / self._kept.newest, [self._folder / name for name in self._kept.replaced]
+            only = {"weights_only": self.save_weights_only, "trained_only": self.trained_only}
+            self._saving = trainer.saver.begin(path, self._kept.order, **only, replaces=replaces)
+        except BaseException as error:
             return self._failed(error)
-        except BaseException:
-            self.load_state_dict(self._before)
-            raise
         self._saved_at = position
 
     def _save_validated(self, trainer: "Trainer") -> None:
@@ -308,80 +289,42 @@ class ModelCheckpoint(Callback):
                 self._save(trainer, epoch_over=False, due=True, forced=False)
 
     def finish(self, trainer: "Trainer") -> None:
-        """Wait for the checkpoint that is being written; then delete those that it replaces."""
+        """Wait for the checkpoint that is being written; those that it replaces are deleted then."""
         if (saving := self._saving) is None:
             return
         try:
             saving.wait()
         except Exception as error:
             self._saving = None
-            if isinstance(error, CheckpointError):
-                return self._failed(error)
-            raise
+            return self._failed(error)
         self._saving = None  # only now: after a Ctrl-C in the wait the next call waits
         self._rests_until = time.monotonic() + 9 * saving.seconds  # writing takes a tenth of the time
-        self._delete_replaced(trainer)
+        self._kept.written()
         trainer.saver.announce(self, saving.path)
 
-    def _delete_replaced(self, trainer: "Trainer") -> None:
-        """Delete checkpoints that newer ones replace; a failure loses nothing, and is a warning."""
-        names, self._replaced = self._replaced, []
-        for name in names if trainer.is_global_zero else ():
-            try:
-                disk.remove(self._folder / name)
-            except OSError as error:
-                _logger.warning("The old checkpoint %s could not be deleted: %s", self._folder / name, error)
-
-    def _failed(self, error: CheckpointError) -> None:
-        """Restore the state from before a checkpoint that was not written."""
-        self.load_state_dict(self._before)
+    def _failed(self, error: BaseException) -> None:
+        """Take back a checkpoint that was not written, and raise the error or warn."""
+        self._kept.failed()
         self._saved_at = None
-        if self.on_save_error == "raise":
+        if self.on_save_error == "raise" or not isinstance(error, CheckpointError):
             raise error
         _logger.warning("%s", error)
 
-    def _names(self, state: dict[str, Any]) -> set[str]:
-        """Return the checkpoints of a state; unless all are kept, they are deleted once a later state lacks them."""
-        return {*(name for name, _ in state["best_k_models"]), state["last_model"], state["newest_finite"]} - {""}
-
-    def _is_best(self, score: float) -> bool:
-        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
-            return True
-        return self.save_top_k > 0 and self._sign * score < self._sign * self.best_k_models[self._worst()]
-
-    def _worst(self) -> str:
-        return max(self.best_k_models, key=lambda path: self._sign * self.best_k_models[path])
-
-    def _score(self, trainer: "Trainer", epoch_over: bool) -> float | None:
-        """Return the monitored value, None if these weights have none or it is not finite; refuse an unknown metric."""
-        metrics, name = trainer.callback_metrics, str(self.monitor)
-        value = self._value(trainer, name, f"ModelCheckpoint(monitor={name!r})")
-        if name not in metrics and epoch_over and (self._validated_at >= 0 or not trainer.num_val_batches):
-            raise no_such_metric("ModelCheckpoint", name, metrics)
-        return value if math.isfinite(value) else None
-
-    def _value(self, trainer: "Trainer", name: str, owner: str) -> float:
+    def _value(self, trainer: "Trainer", name: str) -> float:
         """Return a metric's value; NaN if it was not logged, or after an earlier step, and so of other weights."""
-        value = read_monitored(owner, name, trainer.callback_metrics)
-        return value if value is not None and self._is_new(trainer, name) else math.nan
+        metrics = trainer.callback_metrics
+        value = read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)
+        return value if value is not None and metrics.step(name) in (None, trainer.global_step) else math.nan
 
-    def _is_new(self, trainer: "Trainer", name: str) -> bool:
-        return trainer.callback_metrics.step(name) in (None, trainer.global_step)
-
-    def _path(self, trainer: "Trainer") -> Path:
+    def _name(self, trainer: "Trainer") -> str:
+        """Return the name of a checkpoint at this step."""
         suffix = ""
         if self.filename:
             counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
-            owner = f"ModelCheckpoint(filename={self.filename!r})"
-            suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name, owner))}"
+            suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
         name = disk.name_of(trainer.global_step, suffix)
-        path, version = self._folder / name, 0
-        own_paths = {*self.best_k_models, self.last_model_path, self._newest_finite}
         # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
-        while not self._resumed and str(path) not in own_paths and path.exists():
-            version += 1
-            path = self._folder / f"{name}-v{version}"
-        return path
+        return name if self._resumed else self._kept.unused(name, self._existing)
 
     @property
     def state_key(self) -> str:
@@ -390,28 +333,11 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoints, by their names in the folder."""
-        name = os.path.basename
-        return {
-            "best_k_models": [[name(path), score] for path, score in self.best_k_models.items()],
-            "last_model": name(self.last_model_path),
-            "best_model": name(self.best_model_path),
-            "newest_finite": name(self._newest_finite),
-            "replaced": self._replaced,
-            "step": self._step,
-            "validated_at": self._validated_at,
-        }
+        return {**self._kept.state(), "step": self._step, "has_validated": self._has_validated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the checkpoints that still exist."""
-        known = {path.name: str(path) for path in disk.candidates(self._folder)}
-        self.best_k_models = {known[k]: float(v) for k, v in state_dict["best_k_models"] if k in known}
-        self.last_model_path = known.get(state_dict["last_model"], "")
-        self._newest_finite = known.get(state_dict["newest_finite"], "")
-        # A crash may have come before they were deleted.
-        self._replaced = [str(name) for name in state_dict["replaced"] if name in known]
-        self._step = state_dict["step"]
-        self._restored_step = disk.step_of(Path(state_dict["last_model"])) if state_dict["last_model"] else 0
-        self._validated_at = state_dict.get("validated_at", -1)
-        self._had_value = {True} if self.best_k_models else set()
-        unknown = known.keys() - self._names(state_dict) - {*self._replaced}
-        self._steps_in_folder = {disk.step_of(Path(name)) for name in unknown}
+        self._kept.restore(state_dict, {*disk.names_in(self._folder)})
+        self._restored_step = self._kept.records[-1].step if self._kept.records else 0
+        self._step, self._has_validated = int(state_dict["step"]), bool(state_dict["has_validated"])
+        self._had_value = {True} if self._kept.scores else set()

@@ -20,10 +20,10 @@ from jaxlit.callbacks.monitor import monitored, saved_checkpoints
 from jaxlit.callbacks.profiler import Profiler
 from jaxlit.callbacks.run_report import RunReport
 from jaxlit.checkpoints.files import FOLDER, step_of
+from jaxlit.checkpoints.places import place_of
 from jaxlit.core.module import TrainModule
 from jaxlit.reporting.terminal import (
     TerminalLine,
-    absolute,
     clock,
     epoch_line,
     is_terminal,
@@ -336,7 +336,7 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
         ended = f"interrupted in epoch {max(epoch, 1)}"
     lines = [join([ended, _count(trainer.global_step, "step"), duration, best, trainer.stop_reason or ""])]
     saved = saved_checkpoints(trainer)
-    checkpoints = [f"{short_path(Path(x.path))} ({', '.join(x.marks)})" for x in saved if x.marks]
+    checkpoints = [f"{short_path(x.path)} ({', '.join(x.marks)})" for x in saved if x.marks]
     reports, loggers, traces = (
         [_location(callback) for callback in trainer.callbacks if isinstance(callback, kind)]
         for kind in (RunReport, Logger, Profiler)
@@ -345,7 +345,7 @@ def closing_lines(trainer: "Trainer", *, seconds: float, error: BaseException | 
     reports += [x for x in loggers if x not in folders]
     locations = {"checkpoint": checkpoints, "report": reports, "logs": folders, "trace": traces}
     for name, paths in locations.items():
-        if parts := [x if "://" in x or name == "checkpoint" else str(short_path(Path(x))) for x in paths if x]:
+        if parts := [x if name == "checkpoint" else str(short_path(x)) for x in paths if x]:
             lines.append(join([f"  {name:<10}  {parts[0]}", *parts[1:]], indent=" " * 14))
     if checkpoints and (resume := _resume(trainer, is_cut=error is not None or trainer.interrupted)):
         lines.append(f"  {'resume':<10}  {resume}")
@@ -366,7 +366,7 @@ def _location(callback: Any) -> str | None:
 def _resume(trainer: "Trainer", *, is_cut: bool) -> str:
     """Return how to continue, with what ended the training changed; "" if only weights were saved."""
     callbacks = [c for c in trainer.checkpoint_callbacks if not getattr(c, "save_weights_only", False)]
-    if not (paths := [Path(callback.last_model_path) for callback in callbacks if callback.last_model_path]):
+    if not (paths := [place_of(callback.last_model_path) for callback in callbacks if callback.last_model_path]):
         return ""
     ends = {  # an epoch that max_steps has cut counts for `current_epoch`
         "a larger max_epochs": trainer.max_epochs == trainer.current_epoch and not trainer.batches_done,
@@ -376,7 +376,7 @@ def _resume(trainer: "Trainer", *, is_cut: bool) -> str:
     changes = [change for change, was_reached in ends.items() if was_reached and not is_cut]
     if trainer.resume == "auto":
         return "run the same command" + (f" with {' and '.join(changes)}" if changes else " again")
-    in_run = any(path.parent == absolute(trainer.run_dir) / FOLDER for path in paths)
+    in_run = any(path.parent == trainer.saver.root / FOLDER for path in paths)
     place, root = short_path(trainer.run_dir if in_run else paths[0]), trainer.default_root_dir
     arguments = f"resume={str(place)!r}"
     if check.is_url(root):

@@ -12,6 +12,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.logger import Logger, facts_of
 from jaxlit.callbacks.monitor import monitored, saved_checkpoints
+from jaxlit.checkpoints.places import Place, place_of
 from jaxlit.errors import ArgumentError, LoggerError
 from jaxlit.reporting.media import as_images, count, histogram, unpack
 from jaxlit.reporting.secrets import redacted
@@ -181,7 +182,7 @@ class WandbLogger(Logger):
         self._run.do(send, "a row of histograms")
 
     def on_checkpoint_saved(
-        self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Path
+        self, trainer: "Trainer", module: "TrainModule", callback: "ModelCheckpoint", path: Place
     ) -> None:
         """Upload the checkpoint, with `log_model="all"`."""
         if self.log_model == "all" and callback in trainer.checkpoint_callbacks:
@@ -311,9 +312,9 @@ class WandbLogger(Logger):
         run.do(lambda: run.run.summary.update(bests))
         for callback, path, _ in sorted(saved_checkpoints(trainer), key=lambda x: Path(x.path).name):
             if self.log_model is True or (self.log_model == "best" and path == callback.best_model_path):
-                self._upload(trainer, callback, Path(path), lasts=True)
+                self._upload(trainer, callback, place_of(path), lasts=True)
 
-    def _upload(self, trainer: "Trainer", callback: "ModelCheckpoint", path: Path, *, lasts: bool) -> None:
+    def _upload(self, trainer: "Trainer", callback: "ModelCheckpoint", path: Place, *, lasts: bool) -> None:
         """Send a checkpoint; unless it `lasts`, it may be deleted as soon as this returns."""
         if self._run is None or str(path) in self._sent:
             return

@@ -19,7 +19,7 @@ from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.texts import size, table
 from jaxlit.version import __version__
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "wandb")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "wandb")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

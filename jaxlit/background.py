@@ -55,7 +55,7 @@ class Background(Generic[T]):
         """What the function raised; None while it runs, or if it returned."""
         return self._future.exception() if self.is_done else None
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def when_done(self, call: Callable[[], object]) -> None:
         """Call a function once this one has returned or raised, in its thread; now if it has."""
         self._future.add_done_callback(lambda _: call())
 

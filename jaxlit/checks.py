@@ -124,8 +124,8 @@ def on_disk(name: str, value: Any, *, owner: str = "Trainer") -> Any:
     """Return a path of this machine; a URL would become the name of a local folder."""
     if is_url(value):
         raise ArgumentError(
-            f"{owner}({name}=...) takes a path on a disk of this machine, got {str(value)!r}. A run is copied to a "
-            "bucket by Trainer(default_root_dir=url) or jl.callbacks.Mirror(url): see docs/checkpoints.md."
+            f"{owner}({name}=...) takes a path on a disk of this machine, got {str(value)!r}. A run with its rows and "
+            "checkpoints is in a bucket by Trainer(default_root_dir=url): see docs/checkpoints.md."
         )
     return value
 

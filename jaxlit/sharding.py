@@ -147,6 +147,18 @@ def place(batch: Any, sharding: Any) -> Any:
     return jax.make_array_from_process_local_data(shardings, batch)
 
 
+def array_of_shards(shape: Sequence[int], to: jax.sharding.Sharding, read: Callable[[Any], np.ndarray]) -> jax.Array:
+    """Return an array from what `read` returns for the index of each shard; devices with the same one share a read."""
+    shards = {}
+
+    def shard(index: Any) -> np.ndarray:
+        if (key := str(index)) not in shards:
+            shards[key] = read(index)
+        return shards[key]
+
+    return jax.make_array_from_callback(tuple(shape), to, shard)
+
+
 def is_abstract(batch: Any) -> bool:
     """Return whether a batch consists of shapes and dtypes, as a plan has it."""
     leaves = jax.tree.leaves(batch)

@@ -261,11 +261,12 @@ def test_only_the_trainers_room_names_its_private_parts() -> None:
 
 def test_each_extra_installs_what_something_imports() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    called = {"scikit-learn": "sklearn", "pillow": "PIL"}
+    called = {"scikit-learn": "sklearn", "pillow": "PIL", "gcp-storage-emulator": "gcp_storage_emulator"}
     sources = "\n".join(
         file.read_text() for file in [*FILES.values(), *ROOT.glob("examples/*.py"), *ROOT.glob("docs/*.md")]
     )
-    sources += (ROOT / "tests/data/test_resumed_loaders.py").read_text()  # loaders of others
+    for others in ("data/test_resumed_loaders.py", "integrations/test_stores.py", "kit/stores.py"):  # loaders, stores
+        sources += (ROOT / "tests" / others).read_text()
     tried = (ROOT / "tests/sweeps/packages.py").read_text()  # whose models are trained, as they are pinned
     for extra in extras.keys() - {"test", "dev", "docs", "cuda"}:
         for package in [name for name in extras[extra] if f'"{name}"' not in tried]:

@@ -7,6 +7,7 @@ built, of jax, flax, optax and numpy.
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 import math
@@ -23,7 +24,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxlit.checkpoints.files import Checkpoint
+from jaxlit.checkpoints.files import Checkpoint, fitting
+from jaxlit.checkpoints.safetensors import bytes_of
+from jaxlit.distributed.team import fetch_once
 from jaxlit.errors import CheckpointError
 from jaxlit.texts import is_key, shown, table
 from jaxlit.variables import arrays_of, impl_of, is_array, leaves_of
@@ -54,6 +57,34 @@ def match(
             rows.append((name, "nothing" if i is None else _text(saved[i]), _text(wanted[k])))
     rows += [(name, _text(saved[i]), "nothing") for name, i in unmatched.items() if not skip(name)]
     return pairs, rows
+
+
+def match_base(
+    checkpoint: Checkpoint, saved: list[Spec], wanted: list[Spec], arrays: Any, hashes: Any, *, strict: bool, **how: Any
+) -> tuple[dict[int, int], list[tuple[str, str, str]]]:
+    """Return what `match` does, without the pairs of what the checkpoint has left out: the model's arrays stay.
+
+    `arrays` are those of the model, some with known `hashes`. Others are refused, or in the rows if not `strict`.
+    """
+    left_out, others = checkpoint.state.get("left_out") or [], []
+    pairs, rows = match([*saved, *((name, tuple(shape), dtype) for name, shape, dtype, _ in left_out)], wanted, **how)
+    for i, (name, _, dtype, was) in enumerate(left_out, len(saved)):
+        if (k := pairs.pop(i, None)) is not None:
+            x, known = arrays[k], hashes.get(k) if wanted[k][2] == dtype else None
+            now = known or ("" if isinstance(x, jax.ShapeDtypeStruct) else hash_of(x.astype(dtype)))
+            others += [(name, f"sha256 {was[:12]}", f"sha256 {now[:12]}" if now else "no values")] * (now != was)
+    if others and strict:
+        raise CheckpointError(
+            f"{checkpoint.path} has what was trained, as trained_only=True saves it. All other arrays must be those "
+            f"that training began with, and some are not:\n{comparison(others)}\nBuild the model with those weights. "
+            "With strict=False, load_from_checkpoint and a resume take what was trained nevertheless."
+        )
+    return pairs, rows + others
+
+
+def hash_of(x: Any) -> str:
+    """Return the sha256 of an array, whatever its sharding; if other processes hold parts of it, all must call this."""
+    return hashlib.sha256(bytes_of(fetch_once(x))).hexdigest()
 
 
 def report(
@@ -107,7 +138,9 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
     def skip(name: str) -> bool:
         return not name.startswith("module.") or name in generators
 
-    pairs, rows = match(checkpoint.weights, wanted, skip=skip, cast=True)
+    # The weights of a new fit may fit in part, but trained ones mean nothing with others.
+    how: Any = {"strict": strict or not draws, "skip": skip, "cast": True}
+    pairs, rows = match_base(checkpoint, checkpoint.weights, wanted, [x for _, x, _ in targets], {}, **how)
     name = type(module).__name__
     if rows and not pairs and not strict:
         raise CheckpointError(
@@ -131,15 +164,16 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
 
 def load_numbers(module: Any, checkpoint: Checkpoint) -> None:
     """Load the numbers that Variables of a module hold in place of arrays."""
-    if saved := checkpoint.state.get("numbers"):
-        for leaf in leaves_of(module):
+    with fitting(checkpoint.path):
+        saved = checkpoint.state.get("numbers") or {}
+        for leaf in leaves_of(module) if saved else ():
             if leaf.name in saved and not is_array(leaf.value):
                 leaf.place.set_raw_value(decode(saved[leaf.name], type(module)))
 
 
 def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:
     (_, shape, dtype), (_, wanted_shape, wanted_dtype) = saved, wanted
-    are_floats = all("float" in x and "float8" not in x for x in (dtype, wanted_dtype))
+    are_floats = all(x in ("bfloat16", "float16", "float32", "float64") for x in (dtype, wanted_dtype))
     return shape == wanted_shape and (dtype == wanted_dtype or (cast and are_floats))
 
 

@@ -22,7 +22,7 @@ from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
 from jaxlit.checkpoints.module_state import DEFAULT, NotKeptError, decode, encode, load_variables, not_kept, readable
-from jaxlit.checkpoints.remote import local
+from jaxlit.checkpoints.places import place_of
 from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, LogError, ModuleError
@@ -598,8 +598,8 @@ def load_module(cls: type, path: Any, overrides: dict[str, Any], *, strict: bool
     parameters, texts = inspect.signature(cls.__init__).parameters, advice("load_from_checkpoint()")
     if foreign := next((name for name in overrides if name in texts and name not in parameters), None):
         raise ArgumentTypeError(f"{cls.__name__}.load_from_checkpoint has no argument {foreign!r}. {texts[foreign]}")
-    checkpoint, skipped = locate(path := local(path), f"{cls.__name__}.load_from_checkpoint")
-    if Path(path).absolute() != checkpoint.path:
+    checkpoint, skipped = locate(path, f"{cls.__name__}.load_from_checkpoint")
+    if place_of(path) != checkpoint.path:
         log_taken("load_from_checkpoint", checkpoint, skipped)
     recorded = checkpoint.state["module"]["hparams"]
     arguments, missing = dict(overrides), {}

@@ -188,7 +188,9 @@ class Source(ABC):
             _logger.warning("%s is another loader than before the resume: %s.", self.argument, changes)
         if at is not None and self._keep is None and not self.may_start(at):
             raise DataError(f"{self.argument}: the saved position {at!r:.60} is not one of this loader's kind.")
-        self._start = _Start(int(state["epoch"]), at)
+        if (epoch := int(state["epoch"])) < 0:
+            raise ValueError(f"there is no epoch {epoch}")
+        self._start = _Start(epoch, at)
         self._peeked = self._stream = None
         self.gave |= at is not None
 

@@ -12,8 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
@@ -31,6 +31,9 @@ from jaxlit.errors import JaxlitError, PeerError, ProcessError, raised_everywher
 
 PATIENCE_S = 300.0
 """Seconds that a process waits for the others to reach the same place."""
+
+LONG_S = 7 * 24 * 3600.0
+"""The same where the others read or write files, which may take hours; a failure ends the wait."""
 
 READS_ARE_COMPARED: ContextVar[bool] = ContextVar("READS_ARE_COMPARED", default=False)
 """Whether a read of an array by all processes is compared first, to name a read that only some of them make."""
@@ -100,7 +103,7 @@ class Team:
         """Seconds in which this process must end after a failure of the job; None while there is none."""
         return None
 
-    def same_error(self, topic: str, error: JaxlitError | None) -> None:
+    def same_error(self, topic: str, error: JaxlitError | None, *, timeout: float = PATIENCE_S) -> None:
         """Raise in every process the error of one of them, if any has one; after a failure only this process's."""
         if error is not None:
             raise error
@@ -194,10 +197,10 @@ class _MultiProcess(Team):
     def seconds_left(self) -> float | None:
         return self._fate.seconds_left
 
-    def same_error(self, topic: str, error: JaxlitError | None) -> None:
+    def same_error(self, topic: str, error: JaxlitError | None, *, timeout: float = PATIENCE_S) -> None:
         if self.over:
             return super().same_error(topic, error)
-        raised = self.agree(topic, None if error is None else [type(error).__name__, str(error)])
+        raised = self.agree(topic, None if error is None else [type(error).__name__, str(error)], timeout=timeout)
         for name, text in filter(None, raised):  # the first error, in every process
             first = error if str(error) == text and error is not None else getattr(errors, name)(text)
             raise errors.raised_everywhere(first)
@@ -216,6 +219,17 @@ def _client() -> Any:
     return coordination().client
 
 
+@contextmanager
+def error_of_all(topic: str, timeout: float = PATIENCE_S) -> Iterator[None]:
+    """Raise at the end of a block, to which all processes come, the error of one of them; see `Team.same_error`."""
+    problem = None
+    try:
+        yield
+    except JaxlitError as error:
+        problem = error
+    team().same_error(topic, problem, timeout=timeout)
+
+
 def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[Any]:
     """Return a JSON value of each process, or raise in all of them the error of one, by a second agreement."""
     processes = team()
@@ -225,26 +239,20 @@ def agree_or_raise(topic: str, value: Any, error: JaxlitError | None) -> list[An
     return list(values)
 
 
-def computers(topic: str) -> list[Any]:
-    """Return for each process an identifier of its computer; all processes must call this."""
-    # Containers on one computer may share a name, and computers a name by mistake.
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    numbers = [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
-    return team().agree(f"{topic}: which computer", numbers)
-
-
 def once_per_node(work: Callable[[], None], topic: str) -> None:
     """Run `work` in one process of each computer, while the others wait for it; its error is raised in all of them."""
     processes = team()
-    nodes = computers(topic)
+    # Containers on one computer may share a name, and computers a name by mistake.
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    computer = [socket.gethostname(), boot_id.read_text() if boot_id.exists() else ""]
+    nodes = processes.agree(f"{topic}: which computer", computer)
     failure: BaseException | None = None
     try:
         if nodes.index(nodes[processes.index]) == processes.index:
             work()
     except Exception as error:
         failure = error
-    # A download may take hours; one that fails or dies ends the others.
-    failures = processes.agree(topic, None if failure is None else repr(failure), timeout=7 * 24 * 3600.0)
+    failures = processes.agree(topic, None if failure is None else repr(failure), timeout=LONG_S)
     if failure is not None:
         raise raised_everywhere(failure)
     for process, error in enumerate(failures):
@@ -257,29 +265,11 @@ def send(topic: str, text: str) -> None:
     _client().key_value_set(f"jaxlit/{topic}/{jax.process_index()}", text)
 
 
-def sent(topic: str) -> dict[int, str]:
-    """Return the texts that have arrived, by process."""
-    return arrived(_client(), f"jaxlit/{topic}")
-
-
 def received(topic: str) -> list[str]:
     """Wait in process 0 until each other process has sent its text, delete the texts, and return them."""
     texts = [_wait_for(topic, process) for process in range(1, jax.process_count())]
-    forget(topic)
-    return texts
-
-
-def shared_by_first(topic: str, text: str) -> str:
-    """Return in every process the text of process 0, which does not wait for the others."""
-    if jax.process_index() == 0:
-        _client().key_value_set(f"jaxlit/{topic}/0", text, allow_overwrite=True)
-        return text
-    return _wait_for(topic, 0)
-
-
-def forget(topic: str) -> None:
-    """Delete the texts of a topic and of its subtopics, `topic/...`."""
     _client().key_value_delete(f"jaxlit/{topic}/")
+    return texts
 
 
 def _wait_for(topic: str, process: int) -> str:
@@ -301,6 +291,14 @@ def fetch(x: Any) -> np.ndarray:
             team().agree(f"{_reader()} reads an array that all processes hold parts of", None)
         return process_allgather(x, tiled=True)
     return np.asarray(x)
+
+
+def fetch_once(x: Any) -> np.ndarray:
+    """Return what `fetch` does; jax would keep that copy on the host for as long as the array lives."""
+    if isinstance(x, jax.Array):
+        parts = [shard.data for shard in x.addressable_shards]
+        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+    return fetch(x)
 
 
 def _reader() -> str:

@@ -211,6 +211,10 @@ class Engine:
             backup.arrays = arrays
         return results
 
+    def left_out(self) -> dict[int, str]:
+        """Return by index the sha256 of what a checkpoint of trained_only leaves out; all processes must call this."""
+        return {} if self.training is None else self.state.as_built(self.training.constant)
+
     def run_step(self, leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], jax.Array]:
         """Take an optimizer step from a state of the caller; return the next one and the table of metrics."""
         # Nothing of the engine is touched: compile_step hands the state from call to call.

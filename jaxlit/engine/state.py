@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from jaxlit import sharding
+from jaxlit.checkpoints.module_state import hash_of
 from jaxlit.core.log import Table
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import averaged
@@ -136,7 +137,7 @@ class StateSpec:
         leaves = [x.update(shape=shapes.get(i, x.shape)) for i, x in enumerate(jax.tree.leaves(self.tree))]
         return replace(self, arrays=arrays, tree=jax.tree.unflatten(self.layout.treedef, leaves))
 
-    @property
+    @cached_property
     def entries(self) -> list[tuple[str, tuple[int, ...], str]]:
         """The (name, shape, dtype) of each array as in a checkpoint; a module's are named by their path in it."""
         entries, impls = [], self.layout.key_impls
@@ -150,7 +151,7 @@ class StateSpec:
             entries.append((name, tuple(x.shape), f"key<{impls[i]}>" if i in impls else str(x.dtype)))
         return entries
 
-    @property
+    @cached_property
     def optimizer_kind(self) -> str:
         """The classes in the optimizer's state: optimizers with the same arrays may mean different things by them."""
         return _kind_of(self.index.opt_state)
@@ -225,6 +226,8 @@ class State:
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
         self._count: Callable[..., jax.Array] | None = None
+        # The sha256 of arrays that no step writes: now, and at the begin of the fit, "" if one was replaced before.
+        self._hashes, self._built = dict[int, str](), dict[int, str]()
 
     def unflatten(self) -> TrainState:
         """Return the newest state as a `TrainState`."""
@@ -234,6 +237,7 @@ class State:
         """Return a state of the same arrays to evaluate: what is written to one of the two is not in the other."""
         state = copy.copy(self)
         state.leaves, state._given, state.written = list(self.leaves), dict(self._given), {}
+        state._hashes, state._built = {}, {}
         # A callback's averages are those of another module.
         state.spec = replace(self.spec, eval_params=self.spec.index.params, averages=())
         return state
@@ -270,7 +274,7 @@ class State:
         """Return how many infinities each parameter, and average that evaluations see, has: () int32, -1 for a NaN."""
         spec = self.spec
         if self._count is None:
-            self._count = spec.strategy.on_state(lambda x: jnp.where(jnp.isnan(x[0]).any(), -1, jnp.isinf(x[0]).sum()))
+            self._count = spec.strategy.on_state(_infinities)
         places = dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params)))
         # One by one: a program is compiled for each shape, not for each array.
         return {spec.entries[i][0].removeprefix("module."): self._count([self.leaves[i]]) for i in places}
@@ -291,6 +295,16 @@ class State:
         # Between processes `device_put` compares host values in a collective, but only some may have put one.
         is_local = not to.is_fully_addressable and getattr(value, "is_fully_addressable", True)
         self.leaves[index] = (sharding.place_replicated if is_local else jax.device_put)(value, to)
+        self._hashes.pop(index, None)
+        self._built.setdefault(index, "")
+
+    def as_built(self, places: Sequence[int]) -> dict[int, str]:
+        """Return the sha256 of those arrays that are as the fit began with them, of some that no step writes."""
+        for i in places:
+            if i not in self._hashes and self._built.get(i) != "":
+                self._hashes[i] = hash_of(self.leaves[i])
+                self._built.setdefault(i, self._hashes[i])
+        return {i: x for i in places if (x := self._hashes.get(i)) is not None and x == self._built[i]}
 
     def counters(self) -> list[int]:
         """Return step, epoch, batch_idx and bad_step, see `TrainState`; waits for the device."""
@@ -356,6 +370,16 @@ def _replica_sharding(strategy: Strategy) -> NamedSharding:
 
 def _spec(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _infinities(leaves: list[jax.Array]) -> jax.Array:
+    """Return how many infinities an array has, -1 for a NaN; one that is finite is read once."""
+    (x,) = leaves
+
+    def count() -> jax.Array:
+        return jnp.where(jnp.isnan(x).any(), -1, jnp.isinf(x).sum()).astype(jnp.int32)
+
+    return jax.lax.cond(jnp.isfinite(x).all(), lambda: jnp.int32(0), count)
 
 
 def _kind_of(state: Any) -> str:

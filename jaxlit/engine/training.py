@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxlit import sharding
 from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
@@ -82,6 +83,15 @@ class Training:
         """The indices in the state of what the step writes to the module."""
         changed = self.pure.trace_of("training").changed
         return tuple(itertools.compress(jax.tree.leaves(self.spec.index.variables), changed))
+
+    @cached_property
+    def constant(self) -> list[int]:
+        """The indices of the module's arrays that no step writes, without the random keys and counts of a seed."""
+        spec = self.spec
+        written = self.written if ("training", None) in self.pure.traced else ()  # before a trace no step has run
+        changing = {*jax.tree.leaves(spec.index.params), *spec.layout.key_impls, *written}
+        leaves = zip(jax.tree.leaves(spec.index.variables), self.pure.leaves(*spec.tree.variables), strict=True)
+        return [i for i, x in leaves if i not in changing and not issubclass(x.kind or object, nnx.RngState)]
 
     @cached_property
     def train(self) -> Program:

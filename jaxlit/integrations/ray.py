@@ -143,7 +143,7 @@ class RayReport(Callback):
             return
         metrics, checkpoint = dict[str, float](), None
         if train.get_context().get_world_rank() == 0:  # Ray takes both from this worker
-            state = files.read_json(path / files.STATE)
+            state = files.read_state(path)
             metrics = {**state["callbacks"][self.state_key]["logged"], "global_step": state["global_step"]}
             checkpoint = train.Checkpoint(str(path))
         train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)

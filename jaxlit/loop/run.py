@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Resume
+from jaxlit.checkpoints.places import Place
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
@@ -76,7 +76,7 @@ class Checkpoints:
 
     resume: Resume | None  # the one that the run begins with
     resumed: bool = False  # training continues from it, and has not begun an epoch since
-    written: list[Path | Saving] = field(default_factory=list)  # the newest last
+    written: list[Place | Saving] = field(default_factory=list)  # the newest last
     rollbacks: dict[str, int] = field(default_factory=dict)  # by checkpoint, how often training went back to it
 
     def resume_of_window(self, epoch: int, step: int) -> Resume | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import optax
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.remote import check_url
+from jaxlit.checkpoints.places import check_url
 from jaxlit.core.module import STAGES
 from jaxlit.core.train_state import PRECISIONS
 from jaxlit.errors import ArgumentError, ArgumentTypeError

@@ -4,7 +4,7 @@ import base64
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.files import Checkpoint, Resume
-from jaxlit.checkpoints.module_state import encode, match, report
-from jaxlit.checkpoints.position import FORMAT, OPTIONAL, POSITION, STATE
+from jaxlit.checkpoints.files import Checkpoint, Resume, fitting
+from jaxlit.checkpoints.module_state import encode, match_base, report
+from jaxlit.checkpoints.position import FORMAT, POSITION
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
@@ -29,15 +29,15 @@ from jaxlit.texts import NotJSONError, to_json
 
 # Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
-_OURS = {*STATE, *OPTIONAL} - {"callbacks", "datamodule", "loaders"}
+_EXACT = {"callbacks", "datamodule", "loaders"}  # of which all comes back as it was
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 _logger = logging.getLogger("jaxlit")
 
 
-def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str, Any]:
+def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only: bool = False) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
-    `ask` is whether `on_save_checkpoint` is called, `weights_only` whether the arrays are the module's alone.
+    `ask` is whether `on_save_checkpoint` is called; `jaxlit.trainer.saver` documents the others.
     """
     engine = run.engine
     strategy = run.engine.strategy
@@ -52,7 +52,7 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
         "epoch": run.position.epoch,
         "position": {name: getattr(run.position, name) for name in POSITION},
         "loaders": _loaders(run),
-        "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only).items()],
+        "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only, trained_only).items()],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
@@ -80,20 +80,23 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False) -> dict[str,
     if not argument == later == run.accumulation.batches:
         optional["accumulate_set"] = [argument, later]
     optional["stopped"] = run.control.stop_reason or "trainer.should_stop" if run.control.is_final else ""
+    optional["left_out"] = [(*entries[i], x) for i, x in engine.left_out().items()] if trained_only else []
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
     state |= {key: x for key, x in optional.items() if x}
+    ours = state.keys() - _EXACT
     if ask:  # last, so that a hook sees, and may add to, all there is
         run.hooks("on_save_checkpoint", state)
-    return _json(state)
+    return _json(state, ours)
 
 
-def stored(run: Run, weights_only: bool) -> dict[int, str]:
+def stored(run: Run, weights_only: bool, trained_only: bool) -> dict[int, str]:
     """Return by index the name of each array in a checkpoint; of weights only, an average has its parameter's name."""
-    names = [name for name, _, _ in _entries(run)]
+    left_out = run.engine.left_out() if trained_only else {}
+    names = {i: name for i, (name, _, _) in enumerate(_entries(run)) if i not in left_out}
     if not weights_only:
-        return dict(enumerate(names))
+        return names
     evaluated = _evaluated(run)
-    return {evaluated.get(i, i): name for i, name in enumerate(names) if name.startswith("module.")}
+    return {evaluated.get(i, i): name for i, name in names.items() if name.startswith("module.")}
 
 
 def _entries(run: Run) -> list[tuple[str, tuple[int, ...], str]]:
@@ -130,6 +133,11 @@ def _loaders(run: Run) -> dict[str, Any]:
 
 def load_engine(engine: Engine, resume: Resume) -> None:
     """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it."""
+    with fitting(resume.checkpoint.path):
+        _load_engine(engine, resume)
+
+
+def _load_engine(engine: Engine, resume: Resume) -> None:
     checkpoint = resume.checkpoint
     reset_optimizer = resume.reset_optimizer
     evaluates = engine.evaluates_only
@@ -152,7 +160,8 @@ def load_engine(engine: Engine, resume: Resume) -> None:
             fresh or (_is_bookkeeping(name) and name not in same) or _callback_key(name) in (saved_keys ^ wanted_keys)
         )
 
-    pairs, rows = match(saved, wanted, skip=skip, cast=evaluates)
+    arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
+    pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
     kind = checkpoint.state.get("optimizer")
     # The arrays of another optimizer may fit by name and shape, but mean something else.
     if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
@@ -202,7 +211,7 @@ def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
                 "state is of another version, or damaged. Leave the callback out, or resume from another checkpoint."
             ) from error
     # A callback with an empty state loses nothing.
-    return [key for key, state_of_owner in saved.items() if state_of_owner and key not in known]
+    return [key for key, x in saved.items() if key not in known and not (isinstance(x, dict) and not x)]
 
 
 def load_loader(source: Source, state: Mapping[str, Any]) -> None:
@@ -233,7 +242,8 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
     run.checkpoints.resumed = True
     reason, resume = state.get("stopped"), run.checkpoints.resume
     if reason and resume and not resume.named:
-        judges = {key for key, x in state["callbacks"].items() for y in x.values() if type(y) is str and y == reason}
+        states = {key: x.values() for key, x in state["callbacks"].items() if isinstance(x, dict)}
+        judges = {key for key, x in states.items() for y in x if type(y) is str and y == reason}
         if not judges or run.hooks.keyed().keys() & judges:  # else the callback that gave the verdict is not here
             run.control.take([f"finish {reason}"])
     run.auto_size = state.get("auto_size") or 0
@@ -286,10 +296,10 @@ def check_loader(run: Run, at: Any) -> None:
         _json({"loaders": run.data.training[0].state_dict(run.position.epoch, at)})
 
 
-def _json(state: dict[str, Any]) -> dict[str, Any]:
+def _json(state: dict[str, Any], ours: Collection[str] = ()) -> dict[str, Any]:
     try:
         # What users keep comes back as it was; all else is of JSON's types, with tuples for lists.
-        return {key: to_json(x, exact=key not in _OURS, path=f"[{key!r}]") for key, x in state.items()}
+        return {key: to_json(x, exact=key not in ours, path=f"[{key!r}]") for key, x in state.items()}
     except NotJSONError as error:
         place = error.path.replace("['callbacks']", "the state_dict of ").replace("['loaders']", "the loader's state ")
         raise CheckpointError(

@@ -20,7 +20,9 @@ import numpy as np
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.monitor import no_such_metric
 from jaxlit.checkpoints import files
-from jaxlit.checkpoints.files import Checkpoint, FolderLock, candidates, last_order, name_of, remove, sweep
+from jaxlit.checkpoints.files import Checkpoint, candidates, last_order, name_of, sweep
+from jaxlit.checkpoints.locks import FolderLock
+from jaxlit.checkpoints.places import Place
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.core.module import TrainModule
 from jaxlit.core.train_state import Layout, Precision
@@ -66,44 +68,37 @@ class Saves:
     def save(self, state: dict[str, Any], step: int, arrays: Sequence[jax.Array]) -> None:
         """Begin to write a checkpoint after the previous one is complete; training continues meanwhile."""
         self.wait()
-        draft = prepare(self.folder / name_of(step), lambda: {"format": _FORMAT, **state}, last_order(self.folder) + 1)
-        self._saving = draft.write(dict(enumerate(arrays)))
+        saving = prepare(self.folder / name_of(step), lambda: {"format": _FORMAT, **state}, last_order(self.folder) + 1)
+        self._saving = saving.begin(arrays, [path for path in candidates(self.folder) if path != saving.path])
 
     def wait(self) -> None:
-        """Wait until the checkpoint is written, and delete older ones."""
+        """Wait until the checkpoint is written, and older ones are deleted."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             saving.wait()
-            for path in candidates(self.folder):
-                if path.name != saving.path.name:
-                    remove(path)
 
     def close(self) -> None:
         """Release the folder after the current write."""
-        if self._saving is not None:
-            self._saving.join()
-        self._lock.close()
+        try:
+            if self._saving is not None:
+                self._saving.join()
+        finally:
+            self._lock.close()
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies; None if there is none, an error if there are others only."""
-        first_error: CheckpointError | None = None
-        for path in candidates(self.folder):
-            try:
-                files.verify(path)
-                state = files.read_json(path / files.STATE)
-                if state.get("format") != _FORMAT or "variations" not in state:
-                    raise CheckpointError(f"{path} is no checkpoint of a population that this version reads.")
-            except CheckpointError as error:
-                first_error = first_error or error
-                _logger.warning("%s The checkpoint before it is used, if there is one.", error)
-            else:
-                return Checkpoint(path, state)
-        if first_error is not None:
-            raise CheckpointError(
-                f"No checkpoint in {self.folder} can be used: {first_error} Restore one from a copy, or pass another "
-                "jl.fit_many(default_root_dir=...)."
-            )
-        return None
+        checkpoint, skipped = files.newest(self.folder, _verified)
+        for problem in skipped:
+            _logger.warning("%s The checkpoint before it is used.", problem)
+        return checkpoint
+
+
+def _verified(path: Place) -> Checkpoint:
+    with files.fitting(path):
+        checkpoint = files.load(path)
+        if checkpoint.state["format"] != _FORMAT or "variations" not in checkpoint.state:
+            raise CheckpointError(f"{path} is no checkpoint of a population that this version reads.")
+    return checkpoint
 
 
 def described(programs: Programs) -> dict[str, Any]:

@@ -57,8 +57,10 @@ def clock(seconds: float) -> str:
     return f"{seconds:.{1 if seconds >= 1 else 2}f} s"
 
 
-def short_path(path: Path) -> Path:
-    """Return a path relative to the working folder, if it is below it."""
+def short_path(path: Any) -> Any:
+    """Return a path relative to the working folder, if it is below it; a URL as it is."""
+    if "://" in str(path):
+        return path
     path = absolute(path)
     with contextlib.suppress(OSError, ValueError):  # the working folder is gone, or is elsewhere
         return path.relative_to(Path.cwd())

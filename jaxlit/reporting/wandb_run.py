@@ -1,6 +1,5 @@
 """A run of Weights & Biases that cannot stop training or keep it waiting, and how it is opened in bounded time."""
 
-import json
 import math
 import os
 import sys
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxlit import checks as check
 from jaxlit.background import Background, BackgroundQueue
+from jaxlit.checkpoints.files import read_state
+from jaxlit.checkpoints.places import Place
 from jaxlit.errors import JaxlitError
 from jaxlit.reporting.terminal import join, say, short_path
 
@@ -149,18 +150,23 @@ class WandbRun:
             self._queue.submit(lambda: self._work(job, topic))
 
     def log_checkpoint(
-        self, path: Path, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
+        self, path: Place, *, name: str, aliases: Sequence[str], metadata: Mapping[str, Any], lasts: bool
     ) -> None:
-        """Send a checkpoint's folder as a version of an artifact; unless it `lasts`, the SDK copies it at once."""
+        """Send a checkpoint's folder as a version of an artifact; unless it `lasts`, the SDK copies it at once.
+
+        Of a checkpoint in a bucket only its URL is sent.
+        """
 
         def send() -> None:
             import wandb
 
-            state = json.loads((path / "state.json").read_text())
+            state = read_state(path)
             counts = {"step": state["global_step"], "epoch": state["epoch"]}
             artifact = wandb.Artifact(name, type="model", metadata={**counts, **metadata})
-            # Offline the SDK must keep a copy until it is synced.
-            artifact.add_dir(str(path), policy="immutable" if lasts and not self.run.offline else "mutable")
+            if isinstance(path, Path):  # offline the SDK must keep a copy until it is synced
+                artifact.add_dir(str(path), policy="immutable" if lasts and not self.run.offline else "mutable")
+            else:
+                artifact.add_reference(str(path), name=path.name, checksum=False)
             upload = self.run.log_artifact(artifact, aliases=list(aliases))
             if not self.run.offline:
                 self._uploads[path.name] = upload

@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.csv_logger import CSVLogger
 from jaxlit.callbacks.logger import NoLogger
-from jaxlit.callbacks.mirror import Mirror
 from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
 from jaxlit.callbacks.model_summary import ModelSummary, Row, summarize
 from jaxlit.callbacks.progress_bar import ProgressBar
@@ -64,8 +62,6 @@ def all_callbacks(settings: Settings) -> TrainerCallbacks:
             )
         if enabled and not present:
             callbacks.append(kind())
-    if check.is_url(settings.default_root_dir):
-        callbacks.append(Mirror(str(settings.default_root_dir)))
     callbacks = check_callbacks(callbacks)
     if settings.fast_dev_run:
         callbacks = [c for c in callbacks if c.in_fast_dev_run and c not in loggers]
@@ -121,8 +117,8 @@ def check_callbacks(callbacks: list[Callback]) -> list[Callback]:
                 )
             if problem := c.conflict_with(other):
                 raise ArgumentError(problem)
-    # A checkpoint holds what the other callbacks have decided, and a mirror copies what they have written.
-    return sorted(callbacks, key=lambda c: {"checkpoint": 1, "mirror": 2}.get(c.role, 0))
+    # A checkpoint holds what the other callbacks have decided.
+    return sorted(callbacks, key=lambda c: c.role == "checkpoint")
 
 
 def callbacks_of(name: str, value: Any) -> list[Callback]:

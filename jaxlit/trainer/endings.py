@@ -6,13 +6,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import jax
 
 from jaxlit.checkpoints import files
+from jaxlit.checkpoints.places import place_of
 from jaxlit.control import Control, Interrupted, ending
 from jaxlit.data.watchdog import EXIT_CODE
 from jaxlit.distributed.team import team
@@ -140,9 +140,9 @@ def rescue(trainer: Any, run: Run | None, place: str) -> str:
     for callback in savers:
         last = callback.last_model_path
         callback.on_exception(trainer, run.module, error)
-        if run.progress != before and callback.last_model_path != last:
+        if run.progress != before and callback.last_model_path not in ("", last):
             # The run moved meanwhile: the arrays may be of another step than the rest.
-            files.remove(Path(callback.last_model_path))
+            files.remove(place_of(callback.last_model_path))
             texts.append("It moved while it was saved: that checkpoint was deleted.")
         elif callback.last_model_path:
             texts.append(f"The newest checkpoint is {callback.last_model_path}.")

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Checkpoint, Resume
+from jaxlit.checkpoints.files import Checkpoint, Resume, fitting
 from jaxlit.core.module import STAGES, Stage, TrainModule, hparams_of, is_overridden
 from jaxlit.core.pure_module import is_in_eval_mode
 from jaxlit.data.source import Source
@@ -153,10 +153,11 @@ def check_first_batches(settings: Settings, data: RunData, watchdog: Watchdog) -
 
 def check_window(checkpoint: Checkpoint, argument: int, settings: Settings) -> None:
     """Refuse another `accumulate_grad_batches` in the middle of a window, unless a hook had set that of the window."""
-    was = checkpoint.state["accumulate"]
-    filled = checkpoint.state["position"]["filled"]
-    accumulate = settings.accumulate_grad_batches
-    if filled and accumulate != was and not snapshot.keeps_accumulation(argument, settings, checkpoint.state):
+    with fitting(checkpoint.path):
+        was, filled = checkpoint.state["accumulate"], checkpoint.state["position"]["filled"]
+        accumulate = settings.accumulate_grad_batches
+        keeps = snapshot.keeps_accumulation(argument, settings, checkpoint.state)
+    if filled and accumulate != was and not keeps:
         raise CheckpointError(
             f"{checkpoint.path} has {filled} of {was} batches in its accumulation window, and the Trainer has "
             f"accumulate_grad_batches={accumulate}. Resume with {was}, or from a checkpoint of an epoch's end."
@@ -213,7 +214,7 @@ def _items(settings: Settings, model: Any, callbacks: Sequence[Callback]) -> dic
             is_path = name in ("default_root_dir", "resume") and value not in (None, "auto")
             items[f"Trainer({name}=)"] = "a path" if is_path else _text(value)
     items["Trainer(logger=)"] = "some" if any(c.is_logger for c in callbacks) else "none"
-    ends = ("checkpoint", "early_stopping", "mirror")
+    ends = ("checkpoint", "early_stopping")
     matter = [c for c in callbacks if c.changes_step or c.limits_time or c.frozen_part is not None or c.role in ends]
     # A checkpoint's folder is a path.
     texts = [type(c).__name__ if c.role == "checkpoint" else _text(c) for c in matter]

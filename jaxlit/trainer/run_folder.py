@@ -1,7 +1,10 @@
 """Where a Trainer's runs write, and which checkpoint a run begins with."""
 
+import contextlib
+import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,16 +15,21 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import FOLDER, Checkpoint, FolderLock, best_of, locate, newest, read
+from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
+from jaxlit.checkpoints.locks import RUN_LOCK, FolderLock, held, read_claim
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.remote import local, names_in, staging
+from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging
 from jaxlit.core.module import TrainModule, log_taken
-from jaxlit.distributed.team import computers, team
-from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError, raised_everywhere
-from jaxlit.reporting.terminal import say, short_path
+from jaxlit.distributed.team import error_of_all, once_per_node, team
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
+from jaxlit.reporting.terminal import absolute, say, short_path
 from jaxlit.texts import shown
 from jaxlit.weights.loading import load_weights
 from jaxlit.weights.sources import is_weights_file
+
+_CLAIM = ".claim"  # of the newest run of this machine in the folder of a bucket
+_MOST_BYTES = 2**26  # of a file that is read at once
+_logger = logging.getLogger("jaxlit")
 
 
 class RunFolder:
@@ -33,11 +41,18 @@ class RunFolder:
 
     def __init__(self, root: str | Path | None) -> None:
         self._argument = root
-        self.url = str(root) if check.is_url(root) else None
-        place = root if self.url is None else staging(self.url)
-        self.root = None if place is None else Path(os.path.abspath(place))  # whatever folder a program goes to later
-        self.known = self.root
+        place = None if root is None else place_of(root)  # whatever folder a program goes to later
+        self.remote = place if isinstance(place, RemotePath) else None
+        self.root: Path | None = staging(str(place)) if isinstance(place, RemotePath) else place
+        self.known: Path | None = self.root
         self._is_ours = False
+        self._copied: dict[str, tuple[int, int]] = {}  # the time and size of each file
+        self._copying = threading.Lock()
+
+    @property
+    def home(self) -> Place:
+        """Where the checkpoints of the run are, in their own folder."""
+        return self.remote or absolute(self.path)
 
     @property
     def path(self) -> Path:
@@ -47,10 +62,61 @@ class RunFolder:
         return self.known
 
     def fetch(self) -> None:
-        """Fetch the newest checkpoint of a run in a bucket, unless this machine has it; in all processes together."""
-        self._check_computers()
-        if self.url is not None:
-            local(self.url, "run")
+        """Fetch the rows of a run in a bucket, unless this machine has written last; in all processes together."""
+        if self.remote is not None:
+            once_per_node(self._fetch, f"fetching {self.remote}")
+
+    def _fetch(self) -> None:
+        assert self.remote is not None
+        assert self.root is not None
+        claim, mark = read_claim(self.remote, of_run=True), self.root / _CLAIM
+        if claim and not (mark.exists() and mark.read_text() == claim.get("number")):
+            for name in map(str, claim.get("files", ())):
+                path = self.root / name
+                if self.root in Path(os.path.normpath(path)).parents:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
+                        (self.remote / name).fetch(path)
+                        self._copied[name] = _version(path)
+
+    def copy(self) -> None:
+        """Copy the files of process 0 that have changed, without checkpoints, to the bucket; a failure is a warning."""
+        lock = self.remote and held(self.remote, of_run=True)
+        if not isinstance(self.remote, RemotePath) or lock is None or self.root is None:
+            return
+        try:
+            with self._copying:
+                lock.check()
+                names = self._names()
+                if new := names - {*lock.noted.get("files", ())}:  # for the machine that fetches them
+                    lock.note(files=[*lock.noted.get("files", ()), *sorted(new)])
+                for name in sorted(names):
+                    self._copy_file(self.root / name, name)
+        except Exception as error:  # of any class: each file system has its own
+            _logger.warning(
+                "The rows of the run could not be copied to %s (%s: %s). They are in %s.",
+                *(self.remote, type(error).__name__, str(error).rstrip("."), self.root),
+            )
+
+    def _names(self) -> set[str]:
+        """Return the files of the run on this machine, without checkpoints and what is hidden."""
+        names, root = set[str](), self.path
+        for folder, folders, files in os.walk(root):
+            folders[:] = [x for x in folders if x != FOLDER and not x.startswith(".")]
+            if MANIFEST in files or (RUN_LOCK in files and folder != str(root)):  # a checkpoint, or another run
+                folders.clear()
+                continue
+            names |= {Path(folder, x).relative_to(root).as_posix() for x in files if not x.startswith(".")}
+        return names
+
+    def _copy_file(self, path: Path, name: str) -> None:
+        assert self.remote is not None
+        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+            version = _version(path)
+            if version != self._copied.get(name):
+                # At once where it may grow during the copy.
+                (self.remote / name).put(path.read_bytes() if version[1] <= _MOST_BYTES else path)
+                self._copied[name] = version
 
     def claim(self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, fitting: bool) -> None:
         """Make the folder this Trainer's; a fit refuses that of another run, unless it continues it.
@@ -59,48 +125,49 @@ class RunFolder:
         """
         path = None if checkpoint is None else checkpoint.path
         if self.root is None:
-            if self.known is None and fitting and resume is not None and path and path.parent.name == FOLDER:
-                self.known = path.parent.parent  # a run continues in its folder
+            if self.known is None and fitting and resume is not None and isinstance(path, Path):
+                self.known = path.parent.parent if path.parent.name == FOLDER else None  # a run continues in its folder
             if (processes := team()).size > 1:  # its name holds a time and a random number
                 self.known = Path(processes.agree("the run's folder", str(self.path))[0])
             return
         check.require(
             not self.root.is_file(), "default_root_dir", str(self._argument), "takes a folder", owner="Trainer"
         )
-        inside = path is not None and Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
+        real = [Path(os.path.realpath(path)).parents for path in (path,) if isinstance(path, Path)]
+        inside = str(path).startswith(f"{self.remote}/") or any(Path(os.path.realpath(self.root)) in x for x in real)
         continues = resume == "auto" or inside
-        self._check_computers()
-        there = [] if self.url is None or continues or self._is_ours else names_in(self.url)
-        used = [name for name in ("metrics.csv", FOLDER, *files) if name in there or _is_used(self.root / name)]
-        if used and fitting and not (self._is_ours or continues):
-            where = "" if self.url is None or used[0] in there else f", in {self.root},"
+        places = () if continues or self._is_ours else filter(None, (self.remote, self.root))
+        names = ("metrics.csv", FOLDER, *files)
+        used = [(place, name) for place in places for name in names if _is_used(place / name)]
+        if used and fitting:
+            place, name = used[0]
+            where = f", in {place}," if place is self.root and self.remote is not None else ""
             raise ArgumentError(
-                f"Trainer(default_root_dir={str(self._argument)!r}){where} holds {used[0]} of another run. Pass "
+                f"Trainer(default_root_dir={str(self._argument)!r}){where} holds {name} of another run. Pass "
                 "Trainer(resume='auto') to continue it, another folder, or move that run away."
             )
         self._is_ours = self._is_ours or fitting or continues or not used
 
-    def _check_computers(self) -> None:
-        if self.url is not None and len({*map(str, computers("the run's folder"))}) > 1:
-            error = ArgumentError(
-                f"Trainer(default_root_dir={self.url!r}) writes to a folder of one computer, which is copied, and the "
-                "processes are on several. Pass a folder on a disk that they share, and "
-                f"callbacks=jl.callbacks.Mirror({self.url!r})."
-            )
-            raise raised_everywhere(error)
-
-    def hold(self) -> FolderLock | None:
-        """Keep other trainings out of a folder that was given, until the lock is closed; in all processes together."""
-        if self.root is None:  # a fresh one has a name that no other run has
-            return None
-        lock = None
-        problem = None
-        try:
-            lock = FolderLock(self.root, of_run=True) if jax.process_index() == 0 else None
-        except CheckpointError as error:
-            problem = error
-        team().same_error("the run's folder", problem)
-        return lock
+    def hold(self) -> contextlib.ExitStack:
+        """Keep other trainings out of a folder that was given, until this is closed; in all processes together."""
+        with contextlib.ExitStack() as locks:
+            if self.root is None:  # a fresh one has a name that no other run has
+                return locks
+            with error_of_all("the run's folder"):
+                if jax.process_index() == 0:
+                    locks.callback(FolderLock(self.root, of_run=True).close)
+                    if self.remote is not None:
+                        lock = FolderLock(self.remote, of_run=True)
+                        locks.callback(lock.close)
+                        try:
+                            self.root.mkdir(parents=True, exist_ok=True)
+                            (self.root / _CLAIM).write_text(lock.number)
+                        except OSError as error:
+                            raise CheckpointError(
+                                f"The rows of {self.remote} cannot be written to {self.root}: {error}. Set "
+                                "XDG_CACHE_HOME to a folder that can be written."
+                            ) from error
+            return locks.pop_all()
 
 
 def resolve_checkpoint(
@@ -113,23 +180,21 @@ def resolve_checkpoint(
     """
     if wanted is None:
         return None
-    if not isinstance(wanted, (str, Path)):
+    if not isinstance(wanted, (str, Path, RemotePath)):
         raise ArgumentTypeError(f"{argument} takes 'auto', 'last', 'best' or a path, got {shown(wanted)}.")
-    folder.fetch()
     if wanted not in ("auto", "last", "best"):
-        checkpoint, skipped = locate(local(wanted, run=folder.url), argument)
+        checkpoint, skipped = locate(wanted, argument)
     else:
         savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
-        default_folder = Path(os.path.abspath(folder.path)) / FOLDER
-        folders = list(dict.fromkeys([*(c.folder(folder.path) for c in savers), default_folder]))
+        folders = list(dict.fromkeys([*(c.folder(folder.home) for c in savers), folder.home / FOLDER]))
         if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
-            weights = {c.folder(folder.path) for c in savers if getattr(c, "save_weights_only", False)}
+            weights = {c.folder(folder.home) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
         checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
             if asked is not None and asked.best_model_path:
-                checkpoint = read(Path(asked.best_model_path))
+                checkpoint = read(place_of(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
         if checkpoint is None and not (wanted == "auto" and argument == "Trainer(resume=...)"):
@@ -143,6 +208,7 @@ def resolve_checkpoint(
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
     if checkpoint is not None:
+        folder.fetch()  # after it: the rows that it has seen were there before
         log_taken(purpose, checkpoint, skipped)
     return checkpoint
 
@@ -160,7 +226,7 @@ def resolve_weights(
     return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
 
 
-def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
+def _newest(folders: list[Place], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
     """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others.
 
     For a resume those that have more than weights come first.
@@ -185,6 +251,11 @@ def _newest(folders: list[Path], *, resumes: bool) -> tuple[Checkpoint | None, l
     return max(checkpoints, key=progress, default=None), skipped
 
 
-def _is_used(path: Path) -> bool:
+def _version(path: Path) -> tuple[int, int]:
+    """Return the time and size of a file."""
+    return path.stat().st_mtime_ns, path.stat().st_size
+
+
+def _is_used(path: Place) -> bool:
     """Return whether a path is a file, or a folder that holds more than locks and what a crash has left."""
     return any(not inside.name.startswith(".") for inside in path.iterdir()) if path.is_dir() else path.exists()

@@ -1,15 +1,16 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxlit import checks as check
-from jaxlit.background import Background
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
+from jaxlit.checkpoints.places import Place, check_url, place_of
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import CheckpointError, add_note
 from jaxlit.loop import snapshot
@@ -17,6 +18,7 @@ from jaxlit.loop.rewind import check_finite
 from jaxlit.loop.rows import log_pending
 from jaxlit.loop.run import Run
 from jaxlit.sharding import out_of_meshes
+from jaxlit.trainer.run_folder import RunFolder
 
 
 class Saver:
@@ -30,6 +32,7 @@ class Saver:
 
     Args:
         fitted: Returns that fit, None if there is none.
+        folder: That of its run.
 
     Example:
         >>> import jaxlit as jl
@@ -51,21 +54,31 @@ class Saver:
         ...             trainer.saver.announce(self, saving.path)
     """
 
-    def __init__(self, fitted: Callable[[], Run | None]) -> None:
-        self._fitted = fitted
+    def __init__(self, fitted: Callable[[], Run | None], folder: RunFolder) -> None:
+        self._fitted, self._folder = fitted, folder
         self._open: list[Saving] = []  # not waited for yet
 
     @out_of_meshes
-    def begin(self, path: str | Path, order: int | None = None, *, weights_only: bool = False) -> Saving:
+    def begin(
+        self,
+        path: str | Path | Place,
+        order: int | None = None,
+        *,
+        weights_only: bool = False,
+        trained_only: bool = False,
+        replaces: Iterable[str | Path | Place] = (),
+    ) -> Saving:
         """Begin to write a checkpoint; training continues meanwhile.
 
         After `teardown` the end of a run waits for checkpoints that no call has waited for, and raises their errors.
 
         Args:
-            path: Its folder; an older checkpoint there is replaced once the new one is complete.
+            path: Its folder, or the URL of one; an older checkpoint there is replaced once the new one is complete.
             order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
                 highest there, with those that are being written.
             weights_only: Leave out the optimizer's and all other arrays that are not the module's.
+            trained_only: Leave out the module's arrays that no step changes, see `ModelCheckpoint`.
+            replaces: Checkpoints that are deleted once this one is complete.
 
         Returns:
             A handle: `wait()` waits and raises what went wrong, `is_done` is whether it is over, `path` is the folder
@@ -78,42 +91,32 @@ class Saver:
                 not "ignore".
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
-        check.boolean("weights_only", weights_only, owner="trainer.saver.begin")
-        run = self._training()
-        if not run.is_safe:
-            raise CheckpointError(
-                f"trainer.saver.begin is called in {run.hooks.log.hook or 'a hook'}, where no training can be "
-                "continued. Call it in on_safe_point, or trainer.save_checkpoint, which waits for that."
-            )
-        if not run.engine.state.is_complete:
-            raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
-        if run.times.ended is None or run.hooks.live is None:
-            run.hooks.take_writes("trainer.saver.begin")
-        else:
-            run.hooks.live.take_later_writes()
-        log_pending(run)  # first: a checkpoint does not store pending rows
-        check_finite(run, params=True)
-        run.tracing.deliver()
-        where = Path(os.path.abspath(check.on_disk("path", path, owner="trainer.saver.begin")))
-        if order is None:
-            open_orders = [saving.order for saving in self._open if saving.path.parent == where.parent]
-            order = max([last_order(where.parent), *open_orders]) + 1
-        has = bool(run.engine.state.written)
-        draft = prepare(where, partial(snapshot.take, run, weights_only=weights_only), order, run.compare_writes, has)
+        for name, value in (("weights_only", weights_only), ("trained_only", trained_only)):
+            check.boolean(name, value, owner="trainer.saver.begin")
+        where = place_of(check_url("path", path, owner="trainer.saver.begin"))
+        run = self._ready()
+        if trained_only:
+            run.compare_writes()  # here: all processes must hash the same arrays
+        stored = snapshot.stored(run, weights_only, trained_only)  # before one of them may fail
+        take = partial(snapshot.take, run, weights_only=weights_only, trained_only=trained_only)
+        order = self._next_order(where) if order is None else order
+        for saving in self._open:  # of two to one path the second deletes what the first has written
+            if saving.path == where:
+                saving.join()
+        saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
-        leaves = [leaves[i] for i in snapshot.stored(run, weights_only)]
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
-            saving = draft.write(dict(enumerate(leaves)))
+            arrays = [leaves[i] for i in stored]
+            saving.begin(arrays, [place_of(x) for x in replaces], self._folder.copy)
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
-            # Only then: each Saving keeps its state.json in memory.
             if run.settings.nan_policy == "rollback" and not weights_only:
                 run.checkpoints.written.append(saving)
         return saving
 
-    def save(self, path: str | Path, *, weights_only: bool = False) -> None:
+    def save(self, path: str | Path, *, weights_only: bool = False, trained_only: bool = False) -> None:
         """Write a checkpoint, see `Trainer.save_checkpoint`."""
-        self.at_safe_point(lambda: self.begin(path, weights_only=weights_only).wait())
+        self.at_safe_point(lambda: self.begin(path, weights_only=weights_only, trained_only=trained_only).wait())
 
     def at_safe_point(self, save: Callable[[], object]) -> None:
         """Call a function where training can be continued: here, or between two batches or after an epoch."""
@@ -146,16 +149,9 @@ class Saver:
         Args:
             then: The function, which for example unlocks a folder.
         """
-        if not (being_written := [saving for saving in self._open if not saving.is_done]):
-            then()
-            return
-
-        def wait() -> None:
-            for saving in being_written:
-                saving.join()
-            then()
-
-        Background("jaxlit-when-written", wait, daemon=False).start()
+        for saving in self._open:
+            then = partial(saving.when_done, then)
+        then()
 
     def check(self) -> None:
         """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
@@ -185,7 +181,7 @@ class Saver:
         """Return whether all parameters, and averages that evaluations see, are finite; waits for the device."""
         return (run := self._fitted()) is None or not run.engine.state.not_finite()
 
-    def announce(self, callback: Callback, path: str | Path) -> None:
+    def announce(self, callback: Callback, path: str | Path | Place) -> None:
         """Call `on_checkpoint_saved` of all callbacks: a checkpoint is complete on the disk.
 
         Args:
@@ -195,7 +191,12 @@ class Saver:
         Raises:
             CheckpointError: There was no fit that could have written it.
         """
-        self._training().hooks("on_checkpoint_saved", callback, Path(os.path.abspath(path)))
+        self._training().hooks("on_checkpoint_saved", callback, place_of(path))
+
+    @property
+    def root(self) -> Place:
+        """The folder of the run, or its URL, in whose `checkpoints` a `ModelCheckpoint` writes."""
+        return self._folder.home
 
     @property
     def has_trained(self) -> bool:
@@ -215,6 +216,30 @@ class Saver:
         """The epoch of the newest batch, from 0, in whatever hook this is asked."""
         position = self._training().position
         return max(position.epoch - (not position.inside), 0)
+
+    def _ready(self) -> Run:
+        """Return the training where it can be continued, with what its hooks have written and logged."""
+        run = self._training()
+        if not run.is_safe:
+            raise CheckpointError(
+                f"trainer.saver.begin is called in {run.hooks.log.hook or 'a hook'}, where no training can be "
+                "continued. Call it in on_safe_point, or trainer.save_checkpoint, which waits for that."
+            )
+        if not run.engine.state.is_complete:
+            raise CheckpointError("The training state was lost in a step that failed: it cannot be saved.")
+        if run.times.ended is None or run.hooks.live is None:
+            run.hooks.take_writes("trainer.saver.begin")
+        else:
+            run.hooks.live.take_later_writes()
+        log_pending(run)  # first: a checkpoint does not store pending rows
+        check_finite(run, params=True)
+        run.tracing.deliver()
+        return run
+
+    def _next_order(self, path: Place) -> int:
+        """Return an order that is higher than those in a folder; that of process 0 counts."""
+        newest = last_order(path.parent) if jax.process_index() == 0 else 0
+        return max([newest, *(saving.order for saving in self._open if saving.path.parent == path.parent)]) + 1
 
     def _training(self) -> Run:
         if (run := self._fitted()) is None:

@@ -9,9 +9,9 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Resume
+from jaxlit.checkpoints.files import Resume, fitting
 from jaxlit.checkpoints.module_state import load_numbers
-from jaxlit.checkpoints.position import Position
+from jaxlit.checkpoints.position import Position, position_of
 from jaxlit.control import Control
 from jaxlit.core.module import Stage, TrainModule, attach, call_step, is_overridden
 from jaxlit.core.train_state import Precision
@@ -94,13 +94,13 @@ class Session:
         self.control = Control()
         self.position = Position()
         self.results = Results(lambda: self.position.global_step)
-        self.saver = Saver(lambda: self.fitted)
         self.callbacks = trainer_callbacks.callbacks  # the callbacks of the newest run; before it those of the Trainer
         self.config = config
         self.added: list[Callback] = []  # those of them that the run's module has added
         # whether a callback that a module adds takes part
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
         self.folder = RunFolder(settings.default_root_dir)
+        self.saver = Saver(lambda: self.fitted, self.folder)
         self.module: TrainModule | None = None
         self.loaders: Loaders | None = None
         self.current: Run | None = None  # the newest run, from before its first batch on
@@ -154,10 +154,9 @@ class Session:
             load_weights(module)
         with contextlib.ExitStack() as ends:  # from here on what has begun is ended, the newest first
             if resume is not None:
-                if not fits:  # the module keeps its own
-                    for leaf in leaves_of(module):
-                        if not is_array(leaf.value):
-                            ends.callback(leaf.place.set_raw_value, leaf.value)
+                for leaf in () if fits else leaves_of(module):  # the module keeps its own
+                    if not is_array(leaf.value):
+                        ends.callback(leaf.place.set_raw_value, leaf.value)
                 load_numbers(module, resume.checkpoint)
             if fits:
                 self._hold_folder(ends)
@@ -221,7 +220,8 @@ class Session:
             argument = "Trainer(resume=...)"
         checkpoint = resolve_checkpoint(wanted, argument, "resume" if method == "fit" else method, *places)
         # A job that was started again continues from its newest checkpoint, which is further on.
-        weights = resolve_weights(request.init_from, *places) if checkpoint is None else None
+        needs_weights = checkpoint is None or checkpoint.state.get("left_out")  # one of trained_only has no others
+        weights = resolve_weights(request.init_from, *places) if needs_weights else None
         files = [name for c in self.callbacks for name in c.row_files]
         self.folder.claim(files, resume, checkpoint, fitting=method == "fit")
         named = wanted not in ("auto", "last", "best")
@@ -264,9 +264,9 @@ class Session:
         """Note signals from here on, so that the lock is released and checkpoints are finished, and lock the folder."""
         ends.enter_context(interruptible(self.control))
         if any(c.is_logger or c.role == "checkpoint" for c in self.callbacks):
-            lock = self.folder.hold()
-            if lock is not None:  # released after the background writer has finished
-                ends.callback(self.saver.when_written, lock.close)
+            # Released after the background writer has finished.
+            ends.callback(self.saver.when_written, self.folder.hold().close)
+            ends.callback(self.folder.copy)
 
     @contextlib.contextmanager
     def _as_newest_run(self, module: TrainModule) -> Iterator[None]:
@@ -317,7 +317,7 @@ class Session:
             self.control.verbose = True
         position = dataclasses.replace(self.position)
         if resume is not None:
-            position = Position(**resume.checkpoint.state["position"])
+            position = position_of(resume.checkpoint.state)
         if fits:  # an evaluation of a checkpoint leaves the training where it is
             self.position = position
         # Callbacks of the module before go; a ModelCheckpoint of this one replaces the default.
@@ -385,7 +385,8 @@ class Session:
         if stage.method == "fit" and resume is not None:
             # Without these a training is the same: their state is about files.
             silent = ("ModelCheckpoint", "CSVLogger")
-            not_taken = snapshot.load_callbacks(hooks, resume.checkpoint.state)
+            with fitting(resume.checkpoint.path):
+                not_taken = snapshot.load_callbacks(hooks, resume.checkpoint.state)
             ignored = [key for key in not_taken if not key.startswith(silent)]
             if ignored:
                 text = "%s has the state of %s, which is not among the callbacks now."
@@ -421,7 +422,8 @@ class Session:
         data.count(self.control, accumulation.argument)
         is_new = every and epoch == position.epoch and not position.inside and loaders.from_hook("training")
         if resume is not None and not is_new:
-            snapshot.load_loader(source, resume.checkpoint.state)
+            with fitting(resume.checkpoint.path):
+                snapshot.load_loader(source, resume.checkpoint.state)
             position.data = source.begins_at  # until a batch is used, a checkpoint has the place of this one
 
     def _make_engine(self, hooks: Hooks, data: RunData, is_ours: bool) -> Engine:
@@ -440,7 +442,10 @@ class Session:
         options = step_options(settings, hooks, first_example(data))
         precision = Precision(settings.precision)
         arguments = {"precision": precision, "debug": settings.debug, "take_ownership": is_ours}
-        return Engine(module, self.strategy, options, **arguments)
+        engine = Engine(module, self.strategy, options, **arguments)
+        if any(getattr(c, "trained_only", False) for c in hooks.callbacks):
+            engine.left_out()  # hashes the arrays before a checkpoint replaces them, and so that no save does
+        return engine
 
     def _evaluator(self, module: TrainModule, *, is_ours: bool = False) -> Engine:
         """Return an engine that evaluates the module, of the programs of the newest evaluation or fit if they serve."""
@@ -487,7 +492,8 @@ class Session:
             return
         if (resume := run.checkpoints.resume) is not None:
             # Sums and counters go to the device, so not before there is an engine.
-            snapshot.load_run(run, resume.checkpoint.state)
+            with fitting(resume.checkpoint.path):
+                snapshot.load_run(run, resume.checkpoint.state)
             if resume.strict and not resume.reset_optimizer:  # else a rollback could not restore its state
                 run.checkpoints.written.append(resume.checkpoint.path)
             hooks("on_load_checkpoint", dict(resume.checkpoint.state))

@@ -206,7 +206,7 @@ class Trainer(TrainerProperties):
             init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`, or of a file of
                 safetensors or numpy: those that fit by name and shape, while a table names the others. Or a function
                 that gives the built module its weights: `lambda module: jl.load_weights(module, path, rename)`.
-                Ignored where `Trainer(resume="auto")` continues.
+                Where `Trainer(resume="auto")` continues, only what its checkpoint has left out is taken.
             strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.
             reset_optimizer: Begin with a new state of the optimizer, made from the restored weights.
@@ -322,7 +322,7 @@ class Trainer(TrainerProperties):
         return self._session.apply(fn, *inputs)
 
     @takes_only_its_arguments("Trainer.save_checkpoint")
-    def save_checkpoint(self, path: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, *, trained_only: bool = False) -> None:
         """Write a checkpoint of everything, from a hook of `fit` or after it, and wait until it is there.
 
         After a fit it has what was written to the module since, but to random generators. In several processes all must
@@ -332,6 +332,7 @@ class Trainer(TrainerProperties):
         Args:
             path: Its folder; an older checkpoint there is replaced once the new one is complete.
             weights_only: Leave out all but the module's arrays; no training continues from it.
+            trained_only: Leave out the module's arrays that no step changes, see `ModelCheckpoint`.
 
         Raises:
             CheckpointError: It cannot be written, or nothing was trained.
@@ -345,7 +346,7 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.save(path, weights_only=weights_only)
+        self.saver.save(path, weights_only=weights_only, trained_only=trained_only)
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.

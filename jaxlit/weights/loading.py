@@ -14,13 +14,15 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
-from jaxlit.distributed.team import fetch, team
-from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError
+from jaxlit.checkpoints.safetensors import NAMES
+from jaxlit.distributed.team import error_of_all, fetch_once
+from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say
+from jaxlit.sharding import array_of_shards
 from jaxlit.texts import count, is_key, shown
 from jaxlit.variables import is_array, leaves_of
 from jaxlit.version import __version__
-from jaxlit.weights.sources import NAMES, dotted, read_arrays, write_safetensors
+from jaxlit.weights.sources import dotted, read_arrays, write_safetensors
 from jaxlit.weights.weight_rules import Assigned, WeightRule, assign
 
 _logger = logging.getLogger("jaxlit")
@@ -78,9 +80,7 @@ def load_weights(
         ArgumentError: A rule cannot be applied to an array that it matches.
         CheckpointError: A file cannot be read, or the weights do not match; a table lists the leaves and shapes.
     """
-    weights, arrays, assigned, report = {}, {}, Assigned({}, {}, []), LoadedWeights([], [])
-    problem = None
-    try:
+    with error_of_all("loading weights"):
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"load_weights takes a flax.nnx module, got {shown(module)}.")
         check.boolean("strict", strict, owner="load_weights")
@@ -92,9 +92,6 @@ def load_weights(
         arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
         _check(report, assigned, arrays, type(module).__name__, source, strict)
-    except JaxlitError as error:
-        problem = error
-    team().same_error("loading weights", problem)
     loaded = [weights[name] for name, _, _ in report.taken]
     for name, at, _, x in loaded:
         array = place(assigned.arrays[name], x)
@@ -122,8 +119,7 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
         ArgumentTypeError: `module` is not an NNX module, or `path` has another suffix.
         CheckpointError: The file format does not support the dtype of a leaf, or the file cannot be written.
     """
-    leaves, problem = [], None
-    try:
+    with error_of_all("saving weights"):
         if not isinstance(module, nnx.Module):
             raise ArgumentTypeError(f"save_weights takes a flax.nnx module, got {shown(module)}.")
         if not (isinstance(path, (str, os.PathLike)) and str(path).endswith(".safetensors")):
@@ -137,21 +133,19 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
                 raise CheckpointError(
                     f"save_weights: {name} is {x.dtype}, and a safetensors file supports {', '.join(NAMES.values())}."
                 )
-    except JaxlitError as error:
-        problem = error
-    team().same_error("saving weights", problem)
     # The largest items first, so that each array begins at a multiple of its item size.
     leaves.sort(key=lambda leaf: (-leaf[1].dtype.itemsize, leaf[0]))
-    specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (_gathered(x) for _, x in leaves)
-    try:
-        if jax.process_index() == 0:
-            notes = {"format": "np", "module": type(module).__name__, "jaxlit": __version__}
-            write_safetensors(Path(path), specs, arrays, notes)
-    except OSError as error:
-        problem = CheckpointError(f"{path} could not be written: {error}. An existing file is unchanged.")
-    for _ in arrays:  # every process takes part in gathering each array, also after an error in process 0
-        pass
-    team().same_error("saving weights", problem)
+    specs, arrays = [(name, x.shape, np.dtype(x.dtype)) for name, x in leaves], (fetch_once(x) for _, x in leaves)
+    with error_of_all("saving weights"):
+        try:
+            if jax.process_index() == 0:
+                notes = {"format": "np", "module": type(module).__name__, "jaxlit": __version__}
+                write_safetensors(Path(path), specs, arrays, notes)
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written: {error}. An existing file is unchanged.") from error
+        finally:
+            for _ in arrays:  # every process takes part in gathering each array, also after an error in process 0
+                pass
 
 
 def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
@@ -202,26 +196,11 @@ def place(source: Any, like: Any) -> jax.Array:
     # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(read((slice(None),) * like.ndim))
-    shards = {}  # devices with the same shard share one read
-
-    def shard(index: Any) -> np.ndarray:
-        if (key := str(index)) not in shards:
-            shards[key] = read(index)
-        return shards[key]
-
-    return jax.make_array_from_callback(like.shape, like.sharding, shard)
+    return array_of_shards(like.shape, like.sharding, read)
 
 
 def _shown_source(source: Any) -> str:
     return str(source) if isinstance(source, (str, Path)) else f"a mapping of {len(source)} names"
-
-
-def _gathered(x: Any) -> np.ndarray:
-    """Return an entire array on the host; jax would keep the copy of the module's own array as long as it lives."""
-    if isinstance(x, jax.Array):
-        parts = [shard.data for shard in x.addressable_shards]
-        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
-    return fetch(x)
 
 
 class Weight(NamedTuple):

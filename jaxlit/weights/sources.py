@@ -1,12 +1,8 @@
-"""Read weights from files and mappings, as numpy arrays by name; and read and write safetensors files.
-
-A safetensors file has eight bytes for the length of a JSON header, the header, and the bytes of all arrays.
-"""
+"""Read weights from files and mappings, as numpy arrays by name; and write files of them."""
 
 import json
 import math
 import os
-import secrets
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,22 +15,12 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.remote import local, names_in
+from jaxlit.checkpoints.places import fetched, place_of, replacing
+from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.texts import keys_of, shown
 
-DTYPES = {
-    "BOOL": np.dtype(np.bool_),
-    **{f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (1, 2, 4, 8)},
-    **{f"F{8 * n}": np.dtype(f"f{n}") for n in (2, 4, 8)},
-    "C64": np.dtype(np.complex64),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-}
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _INDEX = ".safetensors.index.json"
 _SUFFIXES = (".safetensors", _INDEX, ".npz")
 
@@ -60,7 +46,7 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
     source = _file_of(os.fspath(source))
-    path = Path(local(source, "file"))
+    path = fetched(source)
     if not path.exists():
         folder = "" if path.is_absolute() else f" in {Path.cwd()}"
         raise CheckpointError(f"load_weights: there is no file {path}{folder}.")
@@ -81,7 +67,7 @@ def _file_of(source: str) -> str:
     """Return the file with the weights of a folder as the Hugging Face hub has it, or the source."""
     if is_weights_file(source):
         return source
-    names = names_in(source) if check.is_url(source) else os.listdir(source) if os.path.isdir(source) else []
+    names = [path.name for path in place_of(source).iterdir()] if check.is_url(source) or os.path.isdir(source) else []
     known = [f"model{suffix}" for suffix in (_INDEX, ".safetensors") if f"model{suffix}" in names]
     return os.path.join(source, known[0]) if known else source
 
@@ -89,7 +75,7 @@ def _file_of(source: str) -> str:
 def _read_sharded(path: Path, folder: str) -> dict[str, np.ndarray]:
     try:
         files = json.loads(path.read_text())["weight_map"]
-        paths = {file: Path(local(os.path.join(folder, Path(file).name), "file")) for file in {*files.values()}}
+        paths = {file: fetched(os.path.join(folder, Path(file).name)) for file in {*files.values()}}
         parts = {file: read_safetensors(path) for file, path in paths.items()}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -137,67 +123,13 @@ def _numpy(name: str, x: Any) -> np.ndarray:
     return array
 
 
-_MOST_HEADER = 100_000_000  # bytes, the limit of the safetensors library
-
-
-def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a file by name, memory-mapped: only the parts that are used are read from disk."""
-    problem = "its header is damaged"
-    try:
-        data = np.memmap(path, np.uint8, mode="r")
-        length = int.from_bytes(data[:8].tobytes(), "little")
-        if not 2 <= length <= min(_MOST_HEADER, len(data) - 8):
-            raise ValueError
-        header = json.loads(data[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        data, arrays = data[8 + length :], {}
-        spans = []
-        for name, entry in header.items():
-            problem = f"the entry of {name} in its header is damaged"
-            kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-            problem = f"{name} has the dtype {kind!r:.20}, which jax does not support"
-            dtype = DTYPES[kind]
-            problem = f"the bytes of {name} do not match its shape, or are missing. Download the file again"
-            if min([start, *shape]) < 0 or stop - start != math.prod(shape) * dtype.itemsize:
-                raise ValueError
-            arrays[name] = data[start:stop].view(dtype).reshape(shape)
-            spans.append((start, stop))
-        problem, end = "its arrays are not contiguous up to the end of the file", 0
-        for start, stop in sorted(spans):
-            if start != end:
-                raise ValueError
-            end = stop
-        if end != len(data):
-            raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        problem = str(error) if isinstance(error, OSError) else problem
-        raise CheckpointError(f"{path} cannot be read as a safetensors file: {problem}.") from error
-    return arrays
-
-
 def write_safetensors(
     path: Path,
-    specs: Sequence[tuple[str, tuple[int, ...], np.dtype[Any]]],
+    specs: Sequence[Spec],
     arrays: Iterable[np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
     """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete."""
-    header: dict = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, shape, dtype in specs:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # arrays begin at multiples of eight bytes
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for array in arrays:
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as part, part.open("wb") as file:
+        write(file, specs, arrays, metadata)

@@ -1,5 +1,6 @@
 """A stand-in for the Trainer: what callbacks read, with values that a test sets."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ class StandInTrainer:
         self.strategy = SimpleNamespace(describe=lambda: "DDP on mesh data=8", mesh=mesh, num_processes=1, notes={})
         self.is_global_zero, self.data_wait, self.compile_seconds = True, 0.0, {}
         self.callbacks, self.loggers, self.checkpoint_callbacks = [], [], []
+        self.saver = SimpleNamespace(root=Path(run_dir).absolute())
         vars(self).update(attributes)
 
     def stop(self, reason, final=True):

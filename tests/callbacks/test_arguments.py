@@ -40,7 +40,7 @@ WRONG: list[tuple[str, tuple[Any, ...], str]] = [
         "True or False",
         (1, None, "yes"),
         "GradientNorm.per_parameter ModelCheckpoint.save_last ModelCheckpoint.save_on_exception "
-        "ModelCheckpoint.save_weights_only",
+        "ModelCheckpoint.save_weights_only ModelCheckpoint.trained_only",
     ),
     ("name of a", ("", 3), "EarlyStopping.monitor ModelCheckpoint.monitor ReduceLROnPlateau.monitor"),
     ("'min', 'max'", ("auto",), "EarlyStopping.mode ModelCheckpoint.mode ReduceLROnPlateau.mode"),

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyte
@@ -85,14 +86,13 @@ def fit(trainer, *vals):
 
 
 def monitoring(trainer, monitor="val/loss", mode="min", best=None, last=None):
-    """Give a Trainer a ModelCheckpoint that has written checkpoints of these steps, or nothing yet."""
-    checkpoint = ModelCheckpoint(monitor=monitor, mode=mode)
-    trainer.checkpoint_callbacks = trainer.callbacks = [checkpoint]
+    """Give a Trainer the like of a ModelCheckpoint that has written checkpoints of these steps, or nothing yet."""
     place = lambda step: str(trainer.run_dir / "checkpoints" / f"step_{step:08d}")  # noqa: E731
+    checkpoint = SimpleNamespace(monitor=monitor, mode=mode, best_model_path="", best_model_score=None)
     if best is not None:
-        checkpoint.best_k_models = {place(best[0]): best[1]}
-    if last is not None:
-        checkpoint.last_model_path = place(last)
+        checkpoint.best_model_path, checkpoint.best_model_score = place(best[0]), best[1]
+    checkpoint.last_model_path = "" if last is None else place(last)
+    trainer.checkpoint_callbacks = trainer.callbacks = [checkpoint]
 
 
 def epoch_lines(capsys, start="epoch "):

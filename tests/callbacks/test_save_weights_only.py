@@ -1,6 +1,5 @@
 """Checkpoints with the module's arrays alone: for evaluations and new trainings, never to continue from."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from flax import nnx
 from kit.batches import random
 from kit.by_hand import assert_same, params_of
+from kit.checkpoints import state_of
 from kit.modules import Net
 from kit.trainers import fit, splitting, thinned
 
@@ -28,7 +28,7 @@ def trained(*callbacks: jl.Callback, strategy: Any = "single", **given: Any) -> 
 
 
 def names(path: Path) -> list[str]:
-    return [name for name, _, _ in json.loads((path / "state.json").read_text())["arrays"]]
+    return [name for name, _, _ in state_of(path)["arrays"]]
 
 
 def test_it_has_the_arrays_of_the_module_alone() -> None:

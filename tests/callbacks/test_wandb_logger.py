@@ -181,7 +181,7 @@ def test_an_error_marks_the_run_as_failed(capsys):
 def test_a_failure_ends_training_if_asked():
     gone = hooks(on_checkpoint_saved=lambda t, m, callback, path: path.rename("away"))
     trainer = trainer_of(gone, WandbLogger(offline=True, log_model=True, on_error="raise"), ModelCheckpoint())
-    refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "could not finish run .*No such file")
+    refuses(jl.errors.JaxlitError, lambda: run_stage(trainer), "could not finish run .*MANIFEST.json is missing")
 
 
 def test_after_a_fit_there_is_still_its_run(capfd):

@@ -194,7 +194,7 @@ def test_a_killed_training_goes_on_in_its_run(tmp_path):
         (again,) = start(fit_or_go_on, tmp_path, log_to=backend)
         assert (again.code, again.errors) == (0, ""), again.output + again.errors
     ((name, run),) = backend.runs.items()
-    (state, *_) = tmp_path.glob("run/checkpoints/step_*/state.json")
+    (state, *_) = tmp_path.glob("run/checkpoints/step_*/*/state.json")
     assert json.loads(state.read_text())["callbacks"]["WandbLogger"] == {"id": name}
     assert (run.sessions, run.resumed, run.exit_code) == (2, True, 0)
     lines, rows = lines_of(tmp_path / "run"), joined(rows_of(run))

@@ -1,118 +1,144 @@
-"""What state.json may hold: numbers and names of the right kind, or it is refused by the place."""
+"""What state.json may hold: whatever does not fit is one error before the first step, or the one before is taken."""
 
 import copy
+import itertools
+import json
 import shutil
-from dataclasses import fields
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from kit.checkpoints import OLDER, edit, names, put, state_of, train
+from kit.batches import random
+from kit.checkpoints import NEWER, OLDER, bytes_of, data_of, edit, keep_all, names, put, seal, state_of, train
+from kit.journal import hooks
+from kit.modules import Linear
+from kit.refusals import warnings_of
+from kit.trainers import BARE, fit, thinned
 
-from jaxlit.checkpoints.position import Position, check_state
 from jaxlit.errors import CheckpointError, DataError
 
 SECTIONS = "format accumulate global_step epoch position loaders arrays optimizer metrics latest"
 SECTIONS += " results log callbacks datamodule module strategy window_replicas processes"
-# Of the kinds above, those that a section may be.
-RIGHT = {f"{section} none" for section in ("latest", "window_replicas")}
-RIGHT |= {f"{section} text" for section in ("optimizer", "strategy")} | {"datamodule object"}
-RIGHT |= {f"{section} number" for section in ("accumulate", "window_replicas", "processes")}
+READ = (
+    "position",
+    "arrays",
+    "epoch",
+    "global_step",
+    "loaders",
+    "callbacks",
+    "module",
+    "processes",
+)  # by all that reads
+LEFT_OUT = object()
+WRONG = (LEFT_OUT, None, "x", [7], {"x": 7}, 7, -1, 0.5, 10**30, [[["x"]]], ["a", {}])
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A checkpoint after the first epoch; tests work on copies."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two epochs; tests work on copies."""
     root = tmp_path_factory.mktemp("trained") / "run"
-    train(root, 1)
-    return root / "checkpoints" / OLDER
+    train(root, 2, keep_all())
+    return root
 
 
 @pytest.fixture
-def folder(trained):
-    """A copy of the checkpoint, the only one of its run."""
-    return Path(shutil.copytree(trained.parents[1], "run")) / "checkpoints" / OLDER
-
-
-def refused(state, where):
-    with pytest.raises(CheckpointError, match=f"^here{where}"):
-        check_state(state, "here")
+def newest(trained: Path) -> Path:
+    return Path(shutil.copytree(trained, "run")) / "checkpoints" / NEWER
 
 
 @pytest.fixture
-def state(trained):
-    return state_of(trained)
+def folder(newest: Path) -> Path:
+    """The only checkpoint of its run."""
+    shutil.rmtree(newest)
+    return newest.with_name(OLDER)
 
 
-def test_the_schema_has_all_sections_and_allows_others(state):
-    assert set(state) == set(SECTIONS.split())
-    check_state(state | {"mine": object()}, "here")
+def test_a_state_has_these_sections(trained: Path) -> None:
+    assert set(state_of(trained / "checkpoints" / NEWER)) == set(SECTIONS.split())
 
 
-def test_a_missing_or_wrong_section_is_refused_by_name(state):
-    for section in SECTIONS.split():
-        for kind, wrong in {"none": None, "list": [7], "text": "x", "number": 7, "object": {"x": 7}}.items():
-            if f"{section} {kind}" in RIGHT:
-                check_state(state | {section: wrong}, "here")
-            elif section == "format":
-                refused(state | {section: wrong}, " is of format")
-            elif section in ("global_step", "epoch") and kind == "number":
-                refused(state | {section: wrong}, f" has two values of '{section}', 7 and")
-            else:
-                refused(state | {section: wrong}, rf"\['{section}'\].* is .*which no checkpoint has there")
-        less = {key: value for key, value in state.items() if key != section}
-        refused(less, " is of format 1" if section == "format" else f" has no '{section}'")
+def paths(value: Any, depth: int = 5) -> Iterator[tuple[Any, ...]]:
+    """Return the paths of keys to all that is inside a JSON value."""
+    members = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inside in members:
+        yield (key,)
+        yield from [(key, *path) for path in (paths(inside, depth - 1) if depth > 1 else ())]
 
 
-def test_a_position_that_cannot_be_is_refused(state):
-    for member in [f.name for f in fields(Position) if f.name not in ("data", "cut")]:
-        right = state["position"].pop(member)
-        refused(state, r"\['position'\] is ")
-        for wrong in (None, "x", [], -1, 0.5, 10**30, float("nan"), True if member not in ("over", "validated") else 1):
-            state["position"][member] = wrong
-            refused(state, rf"\['position'\]\['{member}'\] is ")
-        state["position"][member] = right
+def changed(state: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """Return a state with another value at a path of keys, or without it."""
+    state = copy.deepcopy(state)
+    inside: Any = state
+    for key in path[:-1]:
+        inside = inside[key]
+    if value is LEFT_OUT:
+        del inside[path[-1]]
+    else:
+        inside[path[-1]] = value
+    return state
 
 
-STATES, NOTE = ("loaders", "training", "states"), {"step": 1, "epoch": 0, "batches": [1, 2], "optimizer": []}
-INSIDE = [
-    (put("loaders", value={}), r"\['loaders'\] is {}"),
-    (put(*STATES, value=[]), r"\['loaders'\] is "),
-    (put(*STATES, 0, value=7), r"\['loaders'\]\['training'\]\['states'\]\[0\] is 7"),
-    (put(*STATES, 0, "epoch", value="x"), r".*\['epoch'\] is 'x'"),
-    (put(*STATES, 0, "fingerprint", value=7), r".*\['fingerprint'\] is 7"),
-    (put("latest", "shape", value=[-2, -3]), r"\['latest'\]\['shape'\]\[0\] is -2"),
-    (put("latest", "data", value=7), r"\['latest'\]\['data'\] is 7"),
-    (put("metrics", 0, value={"name": 7}), r"\['metrics'\]\[0\] is "),
-    (put("metrics", 0, "reduce_fx", value="median"), r"\['metrics'\]\[0\]\['reduce_fx'\] is 'median'"),
-    (put("metrics", 0, "on_epoch", value=1), r"\['metrics'\]\[0\]\['on_epoch'\] is 1"),
-    (put("results", 0, value=["a", {}, "b", None]), r"\['results'\]\[0\] is "),
-    (put("log", "window", value=[["a", {"metric": {}}]]), r"\['log'\]\['window'\]\[0\]\[1\] is "),
-    (put("callbacks", "ModelCheckpoint", value=7), r"\['callbacks'\]\['ModelCheckpoint'\] is 7"),
-    (put("module", value={"hparams": {}}), r"\['module'\] is "),
-    (put("hyperparams", value={"learning_rate": "0.1"}), r"\['hyperparams'\]\['learning_rate'\] is "),
-    (put("arrays", 1, value=["module.bias", [1]]), r"\['arrays'\]\[1\] is "),
-    (put("arrays", 1, 0, value=None), r"\['arrays'\]\[1\]\[0\] is None"),
-    *[(put("arrays", 1, 1, value=x), r"\['arrays'\]\[1\]\[1\]") for x in ([-3], [4.5], "333", None, [2**53])],
-    (lambda state: state["arrays"].append(state["arrays"][1]), r"\['arrays'\] is .*no checkpoint"),
-    *[(put("not_finite", value=NOTE | x), r"\['not_finite'\]") for x in ({"step": -1}, {"batches": [1]}, {"more": 1})],
-]
+def resume(path: Path) -> None:
+    began: list[int] = []
+    watch = hooks(on_train_batch_start=lambda t, *_: began.append(t.global_step))
+    try:
+        train("other", 3, watch, resume=path, **BARE)
+    except CheckpointError:
+        assert began == []
+        raise
 
 
-def test_what_is_wrong_inside_a_section_is_refused_by_its_place(state):
-    for change, where in INSIDE:
-        changed = copy.deepcopy(state)
-        change(changed)
-        refused(changed, where)
+USES: dict[str, Callable[[Path], Any]] = {
+    "resume": resume,
+    "load_from_checkpoint": lambda path: Linear.load_from_checkpoint(path),
+    "best": lambda path: Linear.load_from_checkpoint(path.parent / "best"),
+    "init_from": lambda path: fit(Linear(), random(1), None, init_from=path, **BARE),
+}
+SHARES = 40
+OFTEN = [("resume", "sections"), ("load_from_checkpoint", "sections"), ("best", "sections"), ("init_from", 0)]
 
 
-def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder):
+@pytest.mark.parametrize(
+    ("use", "share"),
+    thinned(itertools.product(USES, ("sections", *range(SHARES))), *OFTEN, full=()),
+)
+def test_what_does_not_fit_is_one_error_before_a_step(use: str, share: Any, newest: Path) -> None:
+    """Each member of the state, and what is inside of it, is left out, or of another kind; or it is not used."""
+    state, refused = state_of(newest), 0
+    every = [x for x in itertools.product(paths(state), WRONG) if x[0][:2] != ("module", "hparams") or len(x[0]) == 2]
+    assert len(every) > 1000
+    sections = [((name,), wrong) for name in SECTIONS.split() for wrong in WRONG[:3]]
+    for path, value in sections if share == "sections" else every[share::SHARES]:
+        (data_of(newest) / "state.json").write_text(json.dumps(changed(state, path, value)))
+        seal(newest)
+        try:
+            USES[use](newest)
+        except (CheckpointError, DataError):
+            refused += 1
+        shutil.rmtree("other", ignore_errors=True)
+    assert refused > 10 or share != "sections" or use == "best"  # which takes the one before
+
+
+@pytest.mark.parametrize("section", thinned(READ, *READ[:2], full=READ[2:]))
+def test_the_one_before_is_taken_if_it_does_not_fit(section: str, newest: Path, caplog) -> None:
+    (data_of(newest) / "state.json").write_text(json.dumps(changed(state_of(newest), (section,), LEFT_OUT)))
+    seal(newest)
+    whole = bytes_of(train("whole", 3))
+    trainer = train("run", 3, keep_all(), resume="auto")
+    assert trainer.global_step == 9 and bytes_of(trainer) == whole
+    (told,) = warnings_of(caplog)
+    assert told.startswith("A newer checkpoint was skipped.") and f"{newest}: its state is" in told
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder: Path) -> None:
     edit(folder, lambda state: state.pop("format"))
-    words = r"state\.json.* is of format 1, .* reads format 3\. Continue from it with"
+    words = r"its state is of format 1, .* reads format 3\. Continue from it with"
     with pytest.raises(CheckpointError, match=words):
         train("run", 2, resume=folder)
 
 
-SAVER = ("callbacks", "ModelCheckpoint")
+STATES, SAVER = ("loaders", "training", "states"), ("callbacks", "ModelCheckpoint")
 
 
 @pytest.mark.parametrize(
@@ -123,8 +149,8 @@ SAVER = ("callbacks", "ModelCheckpoint")
         (put(*STATES, 0, "at", value={"x": 1}), DataError, r"position {'x': 1} is not one of this loader's kind"),
         (put("latest", "data", value="!!!"), CheckpointError, r"0 bytes for an array of shape \(2, 4\)"),
         (put("latest", "shape", value=[2**40, 2**40]), CheckpointError, r"32 bytes for an array of shape \(1099511"),
-        (put(*SAVER, "best_k_models", value=7), CheckpointError, r"ModelCheckpoint\.load_state_dict cannot .*Type"),
-        (put(*SAVER, "last_model", value=["../out"]), CheckpointError, "cannot load .*TypeError"),
+        (put(*SAVER, "checkpoints", value=7), CheckpointError, r"ModelCheckpoint\.load_state_dict cannot .*Type"),
+        (put(*SAVER, "checkpoints", 0, 0, value=["../out"]), CheckpointError, "cannot load .*TypeError"),
     ],
 )
 def test_a_lie_of_the_right_kind_is_refused_by_the_resume(change, error, words, folder):
@@ -138,8 +164,8 @@ def test_forged_names_in_a_state_delete_nothing_else(folder):
     victim = Path("run/victim").absolute()
     victim.mkdir()
     (victim / "file").write_text("precious")
-    told = {"last_model": "../victim", "newest_finite": str(victim), "best_model": "step_00000003/../../victim"}
-    told |= {"replaced": [*told.values()]}
+    forged = ["../victim", str(victim), "step_00000003/../../victim"]
+    told = {"checkpoints": [[name, 3, None, True] for name in forged], "replaced": forged, "best_model": forged[0]}
     edit(folder, lambda state: state["callbacks"]["ModelCheckpoint"].update(told))
     train("run", 2, resume="auto")
-    assert (victim / "file").read_text() == "precious" and names() == [OLDER, "step_00000006"]
+    assert (victim / "file").read_text() == "precious"

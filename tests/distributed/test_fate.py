@@ -54,12 +54,13 @@ class Rows:
 class Net(jl.TrainModule):
     def __init__(self) -> None:
         self.w, is_large = nnx.Param(jnp.ones(3)), os.environ["FAULT"].startswith("disk")
-        self.large = nnx.Param(jnp.ones(2**20 if is_large else 1))
+        size = 2**20 if is_large else 1
+        self.large = nnx.List([nnx.Param(jnp.ones(size)) for _ in range(2)])  # of which each process saves one
 
     def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
         if fault_here()[0] == "compile":
             raise TypeError("no such layer")
-        return jnp.mean(batch["x"] @ self.w[...]) + jnp.mean(self.large[...])
+        return jnp.mean(batch["x"] @ self.w[...]) + sum(jnp.mean(x[...]) for x in self.large)
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         if fault_here()[0] == "configure_optimizers":

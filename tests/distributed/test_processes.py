@@ -4,7 +4,6 @@ What they tell each other is tested with threads: test_team.py, tests/data/test_
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from kit.batches import Stream, sized
-from kit.checkpoints import names
+from kit.checkpoints import data_of, names, state_of
 from kit.inside import key_value_store, position_of
 from kit.journal import Batches, Losses, hooks
 from kit.modules import Mean, Net
@@ -169,7 +168,7 @@ def meet():
     given = BARE | {"strategy": "ddp", "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": folder}
     words = error_of(lambda: make_trainer(**given).fit(Scale(), jl.ArrayLoader(data, 16)))
     team().agree("it is written", None)
-    state = json.loads((folder / "checkpoints" / "step_00000001" / "state.json").read_text())
+    state = state_of(folder / "checkpoints" / "step_00000001")
     say("bad", [words, state["not_finite"]])
     same = [rows(8), rows(8)]
     make_trainer(strategy="ddp", **BARE).fit(Scale(), same)  # which ends both
@@ -218,12 +217,12 @@ def work():
     team().agree("it is there", None)
     if jax.process_index() == 0:
         shutil.copytree(newest, root / "step_00000099")
-        state = root / "step_00000099" / "state.json"
+        state = data_of(root / "step_00000099") / "state.json"
         state.write_bytes(state.read_bytes().replace(b"8", b"9", 1))
     team().agree("it is damaged", None)
     trainer = make_trainer(strategy=splitting("fsdp"), max_epochs=2, accumulate_grad_batches=2, **BARE)
     trainer.fit(Slow(16, 0, 0.2, rngs=nnx.Rngs(0)), shuffled(), ckpt_path=root)
-    say("step", [trainer.global_step, json.loads((newest / "state.json").read_text())["global_step"]])
+    say("step", [trainer.global_step, state_of(newest)["global_step"]])
     say("refused", error_of(lambda: train_window("ddp", resume=Path("..") / "of_one" / "own", loader=of_own_rows())))
 
 

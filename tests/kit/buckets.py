@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,12 @@ URL = "bucket://runs/net"
 
 
 class Bucket(MemoryFileSystem):
-    """A bucket in memory that notes what is done in it, and calls `meet(operation, path)` then."""
+    """A bucket in memory that notes what is done in it, and calls `meet(operation, path)` before it is done."""
 
     protocol, cachable = "bucket", False
     store: dict[str, Any] = {}  # noqa: RUF012 - of all of them, as fsspec's own
     pseudo_dirs: list[str] = [""]  # noqa: RUF012
     log: list[tuple[str, str]] = []  # noqa: RUF012
-    changed = threading.Condition()
     meet: Callable[[str, str], None] = staticmethod(lambda operation, path: None)
 
     @classmethod
@@ -33,49 +31,20 @@ class Bucket(MemoryFileSystem):
 
     @classmethod
     def _note(cls, operation: str, path: str) -> None:
-        with cls.changed:
-            cls.log.append((operation, path))
-            cls.changed.notify_all()
+        cls.log.append((operation, path))
         cls.meet(operation, path)
 
-    @classmethod
-    def wait_for(cls, operation: str, text: str) -> None:
-        """Wait until an operation on a path with a text begins."""
-        with cls.changed:
-            assert cls.changed.wait_for(lambda: any(o == operation and text in path for o, path in cls.log), 60)
+    def _open(self, path: str, mode: str = "rb", **named: Any) -> Any:
+        self._note("get" if mode == "rb" else "put", path)  # which `put_file` and `pipe_file` come to as well
+        return super()._open(path, mode, **named)
 
-    def put_file(self, lpath: Any, rpath: Any, *args: Any, **named: Any) -> None:
-        self._note("put", rpath)
-        super().put_file(lpath, rpath, *args, **named)
-
-    def pipe_file(self, path: Any, value: Any, *args: Any, **named: Any) -> None:
-        self._note("put", path)
-        super().pipe_file(path, value, *args, **named)
-
-    def get_file(self, rpath: Any, lpath: Any, *args: Any, **named: Any) -> None:
-        self._note("get", rpath)
-        super().get_file(rpath, lpath, *args, **named)
+    def cat_file(self, path: str, *arguments: Any, **named: Any) -> Any:
+        self._note("get", path)
+        return super().cat_file(path, *arguments, **named)
 
     def rm_file(self, path: Any) -> None:
         self._note("remove", path)
         super().rm_file(path)
-
-
-class WaitsForCopies(jl.Callback):
-    """Waits until a checkpoint is being copied, all or that of one step, before a newer one can take its place."""
-
-    def __init__(self, step: int | None = None) -> None:
-        self.step, self.name = step, ""
-
-    def on_checkpoint_saved(self, trainer: jl.Trainer, module: Any, callback: Any, path: Path) -> None:
-        self.name = path.name if self.step is None or path.name.endswith(f"{self.step}") else ""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.name:
-            Bucket.wait_for("put", self.name)
-
-    def on_train_end(self, trainer: jl.Trainer, module: Any) -> None:
-        self.on_train_batch_end()
 
 
 def make_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -93,14 +62,20 @@ def replace(machine: Path) -> None:
 
 
 def in_bucket(url: str = URL) -> dict[str, bytes]:
-    """Return the files of a run in a bucket."""
+    """Return the files of a run in a bucket, without claims."""
     fs, base = fsspec.core.url_to_fs(url)
-    return {os.path.relpath(path, base): fs.cat_file(path) for path in fs.find(base)}
+    paths = [path for path in fs.find(base) if "/." not in path.removeprefix(base)]
+    return {os.path.relpath(path, base): fs.cat_file(path) for path in paths}
+
+
+def rows_in_bucket(url: str = URL) -> dict[str, bytes]:
+    """Return those that are of no checkpoint."""
+    return {name: data for name, data in in_bucket(url).items() if not name.startswith("checkpoints/")}
 
 
 def in_folder(folder: Path) -> dict[str, bytes]:
     """Return the files in a folder, without locks."""
-    files = [x for x in folder.rglob("*") if x.is_file() and (not x.name.startswith(".") or x.name == ".mirror")]
+    files = [x for x in folder.rglob("*") if x.is_file() and not x.name.startswith(".")]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 

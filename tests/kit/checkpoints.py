@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,15 @@ def bytes_of(trainer: jl.Trainer) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in leaves]
 
 
+def data_of(path: str | Path) -> Path:
+    """Return the folder with a checkpoint's files, which has a name of its own."""
+    (folder,) = [x for x in Path(path).iterdir() if re.fullmatch("data-[0-9a-f]{8}", x.name)]
+    return folder
+
+
 def state_of(path: str | Path) -> dict[str, Any]:
     """Return what a checkpoint keeps beside its arrays."""
-    return json.loads((Path(path) / "state.json").read_text())
+    return json.loads((data_of(path) / "state.json").read_text())
 
 
 def names(folder: str | Path = "run/checkpoints") -> list[str]:
@@ -66,7 +73,7 @@ def seal(folder: Path, entries: dict[str, Any] | None = None, **changed: Any) ->
     """Write a manifest that fits the files, with some entries and members as told."""
     result = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     files = {name: entry_of(path.read_bytes()) for name, path in result.items() if name != "MANIFEST.json"}
-    body = {"format": "jaxlit", "format_version": 1, "order": 1, "files": files | (entries or {})} | changed
+    body = {"format": "jaxlit", "format_version": 2, "order": 1, "files": files | (entries or {})} | changed
     body["digest"] = hashlib.sha256(canonical(body)).hexdigest()
     (folder / "MANIFEST.json").write_bytes(canonical(body))
 
@@ -75,7 +82,7 @@ def edit(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change what state.json says, and seal the checkpoint again."""
     state = state_of(folder)
     change(state)
-    (folder / "state.json").write_text(json.dumps(state))
+    (data_of(folder) / "state.json").write_text(json.dumps(state))
     seal(folder)
 
 

@@ -16,7 +16,6 @@ WITH_ARGUMENTS: dict[str, Callable[[], jl.Callback]] = {
     "EarlyStopping": lambda: cb.EarlyStopping("loss", check_on_train_epoch_end=True),
     "GradientAccumulationScheduler": lambda: cb.GradientAccumulationScheduler({0: 1, 9: 2}),
     "LambdaCallback": lambda: cb.LambdaCallback(on_train_epoch_end=lambda trainer, module: None),
-    "Mirror": lambda: cb.Mirror("memory://costs"),
     "ModelCheckpoint": lambda: cb.ModelCheckpoint(every_n_train_steps=1000),
     "PredictionWriter": lambda: cb.PredictionWriter("predictions"),
     "Profiler": lambda: cb.Profiler(1000),

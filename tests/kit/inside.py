@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,14 +91,14 @@ def key_value_store() -> Any:
 def hashes() -> Iterator[list[tuple[str, int]]]:
     """Yield a list that gets the path and the size of each file that is read for its hash."""
     result: list[tuple[str, int]] = []
-    hash_of = files._hash
+    hash_of = files._digest
 
-    def noting(path: Path) -> str:
+    def noting(path: Any) -> str:
         result.append((str(path), path.stat().st_size))
         return hash_of(path)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_hash", noting)
+        patch.setattr(files, "_digest", noting)
         yield result
 
 

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from kit.faults import Crash, faults
-from kit.inside import files
 from kit.refusals import refuses
-
-fsynced = files.write  # which puts what it writes onto the disk
 
 
 def do_everything(folder):
@@ -28,7 +25,9 @@ def do_everything(folder):
     (folder / "inner").mkdir()
     (folder / "inner" / "f").write_bytes(b"1")
     shutil.rmtree(folder / "inner")
-    fsynced(folder / "e", b"3")
+    with (folder / "e").open("wb") as file:
+        file.write(b"3")
+        os.fsync(file)
     # Reading is no change.
     (folder / "e").read_bytes()
     os.close(os.open(folder / "e", os.O_RDONLY))

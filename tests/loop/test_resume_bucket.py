@@ -1,4 +1,4 @@
-"""A process that dies while it copies to a bucket, and its machine with it, is continued by another one."""
+"""A process that dies while it writes to a bucket, and its machine with it, is continued by another one."""
 
 import os
 import shutil
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from kit.buckets import checkpoints
+from kit.buckets import checkpoints, in_bucket
 from kit.processes import launch
 from kit.resume_model import fit, make_trainer
 from kit.resume_runs import problems_of, write_final
 
 import jaxlit as jl
+from jaxlit.checkpoints.places import RemotePath
 
 EPOCHS, EVERY, CUT = 2, 2, 10  # optimizer steps between checkpoints, and the one whose copy is cut
 
@@ -33,31 +33,31 @@ def whole() -> None:
 
 
 def killed() -> None:
-    put = LocalFileSystem.put_file
+    put = RemotePath.put
 
-    def put_or_die(self: Any, here: str, there: str, **named: Any) -> None:
-        if f"step_{CUT:08d}" in there and Path(there).parent.parent.name == "arrays":
+    def put_or_die(self: RemotePath, source: Any) -> None:
+        if f"step_{CUT:08d}" in str(self) and self.name == "state.json":
             os.kill(os.getpid(), signal.SIGKILL)
-        put(self, here, there, **named)
+        put(self, source)
 
-    LocalFileSystem.put_file = put_or_die
-    train(Path("cut"), 0, default_root_dir=f"file://{Path.cwd()}/bucket")
+    RemotePath.put = put_or_die
+    train(Path("cut"), 0, default_root_dir=f"dir::file://{Path.cwd()}/bucket")
 
 
 def resumed() -> None:
-    train(Path("cut"), 1, default_root_dir=f"file://{Path.cwd()}/bucket")
+    train(Path("cut"), 1, default_root_dir=f"dir::file://{Path.cwd()}/bucket")
 
 
 @pytest.mark.full
-def test_a_machine_dies_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_dies_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine"))
     (first,) = launch(whole, tmp_path, count=1, join=False)
     assert first.code == 0, first.errors
     (died,) = launch(killed, tmp_path, count=1, join=False)
     assert died.code == -signal.SIGKILL, died.errors
-    url = f"file://{tmp_path}/bucket"
-    part = [path for path in (tmp_path / "bucket" / "checkpoints" / f"step_{CUT:08d}").rglob("*") if path.is_file()]
-    assert part and f"step_{CUT:08d}" not in checkpoints(url)
+    url = f"dir::file://{tmp_path}/bucket"
+    assert [name for name in in_bucket(url) if name.startswith(f"checkpoints/step_{CUT:08d}")]
+    assert f"step_{CUT:08d}" not in checkpoints(url)
     assert checkpoints(url)
     shutil.rmtree(tmp_path / "machine")
     (last,) = launch(resumed, tmp_path, count=1, join=False)
@@ -66,4 +66,4 @@ def test_a_machine_dies_while_it_copies(tmp_path: Path, monkeypatch: pytest.Monk
     assert problems.pop("lost") >= EVERY
     assert problems == {}
     assert checkpoints(url) == ["step_00000016"]
-    assert (tmp_path / "bucket" / "metrics.csv").read_bytes() == (tmp_path / "whole" / "metrics.csv").read_bytes()
+    assert in_bucket(url)["metrics.csv"] == (tmp_path / "whole" / "metrics.csv").read_bytes()

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from kit.batches import numbered, random
+from kit.checkpoints import data_of
 from kit.compiles import compiles
 from kit.modules import module
 from kit.processes import launch
@@ -65,7 +66,7 @@ def two_epochs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a population that was trained for two epochs, with a checkpoint of each."""
     folder = tmp_path_factory.mktemp("two_epochs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxlit.populations.fit_many.remove", lambda path: None)
+        patch.setattr("jaxlit.checkpoints.files.remove", lambda path: None)
         population(default_root_dir=folder, max_epochs=2)
     return folder
 
@@ -109,14 +110,15 @@ def test_the_newest_checkpoint_is_kept(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_passed_over(whole: Any, run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     damaged = run_dir / "population" / "step_00000012"
     later = Path(shutil.copytree(damaged, damaged.with_name("step_00000099")))  # which no later one replaces
-    (later / "MANIFEST.json").unlink()
-    (damaged / "state.json").write_text((damaged / "state.json").read_text().replace("0.0", "0.1", 1))
+    (later / "MANIFEST.json").write_text("{}")
+    state = data_of(damaged) / "state.json"
+    state.write_text(state.read_text().replace("0.0", "0.1", 1))
     assert_same_bits(population(default_root_dir=run_dir, resume="auto"), whole)
     assert later.name in caplog.text
     assert damaged.name in caplog.text
     (last,) = (run_dir / "population").glob("step_*")
     assert last.name == "step_00000018"
-    (last / "MANIFEST.json").unlink()
+    (last / "MANIFEST.json").write_text("{}")
     refuses(CheckpointError, lambda: population(default_root_dir=run_dir, resume="auto"), "can be used")
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import jax
 import pytest
 import wandb
+from kit.checkpoints import seal
 from kit.journal import hooks, raising
 from kit.processes import say
 from kit.refusals import refuses
@@ -137,9 +138,9 @@ def test_ctrl_c_leaves_a_run_that_finishes(capsys):
 
 def upload(run, step, *, lasts=False):
     folder = Path(f"checkpoints/step_{step:08}")
-    (folder / "arrays").mkdir(parents=True)
-    (folder / "arrays/0").write_bytes(bytes([step]))
-    (folder / "state.json").write_text(json.dumps({"global_step": step, "epoch": 1}))
+    (folder / "data-0123abcd").mkdir(parents=True)
+    (folder / "data-0123abcd/state.json").write_text(json.dumps({"global_step": step, "epoch": 1}))
+    seal(folder)
     run.log_checkpoint(folder, name="model", aliases=["latest", str(step)], metadata={}, lasts=lasts)
 
 

@@ -32,7 +32,7 @@ def test_the_report_has_versions_packages_devices_and_the_cache(report) -> None:
     printed = report()
     assert [*printed] == ["versions", "packages", "devices", "compile cache"]
     assert f"python {platform.python_version()}" in printed["versions"]
-    for name in ("jax", "optax", "grain", "wandb", "orbax-checkpoint"):
+    for name in ("jax", "optax", "grain", "wandb"):
         assert f"{name} {importlib.metadata.version(name)}" in printed["packages"]
     assert printed["devices"] == f"8 x {jax.devices()[0].device_kind} (cpu)"
 

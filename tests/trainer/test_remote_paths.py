@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fsspec.registry import known_implementations
 from kit.batches import numbered, random
+from kit.buckets import URL, Bucket, make_machine
 from kit.modules import Mean
 from kit.refusals import refuses
 from kit.trainers import BARE, fit
@@ -18,10 +19,8 @@ MODULE = Mean()
 
 
 USES: dict[str, Callable[[Any], Any]] = {
-    r"ModelCheckpoint\(dirpath": lambda url: jl.callbacks.ModelCheckpoint(url),
     r"PredictionWriter\(output_dir": lambda url: jl.callbacks.PredictionWriter(url),
     r"Profiler\(dirpath": lambda url: jl.callbacks.Profiler(1, dirpath=url),
-    r"trainer\.saver\.begin\(path": lambda url: fit(Mean(), numbered(1), **BARE).save_checkpoint(url),
     r"save_weights\(path": lambda url: jl.save_weights(MODULE, f"{url}/x.safetensors"),
     r"jl\.fit_many\(default_root_dir": lambda url: jl.fit_many(
         Mean, [{}], random(1), max_epochs=1, default_root_dir=url
@@ -30,9 +29,9 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_url_that_nothing_copies_to_is_refused(use: str) -> None:
+def test_a_url_that_nothing_writes_to_is_refused(use: str) -> None:
     for url in ("gs://bucket/run", Path("s3://bucket/run"), "memory://run"):
-        message = rf"{use}=\.\.\.\) takes a path on a disk .*{str(url)[:4]}.*jl\.callbacks\.Mirror\(url\)"
+        message = rf"{use}=\.\.\.\) takes a path on a disk .*{str(url)[:4]}.*Trainer\(default_root_dir=url\)"
         refuses(ArgumentError, lambda url=url: USES[use](url), message)
     assert not [path for path in Path().iterdir() if ":" in path.name]
 
@@ -40,7 +39,8 @@ def test_a_url_that_nothing_copies_to_is_refused(use: str) -> None:
 TAKES: dict[str, Callable[[Any], Any]] = {
     "Trainer(default_root_dir=": lambda url: jl.Trainer(default_root_dir=url),
     "Trainer(resume=": lambda url: jl.Trainer(resume=url, default_root_dir="runs"),
-    "Mirror(url=": lambda url: jl.callbacks.Mirror(url),
+    "ModelCheckpoint(dirpath=": jl.callbacks.ModelCheckpoint,
+    "trainer.saver.begin(path=": lambda url: fit(Mean(), numbered(1), **BARE).save_checkpoint(url),
     "load_weights": lambda url: jl.load_weights(MODULE, f"{url}/x.safetensors"),
     "load_from_checkpoint": Mean.load_from_checkpoint,
     "init_from": lambda url: jl.Trainer(max_epochs=1).fit(MODULE, random(1), init_from=url),
@@ -60,21 +60,19 @@ def test_a_url_that_cannot_be_used_says_why(use: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"default_root_dir": "memory://z/r", "callbacks": jl.callbacks.Mirror("memory://z/r/")}, "two Mirrors of one"),
         ({"default_root_dir": Path("memory://b/run")}, "memory:/b/run.*Pass a string"),
         ({"resume": "memory://b/run"}, "resume='memory://b/run'.*without default_root"),
     ],
-    ids=["two mirrors", "shortened by pathlib", "no folder to continue in"],
+    ids=["shortened by pathlib", "no folder to continue in"],
 )
 def test_a_url_that_a_trainer_cannot_use_is_refused(arguments: dict[str, Any], words: str) -> None:
     refuses(ArgumentError, lambda: jl.Trainer(**arguments), words)
 
 
 def test_a_trial_of_a_few_batches_copies_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "machine"))
-    url = f"file://{tmp_path}/bucket"
-    jl.Trainer(fast_dev_run=True, default_root_dir=url, strategy="single").fit(Mean(), random(1))
-    assert not (tmp_path / "bucket").exists()
+    make_machine(tmp_path, monkeypatch)
+    jl.Trainer(fast_dev_run=True, default_root_dir=URL, strategy="single").fit(Mean(), random(1))
+    assert Bucket.store == {}
 
 
 @pytest.mark.parametrize("path", ["C:/runs", "runs/a:b", "a:/b", "./gs://x", "runs"])

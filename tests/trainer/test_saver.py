@@ -15,9 +15,10 @@ from kit.inside import files
 from kit.journal import hooks
 from kit.modules import Mean
 from kit.refusals import refuses
-from kit.trainers import fit, make_trainer, thinned
+from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.checkpoints import writing
 from jaxlit.errors import ArgumentError, CheckpointError, DataError
 from jaxlit.trainer.saver import Saver
 
@@ -152,7 +153,7 @@ def test_a_failed_save_is_raised_or_noted_after_teardown(other) -> None:
         with faults("counted") as seen:
             trainer.saver.begin("counted/a").wait()
         # The disk is full from where only the background writes.
-        at = next(i for i, (_, name) in enumerate(seen.operations, 1) if name.endswith("state.json"))
+        at = next(i for i, (_, name) in enumerate(seen.operations, 1) if "state.json" in name)
         stack.enter_context(faults("kept", at=at, kind="full"))
         trainer.saver.begin("kept/a")
         if other is not None:
@@ -176,6 +177,7 @@ def test_an_order_follows_those_of_the_folder() -> None:
     trained = fit(Mean(), numbered(1), None, writer, enable_checkpointing=False)
     trained.saver.check()
     trained.saver.begin("kept/step_00000006", 7).wait()
+    trained.saver.begin("other/step_00000006").wait()  # the one before is not among those that are being written
     savings = [trained.saver.begin(f"{folder}/step_0000000{k}") for folder, k in (("kept", 3), ("kept", 2), ("b", 1))]
     for saving in savings:
         saving.wait()
@@ -185,3 +187,25 @@ def test_an_order_follows_those_of_the_folder() -> None:
     assert files.newest(Path("kept"))[0].path.name == "step_00000002"
     trained.saver.announce(writer, "kept/a")  # named as begin would name it
     assert saved == [(writer, path) for path in (*[x.path for x in savings], Path.cwd() / "kept" / "a")]
+
+
+def test_of_two_saves_to_one_path_the_second_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ends before the second begins, and deletes nothing of it."""
+    goes_on, real = threading.Event(), writing.files.seal
+
+    def seal(*arguments: Any) -> None:
+        assert goes_on.wait(60)
+        real(*arguments)
+
+    monkeypatch.setattr(writing.files, "seal", seal)
+
+    def save_twice(trainer: Any, module: Any) -> None:
+        first = trainer.saver.begin("kept")
+        threading.Timer(0.2, goes_on.set).start()
+        second = trainer.saver.begin("kept")
+        assert first.is_done
+        first.wait()
+        second.wait()
+
+    fit(Mean(), numbered(1), None, hooks(on_train_end=save_twice), **BARE)
+    assert files.read(Path("kept").absolute()).state["global_step"] == 1

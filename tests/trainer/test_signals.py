@@ -20,7 +20,7 @@ from kit.trainers import BARE, fit, make_trainer, thinned
 from kit.waiting import held
 
 from jaxlit.checkpoints import files
-from jaxlit.checkpoints.writing import Draft, Saving
+from jaxlit.checkpoints.writing import Saving
 from jaxlit.control import Control
 from jaxlit.engine.state import State
 from jaxlit.errors import CheckpointError, NonFiniteError
@@ -254,8 +254,8 @@ def test_a_second_ctrl_c_waits_while_a_save_begins(signals, monkeypatch) -> None
             signal.raise_signal(signal.SIGINT)
         return real(*arguments)
 
-    real = Draft.write
-    monkeypatch.setattr(Draft, "write", write)
+    real = Saving.begin
+    monkeypatch.setattr(Saving, "begin", write)
     with pytest.raises(KeyboardInterrupt):
         fit(Mean(), numbered(3), default_root_dir="run")
     assert names() == ["step_00000003"] and (Path("run/checkpoints") / names()[0] / "MANIFEST.json").exists()
@@ -281,6 +281,6 @@ def test_a_folder_stays_locked_while_a_writer_works(signals, monkeypatch) -> Non
             fit(Mean(), numbered(3), None, first, default_root_dir="run")
         refuses(CheckpointError, again, "would write to|in use by")
     for thread in threading.enumerate():
-        if thread.name == "jaxlit-when-written":
+        if thread.name == "jaxlit-checkpoint":
             thread.join(60)
     assert names() == ["step_00000001"] and again().global_step == 3

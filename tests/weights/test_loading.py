@@ -19,9 +19,9 @@ from kit.modules import Net
 from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
+from jaxlit.checkpoints.safetensors import DTYPES
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.weights.loading import place
-from jaxlit.weights.sources import DTYPES
 
 # As a library of another kind would store a Net: its own names, kernels transposed, statistics of BatchNorm.
 RENAME = {

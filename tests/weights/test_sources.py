@@ -18,6 +18,7 @@ from flax import nnx
 from kit.modules import Net
 from kit.pages import needing
 
+from jaxlit.checkpoints.safetensors import DTYPES
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.weights import sources as safetensors_file
 from jaxlit.weights.loading import load_weights
@@ -149,7 +150,7 @@ def test_what_cannot_be_read_is_refused(mistake: str) -> None:
 def of_all_kinds() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = {}
-    for name, dtype in safetensors_file.DTYPES.items():
+    for name, dtype in DTYPES.items():
         for shape in [(), (0, 3), (5,), (2, 3)]:
             bits = rng.integers(0, 2 if name == "BOOL" else 256, (*shape, dtype.itemsize), np.uint8)
             arrays[f"{name}{list(shape)}"] = bits.view(dtype).reshape(shape)
