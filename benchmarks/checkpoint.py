@@ -1,7 +1,7 @@
-"""What a checkpoint costs, beside the AsyncCheckpointer of orbax, which writes the same arrays without hashes.
+"""What a checkpoint costs, compared with the AsyncCheckpointer of orbax, which writes the same arrays without hashes.
 
-In turns, in one process and to one disk; the first save of each is left out. "blocks" is how long the loop stands
-still, "total" until the files are on the disk, "memory" how much the process grows meanwhile.
+In turns, in one process and to one disk; the first save of each is left out. "blocks" is how long the loop waits,
+"total" until the files are on the disk, "memory" how much the process grows meanwhile.
 
     python benchmarks/checkpoint.py [--megabytes 10 200 1000] [--rounds 5] [--devices 1] [--strategy single]
         [--nan-policy ignore]

@@ -49,8 +49,8 @@ class FolderLock:
             )
         if "cache::" in str(folder):
             raise CheckpointError(
-                f"{folder} is read through a cache, which does not show what other processes write. Pass the URL "
-                f"behind it, {str(folder).rpartition('cache::')[2]!r}."
+                f"{folder} is read through a cache, which does not show what other processes write. Pass "
+                f"{str(folder).rpartition('cache::')[2]!r}."
             )
         try:
             if isinstance(self._path, Path):

@@ -94,7 +94,7 @@ class RemotePath:
 
     def open(self, mode: str) -> Any:
         """Open a file, "rb" or "wb"."""
-        if mode == "rb":  # whoever reads asks for as much as is needed
+        if mode == "rb":  # each read asks for as much as it needs
             return self._ask("open", mode=mode, cache_type="none")
         return self._new_file("open", mode)
 

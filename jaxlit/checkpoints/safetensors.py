@@ -70,7 +70,7 @@ def own_parts(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
                 is_whole = shard.data.shape == x.shape and "@" not in name
                 parts[name if is_whole else f"{name}@{start}"] = shard.data
     data = list(parts.values())
-    # A GPU copies to page-locked memory 30 times as fast, of which jax gives a process 64 GB unless told otherwise.
+    # A GPU copies to page-locked memory 30 times as fast, of which jax gives a process 64 GB by default.
     if jax.default_backend() == "gpu" and sum(x.nbytes for x in data) < 2**35:
         places = [SingleDeviceSharding(x.device, memory_kind="pinned_host") for x in data]
         data = jax.device_put(data, places)  # in the order of the device's work: before the next step

@@ -1,7 +1,8 @@
 """Writes a checkpoint in the background, completely or not at all: `prepare`, `Saving.begin`, `Saving.wait`.
 
-Every process writes its parts of the arrays and, beside them, their size and hash, and sends process 0 a short message,
-as many hashes would be too much for the coordinator of jax. When all are there, process 0 writes the manifest.
+Every process writes a file with its parts of the arrays and a small one with the size and hash of that, and sends
+process 0 a short message, as many hashes would be too much for the coordinator of jax. When all are there, process 0
+writes the manifest.
 """
 
 import contextlib

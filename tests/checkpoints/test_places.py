@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import safetensors.numpy
-from kit.buckets import URL, Bucket, go, make_machine, replace
+from kit.buckets import URL, Bucket, go, make_machine, replace, write
 from kit.faults import Crash, faults
 from kit.journal import raising
 from kit.modules import Linear
@@ -25,11 +24,6 @@ from jaxlit.errors import CheckpointError
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_machine(tmp_path, monkeypatch)
-
-
-def write(name: str, data: bytes) -> None:
-    fs, base = fsspec.core.url_to_fs(URL)
-    fs.pipe_file(f"{base}/{name}", data)
 
 
 LOOKS: dict[str, Any] = {
