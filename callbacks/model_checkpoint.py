@@ -256,7 +256,8 @@ class ModelCheckpoint(Callback):
 
     def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, after the one before is written."""
-        trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
+        if trainer.nan_policy == "rollback":
+            trainer.saver.check_finite()  # first: it may go back to an earlier checkpoint
         position = trainer.saver.position
         if position == self._saved_at:
             return

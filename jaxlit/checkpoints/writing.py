@@ -9,22 +9,25 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxlit.background import Background
 from jaxlit.checkpoints import files, places
 from jaxlit.checkpoints.files import ARRAYS, STATE, step_of
 from jaxlit.checkpoints.locks import check_claims, held
 from jaxlit.checkpoints.places import Place, fsync, patiently, place_of
-from jaxlit.checkpoints.safetensors import own_parts, write_parts
+from jaxlit.checkpoints.safetensors import CHUNK, own_parts, write_parts
 from jaxlit.distributed.team import LONG_S, agree_or_raise, received, send, team
-from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, NonFiniteError, ProcessError
 
 
 class Saving(Background[None]):
@@ -45,16 +48,25 @@ class Saving(Background[None]):
         self._failure: Exception | None = None
         self._replaces: Iterable[Place] = ()
         self._before: Callable[[], object] = lambda: None
+        self._judge: Callable[[Mapping[str, float]], object] | None = None
+        self._judged: Collection[str] = ()
 
     def begin(
-        self, arrays: Iterable[jax.Array], replaces: Iterable[Place] = (), before: Callable[[], object] | None = None
+        self,
+        arrays: Iterable[jax.Array],
+        replaces: Iterable[Place] = (),
+        before: Callable[[], object] | None = None,
+        judge: Callable[[Mapping[str, float]], object] | None = None,
+        judged: Collection[str] = (),
     ) -> "Saving":
         """Begin to write; in several processes all must come here.
 
         The arrays, in the order of their names, may be overwritten as soon as this returns. `before` is called in
-        process 0 before this is a checkpoint; then others that it `replaces` are deleted.
+        process 0 before this is a checkpoint, as is `judge` with how many infinities the arrays named in `judged` have,
+        NaN for a NaN; then others that it `replaces` are deleted.
         """
         self._replaces, self._before = replaces, before or self._before
+        self._judge, self._judged = judge, judged
         try:
             self._parts = own_parts(dict(zip(self._names, arrays, strict=True)))
         except Exception as error:
@@ -67,6 +79,7 @@ class Saving(Background[None]):
 
         Raises:
             CheckpointError: It could not be written, at every call; what was there before is as it was.
+            NonFiniteError: A parameter is not finite, likewise.
         """
         self.join()
         self.was_awaited = True
@@ -87,12 +100,15 @@ class Saving(Background[None]):
         try:
             if self._failure is not None:
                 raise self._failure
+            found = _infinities(self._parts, self._judged)
             entry = patiently(self._write_own)
             if jax.process_index() == 0:
-                self._seal(entry)
+                self._seal(entry, found)
                 self._delete()
             else:
-                places.write(self._entry_of(jax.process_index()), json.dumps(entry).encode())
+                places.write(
+                    self._entry_of(jax.process_index()), json.dumps({"files": entry, "infinities": found}).encode()
+                )
                 send(self._topic, "")
         except BaseException as error:
             if jax.process_index():  # process 0 is sent the reason
@@ -120,15 +136,20 @@ class Saving(Background[None]):
             raise OSError(f"{path} has {length} bytes after {size} were written")
         return {f"{self.folder.name}/{path.name}": [size, digest]}
 
-    def _seal(self, entries: dict[str, Any]) -> None:
+    def _seal(self, entries: dict[str, Any], found: dict[str, float]) -> None:
         """Make it a checkpoint once the files of all processes are there."""
         self._before()
         entries[f"{self.folder.name}/{STATE}"] = [len(self._text), hashlib.sha256(self._text).hexdigest()]
         for process, problem in enumerate(received(self._topic) if jax.process_count() > 1 else (), 1):
             if problem:
                 raise ProcessError(f"process {process}: {problem}")
-            entries |= files.read_json(entry := self._entry_of(process))
+            own = files.read_json(entry := self._entry_of(process))
+            entries |= own["files"]
+            for name, n in own["infinities"].items():
+                found[name] = found.get(name, 0) + n
             entry.unlink()
+        if self._judge is not None:
+            self._judge(found)
         places.write(self.folder / STATE, self._text)
         fsync(self.path)  # the folder's name, before the manifest has it
         check_claims(self.path)
@@ -201,6 +222,20 @@ def _check_path(path: Place) -> None:
         raise ArgumentError(f"{path} is no checkpoint, and would be overwritten. Pass another path.")
 
 
+def _infinities(parts: Mapping[str, Any], judged: Collection[str]) -> dict[str, float]:
+    """Return how many infinities some arrays have in these parts, NaN for a NaN; those that are finite are left out."""
+    found = dict[str, float]()
+    for part, x in parts.items():
+        if (name := part.rpartition("@")[0] or part) in judged and jnp.issubdtype(x.dtype, jnp.inexact):
+            flat = np.ascontiguousarray(x).reshape(-1)
+            for at in range(0, flat.size, CHUNK):  # no mask of the entire array
+                chunk = flat[at : at + CHUNK]
+                if not np.isfinite(chunk).all():
+                    n = math.nan if np.isnan(chunk).any() else int(np.isinf(chunk).sum())
+                    found[name] = found.get(name, 0) + n
+    return found
+
+
 def _as_json(state: Mapping[str, Any]) -> bytes:
     text = json.dumps(state, separators=(",", ":")).encode()
     if len(text) > files.MOST_JSON:
@@ -211,7 +246,9 @@ def _as_json(state: Mapping[str, Any]) -> bytes:
     return text
 
 
-def _unwritten(path: Place, error: BaseException) -> CheckpointError:
+def _unwritten(path: Place, error: BaseException) -> JaxlitError:
+    if isinstance(error, NonFiniteError):
+        return error
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     remedy = "Free the disk, or pass another folder" if isinstance(path, Path) else "Save again, or pass another URL"
     remedy = "Give a shorter name" if getattr(error, "errno", None) == errno.ENAMETOOLONG else remedy

@@ -5,6 +5,7 @@ what steps write to a module, as it was where an accumulation window began.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ from jaxlit.core.parts import PartStates
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout, TrainState, WindowStart
 from jaxlit.distributed.team import fetch
-from jaxlit.engine.compiled_program import is_exhausted, out_of_memory
+from jaxlit.engine.compiled_program import Bound, is_exhausted, out_of_memory
 from jaxlit.errors import ArgumentTypeError, did_you_mean
 from jaxlit.strategies.base import ArraySpec, Strategy, like_params
 from jaxlit.texts import array_text, is_key, leaf_name
@@ -152,6 +153,11 @@ class StateSpec:
         return entries
 
     @cached_property
+    def evaluated_places(self) -> list[int]:
+        """The indices of the parameters, and of averages that evaluations see."""
+        return list(dict.fromkeys(jax.tree.leaves((self.index.params, self.eval_params))))
+
+    @cached_property
     def optimizer_kind(self) -> str:
         """The classes in the optimizer's state: optimizers with the same arrays may mean different things by them."""
         return _kind_of(self.index.opt_state)
@@ -215,17 +221,17 @@ class State:
     Attributes:
         leaves: The newest arrays, which `spec` describes; random keys as their raw data.
         written: What hooks have written in one of several processes, not compared yet: a text by its name.
-        infinities_at_start: What `infinities` returned when training began, empty before: a mask has some on purpose.
+        infinities_at_start: What `infinities` returned when training began, None before: a mask has some on purpose.
         hyperparams_at_start: What `hyperparams` returned when training began; a resume continues the same training.
     """
 
     def __init__(self, spec: StateSpec, leaves: list[jax.Array]) -> None:
         self.spec, self.leaves = spec, leaves
-        self.written, self.infinities_at_start = dict[str, str](), dict[str, Any]()
-        self.hyperparams_at_start = dict[str, float]()
+        self.written, self.hyperparams_at_start = dict[str, str](), dict[str, float]()
+        self.infinities_at_start: dict[str, float] | None = None
         self._variable_index: list[int] = []  # of each Variable of the module
         self._given: dict[int, tuple[jax.Array, jax.Array]] = {}  # arrays, and what a module was given for them
-        self._count: Callable[..., jax.Array] | None = None
+        self._looks: list[Callable[..., jax.Array]] | None = None
         # The sha256 of arrays that no step writes: now, and at the begin of the fit, "" if one was replaced before.
         self._hashes, self._built = dict[int, str](), dict[int, str]()
 
@@ -270,19 +276,26 @@ class State:
         """Whether the steps that were dispatched are done: nothing waits for the device then."""
         return bool(self.leaves[self.spec.index.counters].is_ready())  # type: ignore[call-overload]
 
-    def infinities(self) -> dict[str, jax.Array]:
-        """Return how many infinities each parameter, and average that evaluations see, has: () int32, -1 for a NaN."""
-        spec = self.spec
-        if self._count is None:
-            self._count = spec.strategy.on_state(_infinities)
-        places = dict.fromkeys(jax.tree.leaves((spec.index.params, spec.eval_params)))
+    def infinities(self) -> dict[str, float]:
+        """Return how many infinities the parameters, and averages that evaluations see, have, NaN for a NaN.
+
+        Those that are finite are left out; waits for the device.
+        """
+        spec, bound = self.spec, Bound(4)  # a computer that simulates devices hangs with many sums under way
+        if self._looks is None:
+            self._looks = [spec.strategy.on_state(look) for look in (_is_finite, _infinities)]
+        is_finite, count = self._looks
+        found = dict[int, jax.Array]()
         # One by one: a program is compiled for each shape, not for each array.
-        return {spec.entries[i][0].removeprefix("module."): self._count([self.leaves[i]]) for i in places}
+        for i in spec.evaluated_places:
+            if jnp.issubdtype(self.leaves[i].dtype, jnp.inexact):
+                bound(found.setdefault(i, is_finite([self.leaves[i]])))
+        counts = {i: int(fetch(count([self.leaves[i]]))) for i, x in found.items() if not fetch(x)}
+        return {spec.entries[i][0].removeprefix("module."): n if n >= 0 else math.nan for i, n in counts.items()}
 
     def not_finite(self) -> list[str]:
         """Return which of these hold a NaN, or more infinities than where training began; waits for the device."""
-        counts, before = {name: int(fetch(x)) for name, x in self.infinities().items()}, self.infinities_at_start
-        return [name for name, n in counts.items() if n < 0 or n > max(fetch(before.get(name, n)), 0)]
+        return more_infinite(self.infinities(), self.infinities_at_start)
 
     def hyperparams(self) -> dict[str, float]:
         """Return the numbers that `optax.inject_hyperparams` keeps, by name; waits for the device."""
@@ -372,14 +385,22 @@ def _spec(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def _infinities(leaves: list[jax.Array]) -> jax.Array:
-    """Return how many infinities an array has, -1 for a NaN; one that is finite is read once."""
+def _is_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Return whether an array holds neither NaN nor infinity."""
+    # Zero times either is NaN, and to sum up is the fastest way to read an array.
     (x,) = leaves
+    return jnp.isfinite(jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0))
 
-    def count() -> jax.Array:
-        return jnp.where(jnp.isnan(x).any(), -1, jnp.isinf(x).sum()).astype(jnp.int32)
 
-    return jax.lax.cond(jnp.isfinite(x).all(), lambda: jnp.int32(0), count)
+def _infinities(leaves: list[jax.Array]) -> jax.Array:
+    """Return how many infinities an array has, -1 for a NaN."""
+    (x,) = leaves
+    return jnp.where(jnp.isnan(x).any(), -1, jnp.isinf(x).sum())
+
+
+def more_infinite(found: Mapping[str, float], before: Mapping[str, float] | None) -> list[str]:
+    """Return the names with a NaN, or with more infinities than `before`, None if that is not known."""
+    return [name for name, n in found.items() if not n <= (n if before is None else before.get(name, 0))]
 
 
 def _kind_of(state: Any) -> str:

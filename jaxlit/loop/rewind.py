@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxlit.checkpoints.files import Checkpoint, Resume, read
 from jaxlit.checkpoints.position import Position
 from jaxlit.checkpoints.writing import Saving
 from jaxlit.data.batch_validator import batch_leaves
-from jaxlit.engine.state import Hyperparams
+from jaxlit.engine.state import Hyperparams, more_infinite
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.run import Run, Start
 from jaxlit.loop.snapshot import load_engine
@@ -21,6 +22,7 @@ _logger = logging.getLogger("jaxlit")
 
 MOST_STARTS = 4096  # optimizer steps whose starts are kept between two checks
 _MOST_ROLLBACKS = 3  # to one checkpoint: more is not a bad batch, but a training that diverges
+_FINITE = " Checkpoints, if there are any, are finite: resume with another optimizer."
 _MOST_ROWS = 5  # or arrays, that a message names
 
 
@@ -35,9 +37,9 @@ def check_finite(run: Run, *, params: bool = False) -> None:
     bad = run.engine.bad_step()
     is_new = bad >= 0 and bad != run.unchecked.warned_of
     if (params or is_new) and (names := run.engine.state.not_finite()):
-        what = _update_not_finite(run, names, bad if is_new else run.position.global_step)
+        what = _update_not_finite(run, bad if is_new else run.position.global_step)(names)
         if policy != "rollback":
-            raise NonFiniteError(f"{what} Checkpoints, if there are any, are finite: resume with another optimizer.")
+            raise NonFiniteError(what + _FINITE)
         return roll_back(run, _checkpoint_before(run, what), what)
     if params:
         run.unchecked.finite_step = run.position.global_step
@@ -58,18 +60,35 @@ def check_finite(run: Run, *, params: bool = False) -> None:
         )
 
 
-def _update_not_finite(run: Run, names: list[str], step: int) -> str:
-    """Return what is known of an update that was not finite, given the arrays that show it after `step` steps."""
+def judge_later(run: Run) -> Callable[[Mapping[str, float]], None]:
+    """Return what refuses the parameters as they are now, given how many infinities each has; for any thread."""
+    step, unchecked, before = run.position.global_step, run.unchecked, run.engine.state.infinities_at_start
+    text = _update_not_finite(run, step)
+
+    def judge(found: Mapping[str, float]) -> None:
+        if names := more_infinite({name.removeprefix("module."): n for name, n in found.items()}, before):
+            raise NonFiniteError(text(names) + _FINITE)
+        unchecked.finite_step = max(unchecked.finite_step, step)
+
+    return judge
+
+
+def _update_not_finite(run: Run, step: int) -> Callable[[list[str]], str]:
+    """Return what says of an update that it was not finite, given the arrays that show it after `step` steps."""
     first, latest = run.unchecked.finite_step, run.results.latest
     since = f"since optimizer step {first}{f' or a later one before {step}' * (step > first + 1)}"
     rates = {} if latest is None else run.results.read(latest).rates
     listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
-    more = f" and {len(names) - _MOST_ROWS} more" * (len(names) > _MOST_ROWS)
-    return (
-        f"Parameters hold NaN or infinity {since}: {', '.join(names[:_MOST_ROWS])}{more}. The "
-        "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
-        f"Newest step: {listed or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
-    )
+
+    def text(names: list[str]) -> str:
+        more = f" and {len(names) - _MOST_ROWS} more" * (len(names) > _MOST_ROWS)
+        return (
+            f"Parameters hold NaN or infinity {since}: {', '.join(names[:_MOST_ROWS])}{more}. The "
+            "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
+            f"Newest step: {listed or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
+        )
+
+    return text
 
 
 def roll_back(run: Run, to: Checkpoint, why: str) -> None:

@@ -14,7 +14,7 @@ from jaxlit.checkpoints.places import Place, check_url, place_of
 from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.errors import CheckpointError, add_note
 from jaxlit.loop import snapshot
-from jaxlit.loop.rewind import check_finite
+from jaxlit.loop.rewind import check_finite, judge_later
 from jaxlit.loop.rows import log_pending
 from jaxlit.loop.run import Run
 from jaxlit.sharding import out_of_meshes
@@ -87,8 +87,8 @@ class Saver:
         Raises:
             ArgumentError: `order` is no number, or negative.
             CheckpointError: It cannot be begun, or the state was lost in a step that failed.
-            NonFiniteError: A step was not finite, and the policy is to raise; or a parameter is not, and the policy is
-                not "ignore".
+            NonFiniteError: A step was not finite, and the policy is to raise. Of a parameter that is not finite `wait`
+                raises it, unless the policy is "ignore": nothing is written then.
         """
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         for name, value in (("weights_only", weights_only), ("trained_only", trained_only)):
@@ -104,10 +104,13 @@ class Saver:
             if saving.path == where:
                 saving.join()
         saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
+        spec = run.engine.state.spec
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
+        judge = judge_later(run) if run.settings.nan_policy in ("raise", "skip") else None
+        judged = {name for i, name in stored.items() if i in spec.evaluated_places or i >= len(spec.arrays)}
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             arrays = [leaves[i] for i in stored]
-            saving.begin(arrays, [place_of(x) for x in replaces], self._folder.copy)
+            saving.begin(arrays, [place_of(x) for x in replaces], self._folder.copy, judge, judged)
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             if run.settings.nan_policy == "rollback" and not weights_only:
@@ -232,7 +235,7 @@ class Saver:
         else:
             run.hooks.live.take_later_writes()
         log_pending(run)  # first: a checkpoint does not store pending rows
-        check_finite(run, params=True)
+        check_finite(run, params=run.settings.nan_policy == "rollback")  # else the writer looks, and the loop goes on
         run.tracing.deliver()
         return run
 

@@ -110,6 +110,9 @@ def save_together():
             patch.setattr(places, "write", raising(OSError(28, "No space left on device")))
         say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
     team().agree("it was refused", None)
+    wide = trainer.module.wide
+    wide[...] = wide[...].at[-1, -1].set(jnp.nan)  # which process 1 stores
+    say("not finite", error_of(lambda: trainer.save_checkpoint("refused")))
     say("left", [path.name for path in Path().iterdir() if "refused" in path.name])
 
 
@@ -195,6 +198,7 @@ def test_damage_of_any_file_is_the_same_error_in_both(saved):
     ("name", "words"),
     [
         ("refused", "^CheckpointError.*'mine'"),
+        ("not finite", r"^NonFiniteError.*Parameters hold NaN or infinity since optimizer step 1: wide\. "),
         ("unwritten", r"refused could not be written: process 1: \[Errno 28\] No space left on device\. Earlier ones"),
     ],
 )
