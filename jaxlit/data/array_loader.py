@@ -92,7 +92,8 @@ class ArrayLoader:
             if order is None:
                 yield unflatten([np.array(x[first:stop]) for x in self._leaves])
             else:
-                yield unflatten([np.asarray(x[order[first:stop]]) for x in self._leaves])
+                index = order[first:stop]
+                yield unflatten([np.asarray(x[index]) for x in self._leaves])
 
     def gather(self, order: np.ndarray | None, first: int, count: int) -> Any:
         """Return `count` full batches, from batch `first`, as a `Stack`; batch `first` if the last of them is short."""

@@ -136,6 +136,7 @@ class Prefetcher:
         if agreement is not None:
             stream = agreement.in_step(stream)
         is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
+        alike = source.alike if agreement is None and validator.is_plain else 0
         host = batch = placed = at = None  # of the batch before the draw, which shows whether that batch is the last
         try:
             # This runs in each step, so it makes no call that can be spared.
@@ -160,10 +161,12 @@ class Prefetcher:
                         return
                     drawn = _Failed(error)
                 self.now = time.perf_counter()
-                self.seconds += self.now - begun
-                if is_timing or self.now - begun > _NOTED_S:
-                    is_timing = self._note(source, self.now - begun)
-                    is_slow = is_slow or self._is_slow(source)
+                self.seconds += (took := self.now - begun)
+                if took > _NOTED_S and (self.token is None or self.token.is_ready()):
+                    source.waited += took
+                if is_timing:
+                    source.times.append(took)
+                    is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
                 if k > start:
                     if agreement is not None:
                         self.example, batch = agreement(batch, at, last=drawn is _OVER)
@@ -173,12 +176,10 @@ class Prefetcher:
                     if isinstance(drawn, _Failed):
                         raise located(drawn.error, source.argument, self._epoch(), k)
                     return
-                batch, at = drawn
-                try:
-                    host, batch = validator(batch)
-                except Exception as error:
-                    located(error, validator.blamed, self._epoch(), k)
-                    raise
+                host, at = drawn
+                batch = host
+                if k == start or k >= alike or not validator.kind.as_is:
+                    host, batch = self._validated(validator, host, k)
                 if agreement is None:
                     self.example, placed = validator.kind.example, batch if place is None else place(batch)
         finally:
@@ -205,13 +206,12 @@ class Prefetcher:
             return self._depth > 0
         return len(source.times) == _TIMED and statistics.median(source.times) > _SLOW_S
 
-    def _note(self, source: Source, seconds: float) -> bool:
-        """Note how long a draw took; return whether the next draws are timed as well."""
-        if len(source.times) < _TIMED:
-            source.times.append(seconds)
-        if seconds > _NOTED_S and (self.token is None or self.token.is_ready()):
-            source.waited += seconds
-        return len(source.times) < _TIMED
+    def _validated(self, validator: BatchValidator, batch: Any, k: int) -> tuple[Any, Any]:
+        try:
+            return validator(batch)
+        except Exception as error:
+            located(error, validator.blamed, self._epoch(), k)
+            raise
 
     def _placed(self, batch: Any) -> Any:
         return batch if self._place is None else self._place(batch)
@@ -276,11 +276,7 @@ class Prefetcher:
                 positions = range(first + 1, index + 1)
                 yield Batch(self._placed(validator.narrow(batch)), batch, first, index == total, positions, size)
                 continue
-            try:
-                host, batch = validator(batch)
-            except Exception as error:
-                located(error, validator.blamed, self._epoch(), index)
-                raise
+            host, batch = self._validated(validator, batch, index)
             self.example = validator.kind.example
             index += 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)

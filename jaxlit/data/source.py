@@ -57,6 +57,9 @@ class Source(ABC):
     is_shared = False
     """Whether every number of processes that share its rows gives the same batches."""
 
+    alike = 0
+    """How many batches of an epoch, from its first, are of one kind in any case: one of them is checked."""
+
     is_iterator = False
     """Whether the loader is a generator or the like, which can be iterated once only."""
 
@@ -553,6 +556,11 @@ class ArraySource(Source):
     def is_fresh(self) -> bool:
         """Whether each batch has its own memory; a subclass of `ArrayLoader` may reuse memory."""
         return type(self.loader) is ArrayLoader
+
+    @property
+    def alike(self) -> int:
+        """The count of full batches."""
+        return self.loader.num_rows // self.loader.batch_size if self.is_fresh else 0
 
     def draws(self, epoch: int, at: Any) -> Iterator[tuple[Any, int]]:
         """Return an epoch's (batch, how many came so far)."""

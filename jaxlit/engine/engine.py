@@ -375,9 +375,12 @@ class Engine:
         carried = self.state.spec.places(self.eval_trace(stage, loader).carried)
         return dict(zip(carried, sums[2:], strict=True))
 
-    def eval_step(self, stage: str, sums: list[jax.Array], batch: Any, loader: int | None = None) -> Any:
-        """Add a placed batch to the metrics; return them, those of the batch alone, and the step's outputs."""
-        return self._evaluations[stage, loader].program.run(self.state.evaluated(), sums, batch)
+    def eval_program(self, stage: str, loader: int | None = None) -> CompiledProgram:
+        """Return the program that adds a batch to the metrics, given `State.evaluated`, the metrics and a placed batch.
+
+        It returns the metrics, those of the batch alone, and the step's outputs.
+        """
+        return self._evaluations[stage, loader].program
 
     def apply(self, fn: Callable, *inputs: Any) -> Any:
         """Run `fn(module, *inputs)` compiled, with the newest arrays, in evaluation mode."""

@@ -1,5 +1,6 @@
 """Several steps in one dispatch: when, how many, and what their hooks see."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from jaxlit.loop.run import Run
 
 _LONGEST_S = 0.05  # that a dispatch may take under "auto"
 _MOST = 32  # batches of one then
+_AHEAD_S = 0.005  # that the loop takes steps without a look at anything else
 _TIMED = range(4, 12)  # the single steps that are timed before that is decided
 
 
@@ -30,6 +32,7 @@ class Dispatch:
         self._began = 0.0
         self.decided = True
         self.size = 1
+        self._seen = (0.0, 0)  # the time and the count of batches of the newest look
 
     def begin_epoch(self) -> None:
         """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window."""
@@ -71,6 +74,26 @@ class Dispatch:
         if due.is_stale or position.global_step >= due.next_step or run.prefetcher.now >= due.next_time:
             due.find_next(run, position.global_step)
         return position.global_step + self.size // run.accumulation.batches <= due.dispatch_end
+
+    def take_ahead(self, batches: Iterator[Batch], batch: Batch) -> tuple[Batch, int]:
+        """Take the steps of more batches, in which nothing else acts; return the last batch, and how many with `batch`.
+
+        How long steps take sets their number only; each is a call of the same program.
+        """
+        run = self._run
+        position = run.position
+        if self.size > 1 or run.times.team.size > 1:
+            return batch, batch.count
+        (was, counted), taken = self._seen, position.total_batch_idx - 1
+        self._seen = run.prefetcher.now, taken
+        fast = _AHEAD_S * (taken - counted) / max(run.prefetcher.now - was, 1e-9)
+        free = (run.due.next_step - 1 - position.global_step) * run.accumulation.batches - position.filled
+        for batch in itertools.islice(batches, max(int(min(run.in_flight.period - 1, fast, free)), 0)):
+            run.hooks.log.batch = batch.host
+            take_step(run, batch, None)
+            if run.prefetcher.now >= run.due.next_time or run.due.is_stale:
+                break
+        return batch, position.total_batch_idx - taken
 
     def measure(self, token: jax.Array) -> None:
         """Time a few steps, given a result of each, and decide how many a dispatch takes."""

@@ -23,7 +23,7 @@ class Evaluation:
     metrics: list[dict[str, float]] = field(default_factory=list)  # of the loaders
     row: dict[str, float] = field(default_factory=dict)  # those of them that are logged
     table: Any = None  # the columns of the sums
-    sums: list[Any] | None = None  # of the loader at hand, see Engine.eval_step
+    sums: list[Any] | None = None  # of the loader at hand, see Engine.eval_program
     before: dict[int, Any] = field(default_factory=dict)  # the module's metrics as they came, by index in the state
 
 
@@ -130,9 +130,8 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     # None for a hook that no callback has, so that a batch pays no call.
     starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
-    sums = None
+    sums = program = arrays = waiting = None
     outputs_on_host = []
-    waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
             # Compiling needs a batch, so an empty loader compiles nothing.
@@ -140,7 +139,9 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)
-        sums, values, outputs = engine.eval_step(stage, sums, batch.arrays, number)
+        if program is None or starts is not None or ends is not None:  # which may have written to the module
+            program, arrays = engine.eval_program(stage, number), engine.state.evaluated()
+        sums, values, outputs = program.run(arrays, sums, batch.arrays)
         evaluation.sums = sums
         if values is not None:
             run.results.show_evaluation(evaluation.table, values, hooks.log.suffix)
@@ -188,7 +189,8 @@ def _put_metrics(run: Run, arrays: dict[int, Any]) -> None:
 
 def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
     """Return a step's outputs as numpy; a dict of them also gets the host keys of the batch."""
-    outputs = jax.tree.map(fetch, outputs)
+    leaves, treedef = jax.tree.flatten(outputs)
+    outputs = treedef.unflatten([fetch(x) for x in leaves])
     if not host_keys or not isinstance(outputs, dict):
         return outputs
     return {str(key): batch[key] for key in host_keys} | outputs

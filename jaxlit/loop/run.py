@@ -370,6 +370,7 @@ class Due:
         # callback or a traced step comes there
         self.dispatch_end: float = 0
         self.quiet_hooks = StepHooks()  # the hooks of a step in which no callback with `due_in` acts
+        self.is_quiet = False  # whether nothing acts in such a step
 
     def forget(self) -> None:
         """Ask all again before the next step: an interval has changed, or steps are undone. Any thread may call it."""
@@ -384,6 +385,7 @@ class Due:
         if was_stale:
             self._next_callback = 0
             self.quiet_hooks = self._of([])
+            self.is_quiet = self.quiet_hooks == (None, None, None)
             self._intervals = [every for _, every in self._tracing.every]
             if run.log_every:
                 self._intervals.append(run.log_every)

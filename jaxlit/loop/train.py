@@ -97,7 +97,8 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
     begin_epoch(run, dispatch, resumes_epoch=resumes_epoch)  # on_train_epoch_start
     shows_steps = False
     something_is_due = True
-    for batch in draw_rest_of_epoch(run, dispatch):
+    batches = iter(draw_rest_of_epoch(run, dispatch))
+    for batch in batches:
         # Callbacks with `due_in`, rows, validations and limits act in few steps: most steps compare two numbers.
         if something_is_due or due.is_stale:
             due.find_next(run, position.global_step)
@@ -118,10 +119,13 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
         # The position is after it from here on, also for what an error leaves.
         take = take_step if batch.count == 1 else take_steps
         rows = take(run, batch, step_hooks.end)
+        count = batch.count
         if not dispatch.decided:
             dispatch.measure(run.results.latest)
+        elif due.is_quiet and not something_is_due:
+            batch, count = dispatch.take_ahead(batches, batch)
         # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
-        if position.total_batch_idx % run.in_flight.period < batch.count:
+        if position.total_batch_idx % run.in_flight.period < count:
             run.in_flight.wait(run.prefetcher.token)
 
         if due.next_time < math.inf and time.perf_counter() >= due.next_time:  # counts after this step already

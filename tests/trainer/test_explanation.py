@@ -170,7 +170,7 @@ def test_the_parts_of_a_run_are_what_took_its_time(clock, monkeypatch, steps_per
     begun: list[bool] = []
     slow(Engine, "_train", 7, "steps")
     slow(Engine, "fused_steps", 14, "steps")
-    slow(Engine, "eval_step", 11, "evaluation")
+    slow(Engine, "eval_program", 11, "evaluation")
     slow(Engine, "prepare_training", 100, "compile")
     slow(Engine, "prepare_eval", 200, "compile")
     slow(type(jnp.zeros(())), "block_until_ready", 5, "device")
