@@ -51,13 +51,12 @@ def attend(query, key, value):
 class Decoder(jl.TrainModule):
     def __init__(self, layers, *, rngs):
         self.embed = nnx.Embed(VOCAB, WIDTH, dtype=jnp.bfloat16, rngs=rngs)
-        self.layers = nnx.vmap(Layer, in_axes=0)(rngs.split(layers))  # their weights stacked
+        self.layers = jl.Stacked(Layer, layers, rngs=rngs)  # their weights stacked, run by a scan
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
         self.head = nnx.Linear(WIDTH, VOCAB, use_bias=False, rngs=rngs)
 
     def training_step(self, batch):
-        x = self.embed(batch[:, :-1])
-        x = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+        x = self.layers(self.embed(batch[:, :-1]))
         logits = self.head(self.norm(x)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 

@@ -14,6 +14,7 @@ with lazy_imports(globals()):
     from jaxlit.core.export import export
     from jaxlit.core.module import TrainModule
     from jaxlit.core.optimizer import Optimizer, decay_mask
+    from jaxlit.core.stacked import Stacked
     from jaxlit.data.array_loader import ArrayLoader
     from jaxlit.data.loaders import DataModule
     from jaxlit.distributed.job import rank_zero_only
@@ -35,6 +36,7 @@ __all__ = [
     "DataModule",
     "Hardware",
     "Optimizer",
+    "Stacked",
     "Strategy",
     "TrainModule",
     "Trainer",

@@ -1,0 +1,50 @@
+"""Layers of one kind, which a scan runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+
+class Stacked(nnx.Module):
+    """Layers of one kind, whose arrays are stacked along a first dim and which a scan runs one after the other.
+
+    A scan is compiled once, not once a layer. Under "fsdp" it gathers the weights of one layer at a time, and
+    `FSDP(remat=True)` keeps only what goes from layer to layer for the backward pass. Each layer draws random numbers,
+    and keeps statistics, of its own. `jl.WeightRule(stack=...)` loads weights that are stored layer by layer.
+
+    Args:
+        make: Returns a layer, given its `rngs`: a module that is called with an array, or a pytree of them, and returns
+            one of the same shapes and dtypes.
+        count: How many layers.
+        rngs: The random numbers of all of them.
+
+    Attributes:
+        layers: The module that `make` returns, each of whose arrays has a first dim of `count`.
+
+    Example:
+        >>> import jax
+        >>> from flax import nnx
+        >>> import jaxlit as jl
+        >>> blocks = jl.Stacked(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 12, rngs=nnx.Rngs(0))
+        >>> blocks.layers.kernel.shape
+        (12, 8, 8)
+        >>> blocks(jax.numpy.ones((2, 8))).shape
+        (2, 8)
+    """
+
+    def __init__(self, make: Callable[[nnx.Rngs], Any], count: int, *, rngs: nnx.Rngs) -> None:
+        self.layers = nnx.split_rngs(splits=count)(nnx.vmap(make, transform_metadata=_NO_AXIS))(rngs)
+
+    def __call__(self, x: Any, *args: Any) -> Any:
+        """Return what the last layer returns; `args` are the same for all layers."""
+        run = nnx.scan(
+            lambda x, layer: layer(x, *args),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+            transform_metadata=_NO_AXIS,
+        )
+        return run(x, self.layers)
+
+
+_NO_AXIS = {nnx.PARTITION_NAME: None}  # no mesh axis splits the dim of the layers
