@@ -1,14 +1,17 @@
 """What a step costs: jaxlit next to a hand-written loop and to other libraries, in Markdown.
 
-    python -m benchmarks [--sections rivals host] [--sizes "60 us" ...] [--only NAME ...] [--rounds 25] [--plot FILE]
+    python -m benchmarks [--sections rivals evaluation host] [--sizes "60 us" ...] [--only NAME ...] [--rounds 25]
+        [--plot FILE]
 
-"rivals" compares every contender that is installed with a hand-written loop, at three sizes of a step. "host" shows
-what the Trainer adds as leaves, metrics, callbacks and devices become more. Contenders take turns in one process.
+"rivals" compares every contender that is installed with a hand-written loop, at four sizes of a step. "evaluation" does
+so for validation and prediction. "host" shows what the Trainer adds as leaves, metrics, callbacks and devices become
+more. Contenders take turns in one process, and gather from arrays of one size.
 Ratios of wall time and of the process's CPU time are medians of the ratios of a round, and ratios of the minima. Calls
 of Python and C functions are those of a turn in the thread that trains, for one step.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -27,9 +30,27 @@ import optax
 from flax import nnx
 
 import jaxlit as jl
-from benchmarks.contenders import BARE, CONTENDERS, Calls, Task, by_fit, by_hand, installed, perceptron, quiet
+from benchmarks.contenders import (
+    BARE,
+    CONTENDERS,
+    Calls,
+    Task,
+    by_evaluation,
+    by_fit,
+    by_hand,
+    by_hand_evaluation,
+    installed,
+    perceptron,
+    quiet,
+)
 
-SIZES = {"60 us": (32, 2, 32, 800), "200 us": (96, 2, 64, 800), "5 ms": (512, 2, 256, 96)}  # width, depth, rows, steps
+SIZES = {  # width, depth, rows, steps
+    "25 us": (8, 1, 8, 1600),
+    "60 us": (32, 2, 32, 800),
+    "200 us": (96, 2, 64, 800),
+    "5 ms": (512, 2, 256, 96),
+}
+SECTIONS = ("rivals", "evaluation", "host")
 DEVICES = (1, 8, 64)
 HEAD = "wall: median | least | CPU: median | least | Python calls | C calls"
 
@@ -90,6 +111,17 @@ def rivals(given: Any) -> dict[str, dict[str, Result]]:
         for name, result in results[size].items():
             row(name, result)
     return results
+
+
+def evaluations(given: Any) -> None:
+    """Print what a batch of `validate` and of `predict` costs."""
+    task = Task(perceptron(32, 2), 32, 2, 32, 4000, given.rounds + 3)
+    head(f"Batches of 32 rows, 2 layers, 32 wide; {given.rounds} rounds of 4000, load {os.getloadavg()[0]:.1f}", "")
+    for verb, predicts in (("validate", False), ("predict", True)):
+        contenders = {"hand-written": by_hand_evaluation, f"Trainer.{verb}": by_evaluation}
+        results = compare(task, {name: functools.partial(make, predicts=predicts) for name, make in contenders.items()})
+        for name, result in results.items():
+            row(f"{verb} {name}" if name == "hand-written" else name, result)
 
 
 class Leaves(jl.TrainModule):
@@ -171,7 +203,7 @@ def plot(results: dict[str, dict[str, Result]], file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sections", nargs="+", choices=("rivals", "host"), default=["rivals", "host"])
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=[*SIZES])
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="contenders, next to the hand-written loop")
     parser.add_argument("--leaves", nargs="+", type=int, default=[10, 100, 1000, 3000])
@@ -188,6 +220,8 @@ def main() -> None:
         libraries = ", ".join(f"{x.__name__} {x.__version__}" for x in (jax, flax, optax, jl))
         print(f"{libraries}, Python {platform.python_version()}, {os.cpu_count()} cores, {jax.devices()[0].platform}")
         results = rivals(given) if "rivals" in given.sections else {}
+        if "evaluation" in given.sections:
+            evaluations(given)
         if "host" in given.sections:
             host(given)
     if given.plot:

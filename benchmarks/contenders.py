@@ -6,11 +6,12 @@ so many steps, so that all of them take turns in one process, and meet the same 
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -111,9 +112,18 @@ def flat_step(model: Any) -> tuple[Callable[[list[Any], Any], tuple[list[Any], j
     return jax.jit(update, donate_argnums=0), leaves
 
 
+def gathered(task: Task) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the batches of all turns, gathered in a random order from arrays as large as those of a `fit`."""
+    arrays = task.arrays(task.turns + 1)
+    order = np.random.default_rng(0).permutation(len(arrays["x"]))
+    for i in range(0, len(order), task.rows):
+        index = order[i : i + task.rows]
+        yield {k: x[index] for k, x in arrays.items()}
+
+
 def by_hand(task: Task) -> Callable[[Any], None]:
     """Return a turn of a loop around a flat jit that donates its state."""
-    arrays, rng = task.arrays(1), np.random.default_rng(0)
+    batches = gathered(task)
     step, leaves = flat_step(task.make())
     place: Any = None
     if jax.device_count() > 1:
@@ -124,10 +134,8 @@ def by_hand(task: Task) -> Callable[[Any], None]:
     def turn(profile: Any = None) -> None:
         nonlocal leaves
         sys.setprofile(profile)
-        order, loss, pending = rng.permutation(len(arrays["x"])), None, None
-        for i in range(task.steps):
-            index = order[i * task.rows : (i + 1) * task.rows]
-            batch = {k: x[index] for k, x in arrays.items()}
+        loss = pending = None
+        for i, batch in enumerate(itertools.islice(batches, task.steps)):
             leaves, loss = step(leaves, batch if place is None else jax.device_put(batch, place))
             if pending is not None:
                 float(pending)
@@ -142,7 +150,7 @@ def by_hand(task: Task) -> Callable[[Any], None]:
 
 def by_nnx(task: Task, cached: bool) -> Callable[[Any], None]:
     """Return a turn of a loop around `nnx.jit`, or around `nnx.cached_partial` of it."""
-    model, arrays, rng = task.make(), task.arrays(1), np.random.default_rng(0)
+    model, batches = task.make(), gathered(task)
     optimizer = nnx.Optimizer(model, model.configure_optimizers(), wrt=nnx.Param)
 
     @nnx.jit
@@ -155,10 +163,9 @@ def by_nnx(task: Task, cached: bool) -> Callable[[Any], None]:
 
     def turn(profile: Any = None) -> None:
         sys.setprofile(profile)
-        order, loss = rng.permutation(len(arrays["x"])), None
-        for i in range(task.steps):
-            index = order[i * task.rows : (i + 1) * task.rows]
-            loss = take({k: x[index] for k, x in arrays.items()})
+        loss = None
+        for i, batch in enumerate(itertools.islice(batches, task.steps)):
+            loss = take(batch)
             if (i + 1) % LOG_EVERY == 0:
                 float(loss)
         sys.setprofile(None)
@@ -188,6 +195,46 @@ def by_fit(task: Task, *callbacks: jl.Callback, **arguments: Any) -> Callable[[A
 
     turns: Any = None
     return Turns(train)
+
+
+def by_hand_evaluation(task: Task, predicts: bool) -> Callable[[Any], None]:
+    """Return a turn of a loop over the rows in order, which adds up losses, or keeps the outputs."""
+    model, arrays = task.make(), {k: np.ascontiguousarray(x) for k, x in task.arrays(1).items()}
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    validate = jax.jit(lambda params, total, batch: total + nnx.merge(graphdef, params, rest).loss(batch))
+    predict = jax.jit(lambda params, batch: nnx.merge(graphdef, params, rest).predict_step(batch))
+
+    def turn(profile: Any = None) -> None:
+        sys.setprofile(profile)
+        total, waiting, outputs = jax.numpy.zeros(()), None, []
+        for i in range(task.steps):
+            batch = {k: x[i * task.rows : (i + 1) * task.rows].copy() for k, x in arrays.items()}
+            if predicts:
+                now = predict(params, batch)
+                outputs += [np.asarray(waiting)] if waiting is not None else []
+                waiting = now
+            else:
+                total = validate(params, total, batch)
+                if i % 16 == 15:
+                    total.block_until_ready()
+        float(total if waiting is None else waiting.sum())
+        sys.setprofile(None)
+
+    return turn
+
+
+def by_evaluation(task: Task, predicts: bool) -> Callable[[Any], None]:
+    """Return a turn that is an entire call of `Trainer.validate` or `Trainer.predict`."""
+    arrays = {k: np.ascontiguousarray(x) for k, x in task.arrays(1).items()}
+    model, loader = task.make(), jl.ArrayLoader(arrays, task.rows)
+    trainer = jl.Trainer(strategy="single", compile_cache=False, **BARE)
+
+    def turn(profile: Any = None) -> None:
+        sys.setprofile(profile)
+        trainer.predict(model, loader) if predicts else trainer.validate(model, loader, verbose=False)
+        sys.setprofile(None)
+
+    return turn
 
 
 def by_keras(task: Task, steps_per_execution: int) -> Callable[[Any], None]:

@@ -13,11 +13,17 @@ class Perceptron(jl.TrainModule):
     def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs) -> None:
         self.layers = nnx.List([nnx.Linear(width, width, rngs=rngs) for _ in range(depth)])
 
-    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
+    def predict_step(self, batch: dict[str, jax.Array]) -> jax.Array:
         x = batch["x"]
         for layer in self.layers:
             x = nnx.relu(layer(x))
-        return jnp.mean((x - batch["y"]) ** 2)
+        return x
+
+    def loss(self, batch: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean((self.predict_step(batch) - batch["y"]) ** 2)
+
+    def validation_step(self, batch: dict[str, jax.Array]) -> None:
+        self.log("val_loss", self.loss(batch))
 
     def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
         loss = self.loss(batch)
