@@ -1,6 +1,7 @@
 """Ways to train one perceptron, each of which takes a number of steps when it is its turn.
 
-All gather their batches from the same arrays, in a random order. A `fit` runs in a thread of its own and pauses every
+All gather their batches in a random order, from arrays of one size; Keras and Lightning, of which a turn is an epoch,
+from those of one turn. A `fit` runs in a thread of its own and pauses every
 so many steps, so that all of them take turns in one process, and meet the same load of the machine.
 """
 
@@ -200,9 +201,11 @@ def by_fit(task: Task, *callbacks: jl.Callback, **arguments: Any) -> Callable[[A
 def by_hand_evaluation(task: Task, predicts: bool) -> Callable[[Any], None]:
     """Return a turn of a loop over the rows in order, which adds up losses, or keeps the outputs."""
     model, arrays = task.make(), {k: np.ascontiguousarray(x) for k, x in task.arrays(1).items()}
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-    validate = jax.jit(lambda params, total, batch: total + nnx.merge(graphdef, params, rest).loss(batch))
-    predict = jax.jit(lambda params, batch: nnx.merge(graphdef, params, rest).predict_step(batch))
+    graphdef, state = nnx.split(model)
+    leaves, treedef = jax.tree.flatten(state)
+    merge = lambda leaves: nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))  # noqa: E731
+    validate = jax.jit(lambda leaves, total, batch: total + merge(leaves).loss(batch))
+    predict = jax.jit(lambda leaves, batch: merge(leaves).predict_step(batch))
 
     def turn(profile: Any = None) -> None:
         sys.setprofile(profile)
@@ -210,11 +213,11 @@ def by_hand_evaluation(task: Task, predicts: bool) -> Callable[[Any], None]:
         for i in range(task.steps):
             batch = {k: x[i * task.rows : (i + 1) * task.rows].copy() for k, x in arrays.items()}
             if predicts:
-                now = predict(params, batch)
+                now = predict(leaves, batch)
                 outputs += [np.asarray(waiting)] if waiting is not None else []
                 waiting = now
             else:
-                total = validate(params, total, batch)
+                total = validate(leaves, total, batch)
                 if i % 16 == 15:
                     total.block_until_ready()
         float(total if waiting is None else waiting.sum())

@@ -29,13 +29,12 @@ class GradientNorm(Callback):
     def __init__(
         self, norm_type: float = 2.0, *, every_n_steps: int | None = None, per_parameter: bool = False
     ) -> None:
+        owner = "GradientNorm"
         if norm_type != float("inf"):
-            check.positive("norm_type", norm_type, owner="GradientNorm", rule="takes a number above 0")
+            check.positive("norm_type", norm_type, owner=owner, rule="takes a number above 0")
         self.norm_type = float(norm_type)
-        self.trace_every_n_steps = check.integer(
-            "every_n_steps", every_n_steps, low=1, also=(None,), owner="GradientNorm"
-        )
-        self.per_parameter = check.boolean("per_parameter", per_parameter, owner="GradientNorm")
+        self.trace_every_n_steps = check.integer("every_n_steps", every_n_steps, low=1, also=(None,), owner=owner)
+        self.per_parameter = check.boolean("per_parameter", per_parameter, owner=owner)
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
         """Compute the norms."""

@@ -260,7 +260,6 @@ class Logger(Callback):
         )
 
     def _step_or_newest(self, step: int | None) -> int:
-        """Return the step, or the newest step for None."""
         newest = 0 if self._attached is None else max(self._attached.global_step - 1, 0)
         return newest if step is None else int(step)
 

@@ -318,7 +318,6 @@ class ModelCheckpoint(Callback):
         return value if value is not None and metrics.step(name) in (None, trainer.global_step) else math.nan
 
     def _name(self, trainer: "Trainer") -> str:
-        """Return the name of a checkpoint at this step."""
         suffix = ""
         if self.filename:
             counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}

@@ -128,7 +128,6 @@ class PredictionWriter(Callback):
             self._rows.append(rows)
 
     def _write(self, partial: Path) -> None:
-        """Write the rows to the next file."""
         if not self._rows:
             return
         rows, self._rows = _concatenated(self._rows), []

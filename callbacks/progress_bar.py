@@ -22,16 +22,7 @@ from jaxlit.callbacks.run_report import RunReport
 from jaxlit.checkpoints.files import FOLDER, step_of
 from jaxlit.checkpoints.places import place_of
 from jaxlit.core.module import TrainModule
-from jaxlit.reporting.terminal import (
-    TerminalLine,
-    clock,
-    epoch_line,
-    is_terminal,
-    join,
-    live_line,
-    say,
-    short_path,
-)
+from jaxlit.reporting.terminal import TerminalLine, clock, epoch_line, is_terminal, join, live_line, say, short_path
 from jaxlit.version import __version__
 
 if TYPE_CHECKING:

@@ -134,17 +134,8 @@ class TensorBoardLogger(Logger):
         counts, edges = count(values, bins)
         x = np.asarray(values, np.float64)
         x = x[np.isfinite(x)]
-        writer.add_histogram_raw(
-            key,
-            edges[0],
-            edges[-1],
-            x.size,
-            float(x.sum()),
-            float((x**2).sum()),
-            edges[1:].tolist(),
-            counts.tolist(),
-            self._step_or_newest(step),
-        )
+        figures = (edges[0], edges[-1], x.size, float(x.sum()), float((x**2).sum()))
+        writer.add_histogram_raw(key, *figures, edges[1:].tolist(), counts.tolist(), self._step_or_newest(step))
 
     def log_image(
         self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None

@@ -13,8 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxlit.checks import is_url
-from jaxlit.engine.compiled_program import default_folder
+from jaxlit.checks import cache_folder, is_url
 from jaxlit.errors import ArgumentError, JaxlitError
 from jaxlit.texts import size, table
 from jaxlit.version import __version__
@@ -124,7 +123,7 @@ def _compile_cache() -> str:
     if not config.jax_enable_compilation_cache:
         return "off"
     try:
-        folder = config.jax_compilation_cache_dir or default_folder()
+        folder = config.jax_compilation_cache_dir or cache_folder("compiled")
         if is_url(folder):
             return "in a bucket"
         sizes = [path.stat().st_size for path in Path(folder).glob("*-cache")]

@@ -134,12 +134,7 @@ _NUMBERS = (int, float, np.integer, np.floating)
 
 
 def _number(
-    name: str,
-    value: Any,
-    rule: str,
-    owner: str,
-    is_allowed: Callable[[int | float], bool],
-    kinds: tuple[type, ...] = _NUMBERS,
+    name: str, value: Any, rule: str, owner: str, is_allowed: Callable[[int | float], bool], kinds: tuple = _NUMBERS
 ) -> int | float:
     """Return a number as an int or a float; refuse another value, and one that is not allowed."""
     fits = isinstance(value, kinds) and not isinstance(value, bool)

@@ -76,6 +76,11 @@ def leaf_name(path: Sequence[Any]) -> str:
     return name
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first of some names, and how many more there are."""
+    return ", ".join(names[:most]) + f" and {len(names) - most} more" * (len(names) > most)
+
+
 def table(rows: Sequence[Sequence[str]], texts: int = 1) -> list[str]:
     """Return the lines of a table, the head first: so many `texts` columns aligned to the left, then the numbers."""
     columns = []

@@ -592,12 +592,8 @@ def like_params(state: Any, params: Any, shardings: Any, default: NamedSharding)
         >>> adam.mu["w"] == split, adam.count == replicated
         (True, True)
     """
-    known = {
-        _keys(path): (x.shape, sharding)
-        for (path, x), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True
-        )
-    }
+    pairs = zip(jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True)
+    known = {_keys(path): (x.shape, sharding) for (path, x), sharding in pairs}
     known = {(*keys, part): x for keys, x in known.items() for part in RealParts._fields} | known
 
     def sharding_of(path: tuple[Any, ...], x: Any) -> NamedSharding:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-import jax
+from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.strategies.base import AXIS_TYPES, Strategy
@@ -32,10 +32,7 @@ class DDP(Strategy):
     """
 
     def __init__(
-        self,
-        *,
-        mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
-        axis_types: Literal["auto", "explicit"] = "auto",
+        self, *, mesh: Mesh | Mapping[str, int] | None = None, axis_types: Literal["auto", "explicit"] = "auto"
     ) -> None:
         self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=type(self).__name__)
         self.use_mesh(mesh)

@@ -100,11 +100,8 @@ class Pipeline(Strategy):
         if not isinstance(schedule, Schedule):
             check.one_of("schedule", schedule, [*SCHEDULES], owner=name)
         check.one_of("loss_reduction", loss_reduction, ("mean", "sum"), owner=name)
-        if not (
-            isinstance(balance, Sequence)
-            and not isinstance(balance, str)
-            and all(check.is_int(x, low=1) for x in balance)
-        ):
+        is_list = isinstance(balance, Sequence) and not isinstance(balance, str)
+        if not (is_list and all(check.is_int(x, low=1) for x in balance)):
             check.one_of("balance", balance, ("count", "flops"), owner=name)
         self.stages = check.integer("stages", stages, low=1, also=(None,), owner=name)
         self.microbatches = check.integer("microbatches", microbatches, low=1, also=(None,), owner=name)
@@ -179,10 +176,8 @@ class Pipeline(Strategy):
     def _inner_on(self, mesh: Mesh) -> Any:
         """Return the strategy within a rank, on a rank's mesh."""
         inner = copy.copy(self._inner)
-        if self._user_mesh is None:  # the axes are those of the inner strategy
-            inner._user_mesh = mesh
-        else:
-            inner._user_mesh = None
+        inner._user_mesh = mesh if self._user_mesh is None else None
+        if self._user_mesh is not None:  # else the axes are those of the inner strategy
             inner.use_mesh(mesh)
         inner.explicit_axes = ()  # the parts of a step that run on the ranks have no types of their own
         inner.setup()
@@ -206,10 +201,6 @@ class Pipeline(Strategy):
         rank_of = like_params(state, state.params, params, self.places.home)  # type: ignore[arg-type]
         rank_of = replace(rank_of, params=params, frozen=frozen, model_state=model_state)
         return jax.tree.map(self.places.on, self.inner.state_sharding(state, model, example), rank_of)
-
-    def grad_sharding(self, state: TrainState, model: PureModule, example: Any) -> Any:
-        """Return None: gradients have the shardings of the parameters."""
-        return None
 
     def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of arrays of the state, which runs in parts on the ranks of the arrays."""
@@ -272,7 +263,8 @@ class Pipeline(Strategy):
         """Return the compiled program; a training step runs as passes of microbatches in the schedule's order."""
         shardings = [x.sharding for x in program.outputs[0] if isinstance(x, ArraySpec)]  # of the state
         if program.passes is None:
-            fn = self.in_mesh(partial(program.fn, self._global))
+            replica = Replica(constrain_batch=self._abstract._constrain_batch)  # an evaluation sees the entire batch
+            fn = self.in_mesh(partial(program.fn, replica))
             return Placed(fn, self.places, program.name, follows=True, outputs=shardings)
         count = sum(map(len, program.inputs))
         outputs = jax.tree.map(lambda x: x is ROWS, program.outputs[3]) if len(program.outputs) > 3 else None
@@ -285,11 +277,6 @@ class Pipeline(Strategy):
 
     def _jit(self, rank: int, fn: Callable[..., Any], name: str, **options: Any) -> Any:
         return jit(self.places.meshes[rank], named(name, self.inner.in_mesh(fn)), **options)
-
-    @property
-    def _global(self) -> Replica:
-        """What an evaluation sees: the entire batch."""
-        return Replica(constrain_batch=self._abstract._constrain_batch)
 
     def describe(self) -> str:
         """Return the mesh and the schedule, and once a fit has begun a table of the stages."""

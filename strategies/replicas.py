@@ -75,10 +75,7 @@ class PerReplica(Strategy, ABC):
     def replica(self) -> Replica:
         """One of the replicas."""
         return Replica(
-            axis=self.axis,
-            count=self.num_replicas,
-            sync_batchnorm=self.sync_batchnorm,
-            loss_reduction=self.loss_reduction,
+            self.axis, self.num_replicas, sync_batchnorm=self.sync_batchnorm, loss_reduction=self.loss_reduction
         )
 
     def shard_batch(self, batch: Any) -> Any:
@@ -120,15 +117,12 @@ class PerReplica(Strategy, ABC):
 
     def local(self, program: Program, replica: Replica, states: Sequence[Any], batch: Any) -> tuple[Any, ...]:
         """Return the shapes and dtypes of one replica's part of a program's states and of a global batch."""
-        local = [
-            [
-                jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
-                for spec, x in zip(specs, state, strict=True)
-            ]
-            for specs, state in zip(program.inputs, states, strict=True)
-        ]
+
+        def part(spec: ArraySpec, x: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:] if spec.per_replica else x.shape, x.dtype)
+
         rows = num_rows(batch) // self.num_replicas if replica.splits else num_rows(batch)
-        return *local, with_rows(batch, rows)
+        return *jax.tree.map(part, program.inputs, tuple(states)), with_rows(batch, rows)
 
     def compile(self, program: Program) -> ByDivision:
         """Return a function of `(*states, batch)`, which has a second program for batches that do not divide."""

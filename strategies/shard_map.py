@@ -72,10 +72,7 @@ class ShardMapDDP(PerReplica):
     def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
         # The arrays of one replica are blocks with a leading dim of one.
         *states, batch = args
-        states = [
-            [x[0] if spec.per_replica else x for x, spec in zip(state, specs, strict=True)]
-            for state, specs in zip(states, program.inputs, strict=True)
-        ]
+        states = jax.tree.map(lambda spec, x: x[0] if spec.per_replica else x, program.inputs, tuple(states))
         results = body(*states, batch)
 
         def stack(layout: Any, x: Any) -> Any:

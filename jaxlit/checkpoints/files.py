@@ -323,12 +323,8 @@ def sweep(folder: Place) -> None:
     """Delete what crashes have left in a folder of checkpoints, which no other training writes to."""
     inside = list(_inside(folder))
     clear([path for path in inside if path.name.startswith(".probe-")], places.remove)
-    clear(filter(_is_left, inside))
-
-
-def _is_left(path: Place) -> bool:
-    unsealed = step_of(path) is not None and path.is_dir() and order_of(path) < 0
-    return unsealed and all(is_of_a_write(x) for x in _inside(path))
+    unsealed = (x for x in inside if step_of(x) is not None and x.is_dir() and order_of(x) < 0)
+    clear(path for path in unsealed if all(map(is_of_a_write, _inside(path))))
 
 
 def is_of_a_write(path: Place) -> bool:

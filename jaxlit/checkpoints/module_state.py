@@ -34,7 +34,6 @@ from jaxlit.variables import arrays_of, impl_of, is_array, leaves_of
 _logger = logging.getLogger("jaxlit")
 
 Spec = tuple[str, tuple[int, ...], str]  # name, shape, dtype
-_MOST_ROWS = 20
 
 
 def match(
@@ -106,9 +105,7 @@ def report(
 
 
 def comparison(
-    rows: list[tuple[str, str, str]],
-    head: tuple[str, str] = ("in the checkpoint", "in the model"),
-    most: int = _MOST_ROWS,
+    rows: list[tuple[str, str, str]], head: tuple[str, str] = ("in the checkpoint", "in the model"), most: int = 20
 ) -> str:
     """Return a table of (name, saved, wanted), of which `most` rows are shown."""
     lines = table([("", *head), *rows[:most]], texts=3)

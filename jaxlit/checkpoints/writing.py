@@ -106,9 +106,8 @@ class Saving(Background[None]):
                 self._seal(entry, found)
                 self._delete()
             else:
-                places.write(
-                    self._entry_of(jax.process_index()), json.dumps({"files": entry, "infinities": found}).encode()
-                )
+                text = json.dumps({"files": entry, "infinities": found})
+                places.write(self._entry_of(jax.process_index()), text.encode())
                 send(self._topic, "")
         except BaseException as error:
             if jax.process_index():  # process 0 is sent the reason

@@ -157,9 +157,8 @@ class AttributesOfStep:
 def _is_next(before: Any, after: Any) -> bool:
     """Return whether an attribute holds arrays like those before, which are part of the state."""
     (old, structure), (new, other) = jax.tree.flatten(before), jax.tree.flatten(after)
-    if structure != other or not all(is_array(x) for x in (*old, *new)):
-        return False
-    return bool(old) and all(fits(x, y) for x, y in zip(old, new, strict=True))
+    are_arrays = bool(old) and structure == other and all(map(is_array, (*old, *new)))
+    return are_arrays and all(map(fits, old, new))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -146,11 +146,8 @@ def _constants(variables: Any, name: str) -> Any:
 
 def _check_plain(tree: Any, kind_of_leaf: str, owner: str, kind: type[JaxlitError]) -> None:
     """Refuse inputs and outputs that a process without jaxlit could not build or read."""
-
-    def is_leaf(x: Any) -> bool:
-        return x is not None and type(x) not in (dict, list, tuple)
-
-    for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+    plain = (dict, list, tuple, type(None))
+    for path, x in jax.tree.leaves_with_path(tree, is_leaf=lambda x: type(x) not in plain):
         if not hasattr(x, "dtype"):
             problem = f"a {type(x).__name__}, and must be arrays in plain dicts, lists and tuples"
         elif is_key(x) or not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):

@@ -27,7 +27,7 @@ from jaxlit.errors import ModuleError, StateError
 from jaxlit.programs import jaxpr
 from jaxlit.programs.costs import Flops, count_flops
 from jaxlit.programs.jaxpr import CONSTANT, LINEAR, ROWS, dependence, growing
-from jaxlit.texts import is_key, named_leaves
+from jaxlit.texts import is_key, listed, named_leaves
 
 _logger = logging.getLogger("jaxlit")
 
@@ -89,7 +89,7 @@ def _warn_of_gradients(pure: PureModule, reached: Sequence[bool], args: Sequence
         part = re.sub(r"\[.*", "", [unused[0], *unused[0].split(".")[-2:-1]][-1])
         _logger.warning(
             f"The loss of {pure.name}.training_step does not depend on {number}. The gradient is zero: "
-            f"{_some(unused)}. Call the layer in the step, or leave it out of training: "
+            f"{listed(unused)}. Call the layer in the step, or leave it out of training: "
             f"jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r}))))."
         )
     leaves, arrays = pure.leaves(*args[:3]), jax.tree.leaves(args[:3])
@@ -103,13 +103,9 @@ def _warn_of_gradients(pure: PureModule, reached: Sequence[bool], args: Sequence
         why = f" (nnx.WeightNorm holds its scale so in flax {flax.__version__})" * of_flax
         _logger.warning(
             f"The loss of {pure.name}.training_step has a gradient by arrays that are in no nnx.Variable, and stay as "
-            f"they are: {_some([leaf.name for leaf in plain])}{why}. Hold what shall be trained in an nnx.Param, and a "
-            "constant in an nnx.Variable."
+            f"they are: {listed([leaf.name for leaf in plain])}{why}. Hold what shall be trained in an nnx.Param, and "
+            "a constant in an nnx.Variable."
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
 
 
 def _check_hidden(pure: PureModule, stage: str, closed: Any) -> None:
@@ -146,10 +142,10 @@ def _origins_of_state(pure: PureModule, program: Any, leaves: list[int], paramet
     return [(rounded if leaf < parameters else exact)[i] for i, leaf in enumerate(leaves)]
 
 
-def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica: Replica, *args: Any) -> None:
+def inspect_evaluation(stage: str, loader: int | None, pure: PureModule, replica: Replica, *args: Any) -> None:
     """Refuse an evaluation step that writes to the module's state, but to metrics: only training changes it.
 
-    The arguments are those of the step's body, abstract; the first three are the state.
+    The `args` are those of the step's body, abstract; the first three are the state.
     """
     trace = pure.body(stage, replica, loader).trace(*args)
     closed, (_, (written, *_)) = trace.jaxpr, trace.out_info
@@ -157,11 +153,13 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
     _check_hidden(pure, stage, closed)
     leaves, state, parameters = pure.leaves(*args[:3]), jax.tree.leaves(args[:3]), len(jax.tree.leaves(args[:2]))
     indices, carried = sorted(written), []  # the order of a dict's leaves
+    scratch = (nnx.RngState, nnx.Cache, nnx.Intermediate)  # what a step writes there is meant for itself
     for i, origin in zip(indices, _origins_of_state(pure, closed.jaxpr, indices, parameters), strict=True):
+        is_scratch = leaves[i].owner == "normalizing" or issubclass(leaves[i].kind or object, scratch)
         if origin != i and leaves[i].owner == "metric" and stage != "predict" and not replica.splits:
             carried.append(i)
         # A key differs between replicas already.
-        elif origin != i and not _is_scratch(leaves[i]) and not (is_key(state[i]) and replica.splits):
+        elif origin != i and not (is_scratch or (is_key(state[i]) and replica.splits)):
             raise StateError(
                 f"{pure.name}.{STAGES[stage].step} wrote to {leaves[i].name}. Only training changes the state, so the "
                 "write would be lost. Return the value, or log it; log an nnx metric itself: "
@@ -169,12 +167,6 @@ def inspect_evaluation(pure: PureModule, stage: str, loader: int | None, replica
                 "nnx.Rngs that the module holds, whose streams differ between batches."
             )
     pure.trace_of(stage, loader).carried = tuple(carried)
-
-
-def _is_scratch(leaf: Leaf) -> bool:
-    """Return whether a step may use a variable as it likes: what it writes there is meant for itself."""
-    scratch = (nnx.RngState, nnx.Cache, nnx.Intermediate)
-    return leaf.owner == "normalizing" or (leaf.kind is not None and issubclass(leaf.kind, scratch))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from flax import nnx
 
 from jaxlit.errors import ArgumentError, ArgumentTypeError, ModuleError, did_you_mean, note_place
 from jaxlit.faces import refuse_unknown
-from jaxlit.texts import keys_of, leaf_name, shown
+from jaxlit.texts import keys_of, leaf_name, listed, shown
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,8 @@ def averaged(params: Any, averages: Sequence[tuple[Any, Any]]) -> Any:
     def average(path: Any, y: jax.Array) -> jax.Array:
         b1, z = of.get(leaf_name(path), (1.0, 0.0))
         z = jax.lax.complex(*z) if isinstance(z, RealParts) else z
-        return jnp.where(
-            y == z, y, ((y - (1.0 - b1) * z) / b1).astype(y.dtype)
-        )  # as they are where nothing was trained
+        # As they are where nothing was trained.
+        return jnp.where(y == z, y, ((y - (1.0 - b1) * z) / b1).astype(y.dtype))
 
     return jax.tree.map_with_path(average, params) if averages else params
 
@@ -308,7 +307,7 @@ def fits_none(module: nnx.Module, wrt: Any, key: Any) -> str:
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(module, wrt, graph=True))]
     inner = sorted({path[:i] for path in paths for i, letter in enumerate(path) if letter == "/"})
     hint = did_you_mean(key, [*inner, *paths]) if isinstance(key, str) else ""
-    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {_listed(inner or paths)}"
+    return f"fits no trained parameter of {type(module).__name__}.{hint} There are {listed(inner or paths)}"
 
 
 def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, str]:
@@ -328,7 +327,7 @@ def groups_of(module: nnx.Module, wrt: Any, keys: Sequence[Any]) -> dict[str, st
         ungrouped = [name for name in ungrouped if name not in group_of]
     if ungrouped:
         raise ArgumentError(
-            f"jl.Optimizer(by=...) has no group for {_listed(ungrouped)}. Add one, `...: optax.adam(1e-3)` for all "
+            f"jl.Optimizer(by=...) has no group for {listed(ungrouped)}. Add one, `...: optax.adam(1e-3)` for all "
             "that is left, or leave them out of wrt=."
         )
     return group_of
@@ -344,7 +343,3 @@ def _fits(key: Any) -> Any:
         return any(fnmatchcase("/".join(map(str, part)), key) or leaf_name(part) == key for part in begins)
 
     return fits
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)

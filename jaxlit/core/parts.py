@@ -76,14 +76,6 @@ def by_part(optimizer: Optimizer, parts: Sequence[Part]) -> Optimizer:
     return optimizer.with_tx(optax.GradientTransformationExtraArgs(init, update), rate_names)
 
 
-def parts_along(state: Any) -> list[str]:
-    """Return for each leaf of an optimizer's state the label of the part that it is of, "" for none."""
-    paths: list = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-    if not isinstance(state, PartStates):
-        return [""] * len(paths)
-    return [path[1].key if path[0].name == "parts" else "" for path in paths]
-
-
 def _at(parts: Sequence[Part], path: Any) -> int:
     """Return the number of the part that a parameter is in, from 1, or 0 for none."""
     name = leaf_name(path)
@@ -205,9 +197,11 @@ def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict
     """
     schedule: Any = optimizer.lr_schedule
     state = jax.eval_shape(optimizer.tx.init, params)
-    counts = {}
-    for i, ((name, x), part) in enumerate(zip(named_leaves(state), parts_along(state), strict=True)):
-        if name.split(".")[-1] == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
+    counts: dict[str, int] = {}  # the index of each part's count, by its label
+    leaves: Any = enumerate(jax.tree.leaves_with_path(state))
+    for i, (path, x) in leaves:
+        part = path[1].key if isinstance(state, PartStates) and path[0].name == "parts" else ""
+        if leaf_name(path).split(".")[-1] == "count" and x.shape == () and jnp.issubdtype(x.dtype, jnp.integer):
             counts.setdefault(part, i)
 
     def rate(label: str) -> Callable:

@@ -52,14 +52,6 @@ class Replica:
         return 1 / self.count if self.axis is not None and self.sees_all_rows else 1.0
 
     @property
-    def loss_factor(self) -> float:
-        """What a replica's loss is multiplied by, so that the mean over replicas is that of the entire batch."""
-        # Gradients are averaged over replicas: n times a replica's sum has the sum over all rows as mean.
-        if self.loss_reduction != "sum":
-            return 1
-        return self.count if self.splits else self.passes
-
-    @property
     def index(self) -> jax.Array:
         """() int32, the index of this replica on the axis."""
         return jax.lax.axis_index(str(self.axis))
@@ -100,11 +92,7 @@ def abstract_batch(batch: Any) -> Any:
 
 def with_rows(batch: Any, rows: int) -> Any:
     """Return the shapes and dtypes of a batch of another number of rows."""
-
-    def resize(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) if x.shape else x
-
-    return jax.tree.map(resize, abstract_batch(batch))
+    return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])) if x.shape else x, abstract_batch(batch))
 
 
 @dataclass(frozen=True)

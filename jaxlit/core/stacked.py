@@ -5,22 +5,30 @@ from typing import Any
 
 from flax import nnx
 
+from jaxlit import checks as check
+
+_NO_AXIS = {nnx.PARTITION_NAME: None}  # no mesh axis splits the dim of the layers
+
 
 class Stacked(nnx.Module):
     """Layers of one kind, whose arrays are stacked along a first dim and which a scan runs one after the other.
 
-    A scan is compiled once, not once a layer. Under "fsdp" it gathers the weights of one layer at a time, and
-    `FSDP(remat=True)` keeps only what goes from layer to layer for the backward pass. Each layer draws random numbers,
-    and keeps statistics, of its own. `jl.WeightRule(stack=...)` loads weights that are stored layer by layer.
+    A scan is compiled once, not once for each layer. Under "fsdp" it gathers the weights of one layer at a time, and
+    `FSDP(remat=True)` keeps only what goes from layer to layer for the backward pass. Each layer has its own random
+    numbers and statistics. `jl.WeightRule(stack=...)` loads weights that are stored layer by layer. A layer cannot
+    log: return what is to be logged with the array. `Pipeline` takes a list of layers in place of this.
 
     Args:
-        make: Returns a layer, given its `rngs`: a module that is called with an array, or a pytree of them, and returns
-            one of the same shapes and dtypes.
-        count: How many layers.
-        rngs: The random numbers of all of them.
+        make: A function of `rngs` that returns a layer: a module that is called with an array, or a pytree of arrays,
+            and returns one of the same shapes and dtypes. Modules that all layers share are arguments of the call.
+        count: The number of layers.
+        rngs: The random numbers of all layers.
 
     Attributes:
         layers: The module that `make` returns, each of whose arrays has a first dim of `count`.
+
+    Raises:
+        ArgumentError: `count` is no number, or below 1.
 
     Example:
         >>> import jax
@@ -34,17 +42,15 @@ class Stacked(nnx.Module):
     """
 
     def __init__(self, make: Callable[[nnx.Rngs], Any], count: int, *, rngs: nnx.Rngs) -> None:
+        count = check.integer("count", count, low=1, owner="jl.Stacked")
         self.layers = nnx.split_rngs(splits=count)(nnx.vmap(make, transform_metadata=_NO_AXIS))(rngs)
 
-    def __call__(self, x: Any, *args: Any) -> Any:
-        """Return what the last layer returns; `args` are the same for all layers."""
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the last layer returns; the other arguments are the same for all layers."""
         run = nnx.scan(
-            lambda x, layer: layer(x, *args),
+            lambda x, layer: layer(x, *args, **kwargs),
             in_axes=(nnx.Carry, 0),
             out_axes=nnx.Carry,
             transform_metadata=_NO_AXIS,
         )
         return run(x, self.layers)
-
-
-_NO_AXIS = {nnx.PARTITION_NAME: None}  # no mesh axis splits the dim of the layers

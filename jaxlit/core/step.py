@@ -163,7 +163,9 @@ class TrainStep:
 
         def objective(params: Any) -> tuple[jax.Array, Any]:
             loss, aux = body(params, *rest)
-            factor, total = replica.loss_factor, loss
+            # Gradients are averaged over replicas: n times a replica's sum has the sum over all rows as mean.
+            factor = (replica.count if replica.splits else replica.passes) if replica.loss_reduction == "sum" else 1
+            total = loss
             if replica.splits and self.is_weighted:
                 # Here, and not in the gradients: in a collective, as of BatchNorm, those of all replicas meet.
                 factor = aux[2][0] / replica.pmean(aux[2][0])
@@ -212,10 +214,8 @@ class TrainStep:
 
     def empty_window(self, window: Window) -> Window:
         """Return a window of no batch."""
-        return Window(
-            jax.tree.map(jnp.zeros_like, window.grads),
-            jnp.broadcast_to(self.table.empty(), window.metrics.shape),
-        )
+        metrics = jnp.broadcast_to(self.table.empty(), window.metrics.shape)
+        return Window(jax.tree.map(jnp.zeros_like, window.grads), metrics)
 
     def _guarded_step(self, old: TrainState, new: TrainState, grads: Any, table: jax.Array) -> tuple[TrainState, Any]:
         """Return the state after the optimizer step, and for traced functions the updates: zeros if it was left out.
@@ -232,7 +232,9 @@ class TrainStep:
         if policy == "ignore" and scale is None:
             fields, updates = self._changed_fields(self._optimize, old, new, grads, loss)
             return replace(new, **fields, sums=sums).advance(steps=1), updates
-        finite = all_finite(grads)
+        # Leaf by leaf, as the norm of finite gradients may overflow. XLA adds up float32 in fewer kernels than it joins
+        # booleans, and a sum of ones is not zero however it rounds.
+        finite = [jnp.sum(jnp.where(jnp.isfinite(g), jnp.float32(0), 1)) == 0 for g in jax.tree.leaves(grads)]
         all_grads_finite = jnp.stack(finite).all()
         loss_finite = jnp.isfinite(loss)
         # Under "raise" a bad step stops all later ones, which may be dispatched before the host knows of it.
@@ -271,10 +273,7 @@ class TrainStep:
         fields["sums"] = new.sums
         # `guarded` has selected opt_state already: it is on both sides, and keep_unless returns such a leaf unchanged.
         old_fields = {name: getattr(old, name) for name in fields} | {"opt_state": fields["opt_state"]}
-        selected = keep_unless(ok, old_fields, fields)
-        if not self.traced:
-            return selected, None
-        return selected, jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
+        return keep_unless(ok, old_fields, fields), jax.tree.map(lambda u: jnp.where(ok, u, 0), updates)
 
     def _step_or_skip(
         self, ok: jax.Array, stopped: jax.Array, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
@@ -283,7 +282,9 @@ class TrainStep:
         update = partial(self._changed_fields, self._optimize, old, new, grads, loss)
 
         def keep() -> tuple[dict[str, Any], Any]:
-            old_arrays, treedef = jax.tree.flatten(old.at_start(new.window_start).variables)
+            old_arrays, treedef = jax.tree.flatten(old.variables)
+            if (start := new.window_start) is not None:  # the arrays of the window's start are put back
+                old_arrays = (old.module | start.arrays).values()
             # Counts and random keys continue after a step that is left out, but not after one that stops the training.
             triples = zip(self.pure.leaves(*old.variables), old_arrays, jax.tree.leaves(new.variables), strict=True)
             arrays = [jnp.where(stopped, a, b) if leaf.continues(a.dtype) else a for leaf, a, b in triples]
@@ -350,13 +351,6 @@ def count_bad(grads: Any) -> jax.Array:
 def _like(old: jax.Array, new: jax.Array) -> jax.Array:
     # An optimizer that widens its state would compile the step a second time.
     return new if is_key(old) else jnp.asarray(new, old.dtype)
-
-
-def all_finite(tree: Any) -> list[jax.Array]:
-    """Return for each array of a tree whether all of it is finite, () bool."""
-    # Leaf by leaf, as the norm of finite gradients may overflow. XLA adds up float32 in fewer kernels than it joins
-    # booleans, and a sum of ones is not zero however it rounds.
-    return [jnp.sum(jnp.where(jnp.isfinite(x), jnp.float32(0), 1)) == 0 for x in jax.tree.leaves(tree)]
 
 
 def computed_once(ok: jax.Array) -> jax.Array:

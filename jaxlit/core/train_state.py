@@ -111,13 +111,6 @@ class TrainState:
         arrays = {name: jnp.where(begins, module[name], x) for name, x in start.arrays.items()}
         return WindowStart(start.batches + 1, arrays)
 
-    def at_start(self, start: WindowStart | None) -> "TrainState":
-        """Return the state with the arrays of a window's start in the module."""
-        if start is None:
-            return self
-        treedef = jax.tree.structure(self.variables)
-        return self.with_variables(treedef.unflatten((self.module | start.arrays).values()))
-
 
 class Layout:
     """The flat form of a pytree: a list of raw arrays.

@@ -143,14 +143,9 @@ class ArrayLoader:
             if self.num_rows and x.dtype != object:  # whose bytes are addresses
                 sample = np.unique(np.linspace(0, self.num_rows - 1, 16).astype(int))
                 digest.update(np.ascontiguousarray(x[sample]).tobytes())
-        return {
-            "rows": self.num_rows,
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_remainder": self.drop_remainder,
-            "arrays": digest.hexdigest()[:16],
-        }
+        names = ("batch_size", "shuffle", "seed", "drop_remainder")
+        arguments = {name: getattr(self, name) for name in names}
+        return {"rows": self.num_rows, **arguments, "arrays": digest.hexdigest()[:16]}
 
     def order(self, epoch: int) -> np.ndarray | None:
         """Return the order of an epoch's rows; None if they are not shuffled."""

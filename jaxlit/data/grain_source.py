@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxlit.compat import loader_parts, repeats_without_end, reseeded_loader, reseeded_stage, state_here
-from jaxlit.data.source import ENDLESS, Source, length_of
+from jaxlit.data.source import ENDLESS, Source, length_of, reached
 
 _logger = logging.getLogger("jaxlit")
 # A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
@@ -116,7 +116,9 @@ class GrainSource(Source):
 
     @property
     def _stages(self) -> list[Any]:
-        return list(loader_parts(self.loader).operations) if self._kind == "DataLoader" else _stages(self.loader)
+        if self._kind == "DataLoader":
+            return list(loader_parts(self.loader).operations)
+        return reached(self.loader, _sources_of)
 
 
 def kind_of(loader: Any) -> str | None:
@@ -125,22 +127,8 @@ def kind_of(loader: Any) -> str | None:
         return None
     import grain
 
-    for kind in ("MapDataset", "IterDataset", "DataLoader"):
-        if isinstance(loader, getattr(grain, kind)):
-            return kind
-    return None
-
-
-def _stages(dataset: Any) -> list[Any]:
-    """Return a dataset and all its ancestors."""
-    stages = list[Any]()
-    queue = [dataset]
-    while queue:
-        stage = queue.pop(0)
-        if not any(stage is other for other in stages):
-            stages.append(stage)
-            queue += _sources_of(stage)
-    return stages
+    kinds = ("MapDataset", "IterDataset", "DataLoader")
+    return next((kind for kind in kinds if isinstance(loader, getattr(grain, kind))), None)
 
 
 def _sources_of(stage: Any) -> list[Any]:

@@ -132,9 +132,8 @@ class Prefetcher:
         agreement = self._agreement(source, validator) if team().size > 1 else None
         control, watchdog, place = self._control, self._watchdog, self._place if placing else None
         draws, thread, drawn = source.epoch(epoch), None, ()
-        stream: Iterator[Any] = itertools.islice(draws, None if limit is None else max(limit - start, 0))
-        if agreement is not None:
-            stream = agreement.in_step(stream)
+        limited = itertools.islice(draws, None if limit is None else max(limit - start, 0))
+        stream: Iterator[Any] = limited if agreement is None else agreement.in_step(limited)
         is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
         alike = source.alike if agreement is None and validator.is_plain else 0
         host = batch = placed = at = None  # of the batch before the draw, which shows whether that batch is the last
@@ -154,10 +153,8 @@ class Prefetcher:
                         control.drawing = False
                         if watchdog is not None:
                             watchdog.rest()
-                except Interrupted:
-                    return
-                except Exception as error:
-                    if control.interrupted:
+                except (Interrupted, Exception) as error:
+                    if control.interrupted or isinstance(error, Interrupted):
                         return
                     drawn = _Failed(error)
                 self.now = time.perf_counter()
@@ -165,8 +162,7 @@ class Prefetcher:
                 if took > _NOTED_S and (self.token is None or self.token.is_ready()):
                     source.waited += took
                 if is_timing:
-                    source.times.append(took)
-                    is_timing, is_slow = len(source.times) < _TIMED, self._is_slow(source)
+                    is_timing, is_slow = self._time(source, took)
                 if k > start:
                     if agreement is not None:
                         self.example, batch = agreement(batch, at, last=drawn is _OVER)
@@ -176,10 +172,14 @@ class Prefetcher:
                     if isinstance(drawn, _Failed):
                         raise located(drawn.error, source.argument, self._epoch(), k)
                     return
-                host, at = drawn
-                batch = host
+                host = batch = drawn[0]
+                at = drawn[1]
                 if k == start or k >= alike or not validator.kind.as_is:
-                    host, batch = self._validated(validator, host, k)
+                    try:
+                        host, batch = validator(host)
+                    except Exception as error:
+                        located(error, validator.blamed, self._epoch(), k)
+                        raise
                 if agreement is None:
                     self.example, placed = validator.kind.example, batch if place is None else place(batch)
         finally:
@@ -206,12 +206,10 @@ class Prefetcher:
             return self._depth > 0
         return len(source.times) == _TIMED and statistics.median(source.times) > _SLOW_S
 
-    def _validated(self, validator: BatchValidator, batch: Any, k: int) -> tuple[Any, Any]:
-        try:
-            return validator(batch)
-        except Exception as error:
-            located(error, validator.blamed, self._epoch(), k)
-            raise
+    def _time(self, source: Source, seconds: float) -> tuple[bool, bool]:
+        """Note how long a draw took; return whether the next is timed as well, and whether a thread shall draw."""
+        source.times.append(seconds)
+        return len(source.times) < _TIMED, self._is_slow(source)
 
     def _placed(self, batch: Any) -> Any:
         return batch if self._place is None else self._place(batch)
@@ -276,7 +274,11 @@ class Prefetcher:
                 positions = range(first + 1, index + 1)
                 yield Batch(self._placed(validator.narrow(batch)), batch, first, index == total, positions, size)
                 continue
-            host, batch = self._validated(validator, batch, index)
+            try:
+                host, batch = validator(batch)
+            except Exception as error:
+                located(error, validator.blamed, self._epoch(), index)
+                raise
             self.example = validator.kind.example
             index += 1
             yield Batch(self._placed(batch), host, index - 1, index == total, index)

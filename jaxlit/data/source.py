@@ -423,11 +423,8 @@ class PlainSource(Source):
         if number & (number - 1) or number > _MARKED or not self._may_continue:
             return
         self._marks[number] = mark = _mark(batch)
-        if (
-            number == 1
-            and not self._generators
-            and not any(hasattr(x, "set_epoch") for x in _parts(self.loader, "dataset"))
-        ):
+        parts = _parts(self.loader, "dataset") if number == 1 and not self._generators else ()
+        if parts and not any(hasattr(x, "set_epoch") for x in parts):
             self._orders.add(mark)
         if self._expected.pop(number, mark) != mark:
             self._expected.clear()
@@ -509,24 +506,26 @@ def _calls_of(at: Any) -> tuple[tuple[int, ...], int]:
 
 def _parts(loader: Any, *more: str) -> list[Any]:
     """Return a loader, its samplers, and more of its attributes and theirs, by the names of torch."""
-    parts, queue = [], [loader]
+    return reached(loader, lambda part: [getattr(part, name, None) for name in ("batch_sampler", "sampler", *more)])
+
+
+def reached(start: Any, parts_of: Callable[[Any], list[Any]]) -> list[Any]:
+    """Return an object and all to which its parts lead, each once and without None, the nearest first."""
+    objects, queue = list[Any](), [start]
     while queue:
-        part = queue.pop(0)
-        if part is not None and not any(part is other for other in parts):
-            parts.append(part)
-            queue += [getattr(part, name, None) for name in ("batch_sampler", "sampler", *more)]
-    return parts
+        x = queue.pop(0)
+        if x is not None and not any(x is other for other in objects):
+            objects.append(x)
+            queue += parts_of(x)
+    return objects
 
 
 def _random_samplers(loader: Any) -> list[Any]:
     """Return the samplers of a `torch.utils.data.DataLoader` that draw from a generator."""
     data = sys.modules.get("torch.utils.data")
-    # One with a state has generators of its own in it.
-    if (
-        data is None
-        or not isinstance(loader, data.DataLoader)
-        or (hasattr(loader, "state_dict") and not loader.generator)
-    ):
+    if data is None or not isinstance(loader, data.DataLoader):
+        return []
+    if hasattr(loader, "state_dict") and not loader.generator:  # one with a state has generators of its own in it
         return []
     kinds = (type(None), sys.modules["torch"].Generator)
     samplers = [part for part in _parts(loader) if isinstance(part, data.Sampler)]

@@ -16,8 +16,6 @@ EXIT_CODE = 76
 
 
 class _Wait(NamedTuple):
-    """A wait for a batch."""
-
     begun: float
     argument: str
     epoch: int

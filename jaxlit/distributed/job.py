@@ -31,6 +31,7 @@ from jaxlit.distributed.fate import DEAD_AFTER_S, fate, reach
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, ProcessError
 from jaxlit.programs.jaxpr import described
+from jaxlit.texts import listed
 from jaxlit.version import __version__
 
 _logger = logging.getLogger("jaxlit")
@@ -370,9 +371,8 @@ def _compared(values: Sequence[Sequence[str]], hosts: Sequence[str]) -> str:
     result = []
     for text, indices in processes.items():
         shown = "..." * (start > 0) + text[start:end] + "..." * (len(text) > end)
-        named = ", ".join(f"process {i} ({hosts[i]})" for i in indices[:3])
-        more = f" and {len(indices) - 3} more" * (len(indices) > 3)
-        result.append(f"{shown}{values[indices[0]][1]} in {named}{more}")
+        named = listed([f"process {i} ({hosts[i]})" for i in indices], 3)
+        result.append(f"{shown}{values[indices[0]][1]} in {named}")
     return "; ".join(result)
 
 

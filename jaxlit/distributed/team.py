@@ -12,12 +12,12 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -303,12 +303,10 @@ def fetch_once(x: Any) -> np.ndarray:
 
 def _reader() -> str:
     """Return which hook reads an array."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         name, owner = frame.f_code.co_name, frame.f_locals.get("self")
         if name.startswith("on_") and owner is not None:
             return f"{type(owner).__name__}.{name}"
-        frame = frame.f_back
     return "the loop"
 
 

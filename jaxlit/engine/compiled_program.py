@@ -121,7 +121,7 @@ def use_compile_cache(location: bool | str | Path) -> None:
     """Have jax store its programs from now on, unless the user has chosen a folder or switched jax's cache off.
 
     Args:
-        location: A folder, True for `default_folder()`, False for none. Old entries are deleted down to `MAX_BYTES`.
+        location: A folder, True for one of jaxlit's, False for none. Old entries are deleted down to `MAX_BYTES`.
     """
     config: Any = jax.config
     current, folder = config.jax_compilation_cache_dir, None
@@ -129,7 +129,7 @@ def use_compile_cache(location: bool | str | Path) -> None:
         return
     if location is not False:
         try:
-            folder = str(default_folder() if location is True else Path(location).expanduser().absolute())
+            folder = str(cache_folder("compiled") if location is True else Path(location).expanduser().absolute())
             if folder != current:
                 Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)  # only its owner may write code there
                 _trim(Path(folder))
@@ -143,11 +143,6 @@ def use_compile_cache(location: bool | str | Path) -> None:
         _folder_set_here[0] = folder
     if folder is not None and config.jax_persistent_cache_min_compile_time_secs == _JAX_LEAST_SECONDS:
         config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def default_folder() -> Path:
-    """Return the folder of compiled programs in the user's cache folder."""
-    return cache_folder("compiled")
 
 
 def _trim(folder: Path) -> None:

@@ -49,10 +49,8 @@ def init_state(
     no_metrics = Table([])
     if window_replicas != 0:
         lead = () if window_replicas is None else (window_replicas,)
-        window = Window(
-            jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), sum_dtype(p)), params),
-            jnp.zeros((*lead, *no_metrics.empty().shape), float),
-        )
+        grads = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), sum_dtype(p)), params)
+        window = Window(grads, jnp.zeros((*lead, *no_metrics.empty().shape), float))
     state = TrainState(
         counters=jnp.array([0, 0, 0, -1], jnp.int32),
         params=params,

@@ -342,7 +342,7 @@ class Engine:
     def _build_eval(self, stage: str, batch: Any, placed: Any, loader: int | None, like: Any) -> _EvalProgram:
         # What is known of another program's traces must not be mixed with this one's.
         pure, spec = replace(self.pure, traced={}, _bodies={}), self.state.spec
-        inspect = partial(inspect_evaluation, pure, stage, loader)
+        inspect = partial(inspect_evaluation, stage, loader, pure)
         trace_step(pure, spec, (stage, loader), inspect, batch, (self.state.unflatten(), placed))
         sums = [ArraySpec(spec.replica_sharding, per_replica=spec.per_replica), ArraySpec(self.strategy.replicated)]
         sums += [spec.array_specs[i] for i in spec.places(pure.trace_of(stage, loader).carried)]

@@ -165,12 +165,9 @@ class StateSpec:
     def make(self, init: Callable[..., TrainState], variables: Any, *, donate: bool) -> "State":
         """Return the state of step 0, given arguments of `state_spec`; `donate` lets it overwrite the variables."""
         shardings = [self.sharding(i) for i in range(len(self.arrays))]
-
-        def flat_init(*inputs: Any) -> list[jax.Array]:
-            return self.layout.flatten(init(*inputs))
-
+        create, flatten = self.strategy.create_state, self.layout.flatten
         try:
-            return State(self, self.strategy.create_state(flat_init, shardings, *variables, donate=donate))
+            return State(self, create(lambda *x: flatten(init(*x)), shardings, *variables, donate=donate))
         except jax.errors.JaxRuntimeError as error:
             if not is_exhausted(error):
                 raise
@@ -389,7 +386,7 @@ def _is_finite(leaves: list[jax.Array]) -> jax.Array:
     """Return whether an array holds neither NaN nor infinity."""
     # Zero times either is NaN, and to sum up is the fastest way to read an array.
     (x,) = leaves
-    return jnp.isfinite(jnp.sum(x.astype(jnp.promote_types(x.dtype, jnp.float32)) * 0))
+    return jnp.isfinite(jnp.sum((x.astype(jnp.float32) if x.dtype.itemsize < 4 else x) * 0))
 
 
 def _infinities(leaves: list[jax.Array]) -> jax.Array:

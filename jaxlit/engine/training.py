@@ -119,13 +119,8 @@ class Training:
         """Return the program of an optimizer step that also returns results of (grads, updates, params, opt_state)."""
         step, train = replace(self.step, traced=functions), self.train
         assert train.passes is not None
-        return replace(
-            train,
-            name="train_step_traced",
-            fn=step.update,
-            passes=replace(train.passes, step=step),
-            outputs=(*train.outputs, SHARED),
-        )
+        passes = replace(train.passes, step=step)
+        return replace(train, name="train_step_traced", fn=step.update, passes=passes, outputs=(*train.outputs, SHARED))
 
     def fused(self, window: int, saved: Sequence[int]) -> Program:
         """Return the program of the optimizer steps of a `Stack` of batches.

@@ -86,17 +86,14 @@ class RayTrainer:
             function(folder)
 
         resources = None if self.resources_per_worker is None else dict(self.resources_per_worker)
+        failures = train.FailureConfig(max_failures=self.max_failures)
         uses = {f"use_{self.devices}": True} if self.devices != "cpu" else {}
         return parallel.DataParallelTrainer(
             work,
             scaling_config=train.ScalingConfig(
                 num_workers=self.num_workers, resources_per_worker=resources, **uses, **self.scaling
             ),
-            run_config=train.RunConfig(
-                name=self.name,
-                storage_path=str(folder.parent),
-                failure_config=train.FailureConfig(max_failures=self.max_failures),
-            ),
+            run_config=train.RunConfig(name=self.name, storage_path=str(folder.parent), failure_config=failures),
         ).fit()
 
 

@@ -1,4 +1,4 @@
-"""Several steps in one dispatch: when, how many, and what their hooks see."""
+"""The step of a batch; several without a look between them, or in one dispatch: when, how many, what hooks see."""
 
 import itertools
 import logging
@@ -32,7 +32,8 @@ class Dispatch:
         self._began = 0.0
         self.decided = True
         self.size = 1
-        self._seen = (0.0, 0)  # the time and the count of batches of the newest look
+        self._looked_at = 0.0  # the time, and the batches taken, at the newest look
+        self._looked_after = 0
 
     def begin_epoch(self) -> None:
         """Look at the argument and at the windows of the epoch; refuse dispatches that would cut a step or a window."""
@@ -81,19 +82,28 @@ class Dispatch:
         How long steps take sets their number only; each is a call of the same program.
         """
         run = self._run
+        due = run.due
         position = run.position
-        if self.size > 1 or run.times.team.size > 1:
+        control = run.control
+        prefetcher = run.prefetcher
+        log = run.hooks.log
+        # A row that has arrived, and what hooks have logged or requested, are dealt with after the next step.
+        if self.size > 1 or run.times.team.size > 1 or run.results.pending or log.window or run.requested:
             return batch, batch.count
-        (was, counted), taken = self._seen, position.total_batch_idx - 1
-        self._seen = run.prefetcher.now, taken
-        fast = _AHEAD_S * (taken - counted) / max(run.prefetcher.now - was, 1e-9)
-        free = (run.due.next_step - 1 - position.global_step) * run.accumulation.batches - position.filled
-        for batch in itertools.islice(batches, max(int(min(run.in_flight.period - 1, fast, free)), 0)):
-            run.hooks.log.batch = batch.host
+        before = position.total_batch_idx - 1
+        fast = _AHEAD_S * (before - self._looked_after) / max(prefetcher.now - self._looked_at, 1e-9)
+        self._looked_after = before
+        self._looked_at = prefetcher.now
+        until = min(due.next_time, prefetcher.now + _AHEAD_S)
+        free = (due.next_step - 1 - position.global_step) * run.accumulation.batches - position.filled
+        # Not past where the loop waits for steps in flight.
+        to_wait = -position.total_batch_idx % run.in_flight.period
+        for batch in itertools.islice(batches, max(int(min(to_wait, fast, free)), 0)):
+            log.batch = batch.host
             take_step(run, batch, None)
-            if run.prefetcher.now >= run.due.next_time or run.due.is_stale:
+            if prefetcher.now >= until or due.is_stale or control.should_stop or control.interrupted or run.requested:
                 break
-        return batch, position.total_batch_idx - taken
+        return batch, position.total_batch_idx - before
 
     def measure(self, token: jax.Array) -> None:
         """Time a few steps, given a result of each, and decide how many a dispatch takes."""

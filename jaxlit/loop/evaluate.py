@@ -1,11 +1,12 @@
 """The loops of validation, test and prediction."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxlit.core.log import Metric
 from jaxlit.core.module import takes_loader
@@ -130,17 +131,19 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
     # None for a hook that no callback has, so that a batch pays no call.
     starts, ends = (hooks.bind(f"on_{stage}_batch_{when}") or None for when in ("start", "end"))
     number = idx if takes_loader(engine.module, stage) else None
-    sums = program = arrays = waiting = None
+    read = np.asarray if run.times.team.size == 1 else fetch
+    sums = None
     outputs_on_host = []
+    waiting = None
     for batch in prefetcher.batches(source, 0, limit):
         if sums is None:
             # Compiling needs a batch, so an empty loader compiles nothing.
             sums = first_sums(run, evaluation, stage, batch.arrays, number)
+            program = engine.eval_program(stage, number)
+            arrays = engine.state.evaluated()  # once: hooks of batches may not write to the module
         hooks.log.batch = batch.host
         if starts is not None:
             starts(batch.host, batch.index, idx)
-        if program is None or starts is not None or ends is not None:  # which may have written to the module
-            program, arrays = engine.eval_program(stage, number), engine.state.evaluated()
         sums, values, outputs = program.run(arrays, sums, batch.arrays)
         evaluation.sums = sums
         if values is not None:
@@ -149,7 +152,7 @@ def run_loader(run: Run, stage: str, idx: int, loader: Loader, evaluation: Evalu
             ends(outputs, batch.host, batch.index, idx)
         if keep:
             outputs_on_host += [_to_host(*waiting)] if waiting is not None else []  # one batch late, when it is ready
-            waiting = outputs, batch.host, run.settings.host_keys
+            waiting = outputs, batch.host, run.settings.host_keys, read
         prefetcher.token = sums[1]
         # The next step overwrites the sums, so an older token cannot be waited for: wait for all now and then.
         run.in_flight.drain(sums[1])
@@ -187,10 +190,9 @@ def _put_metrics(run: Run, arrays: dict[int, Any]) -> None:
             run.hooks.live.stale = True
 
 
-def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int]) -> Any:
+def _to_host(outputs: Any, batch: Any, host_keys: Sequence[str | int], read: Callable[[Any], np.ndarray]) -> Any:
     """Return a step's outputs as numpy; a dict of them also gets the host keys of the batch."""
-    leaves, treedef = jax.tree.flatten(outputs)
-    outputs = treedef.unflatten([fetch(x) for x in leaves])
+    outputs = read(outputs) if isinstance(outputs, jax.Array) else jax.tree.map(read, outputs)
     if not host_keys or not isinstance(outputs, dict):
         return outputs
     return {str(key): batch[key] for key in host_keys} | outputs

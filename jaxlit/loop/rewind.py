@@ -17,6 +17,7 @@ from jaxlit.engine.state import Hyperparams, more_infinite
 from jaxlit.errors import CheckpointError, NonFiniteError
 from jaxlit.loop.run import Run, Start
 from jaxlit.loop.snapshot import load_engine
+from jaxlit.texts import listed
 
 _logger = logging.getLogger("jaxlit")
 
@@ -66,7 +67,9 @@ def judge_later(run: Run) -> Callable[[Mapping[str, float]], None]:
     text = _update_not_finite(run, step)
 
     def judge(found: Mapping[str, float]) -> None:
-        if names := more_infinite({name.removeprefix("module."): n for name, n in found.items()}, before):
+        # An average may be infinite where its parameter was.
+        counts = {name.removeprefix("evaluated.").removeprefix("module."): n for name, n in found.items()}
+        if names := more_infinite(counts, before):
             raise NonFiniteError(text(names) + _FINITE)
         unchecked.finite_step = max(unchecked.finite_step, step)
 
@@ -78,14 +81,13 @@ def _update_not_finite(run: Run, step: int) -> Callable[[list[str]], str]:
     first, latest = run.unchecked.finite_step, run.results.latest
     since = f"since optimizer step {first}{f' or a later one before {step}' * (step > first + 1)}"
     rates = {} if latest is None else run.results.read(latest).rates
-    listed = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
+    numbers = ", ".join(f"{name}={x:.4g}" for name, x in {**rates, **Hyperparams(run.engine.state)}.items())
 
     def text(names: list[str]) -> str:
-        more = f" and {len(names) - _MOST_ROWS} more" * (len(names) > _MOST_ROWS)
         return (
-            f"Parameters hold NaN or infinity {since}: {', '.join(names[:_MOST_ROWS])}{more}. The "
-            "losses and gradients before were finite: an update of the optimizer was not, or a hook has written them. "
-            f"Newest step: {listed or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
+            f"Parameters hold NaN or infinity {since}: {listed(names, _MOST_ROWS)}. The losses and gradients before "
+            "were finite: an update of the optimizer was not, or a hook has written them. "
+            f"Newest step: {numbers or 'it keeps no rate'}. Look at the schedule's end, eps and hyperparam_dtype."
         )
 
     return text
@@ -185,12 +187,8 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         changed_arrays = []
     elif changed_arrays is None:  # not known: name all that the step may have changed
         changed_arrays = engine.diagnose.changed_arrays(None)
-    run.unchecked.bad = {
-        "step": bad,
-        "epoch": position.epoch,
-        "batches": [start.batch_idx, end],
-        "optimizer": changed_arrays,
-    }
+    batches = [start.batch_idx, end]
+    run.unchecked.bad = {"step": bad, "epoch": position.epoch, "batches": batches, "optimizer": changed_arrays}
 
 
 def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
@@ -222,10 +220,9 @@ def _diagnose(run: Run, first: int, end: int) -> tuple[str, list[str] | None]:
     (loss, names) = results[bad[0]]
     rows = _not_finite(pairs[bad[0]][0])
     is_finite = all(np.isfinite(x) for x, _ in results)  # else the step has changed nothing
-    gradients = names[0] + f" and {len(names) - 1} more" * (len(names) > 1) if names else "none"
     return (
         f"\nBatch {first + bad[0]}, run again on these parameters, gave the same: loss {loss:.4g}, gradients that "
-        f"are not finite: {gradients}. Not finite in the batch: {'; '.join(rows) or 'nothing'}."
+        f"are not finite: {listed(names, 1) or 'none'}. Not finite in the batch: {'; '.join(rows) or 'nothing'}."
     ), engine.diagnose.changed_arrays({name for _, names in results for name in names}) if is_finite else []
 
 

@@ -84,8 +84,8 @@ def cut(closed: ClosedJaxpr, inputs: Sequence[Input], num_stages: int, *, balanc
     """
     segments = segments_of(closed.jaxpr, num_stages, balance)
     # The first cut finds which stage uses each weight; the second places what is computed from weights alone.
-    first = _Cutting(closed, inputs, num_stages, segments, None).cut()
-    return _Cutting(closed, inputs, num_stages, segments, first.home_of).cut()
+    first = _Cutting(closed, inputs, segments, None).cut()
+    return _Cutting(closed, inputs, segments, first.home_of).cut()
 
 
 class _Place(NamedTuple):
@@ -98,20 +98,15 @@ class _Place(NamedTuple):
 
 class _Cutting:
     def __init__(
-        self,
-        closed: ClosedJaxpr,
-        inputs: Sequence[Input],
-        num_stages: int,
-        segments: Segments,
-        homes: Sequence[int | None] | None,
+        self, closed: ClosedJaxpr, inputs: Sequence[Input], segments: Segments, homes: Sequence[int | None] | None
     ) -> None:
         self.closed, self.jaxpr, self.inputs = closed, closed.jaxpr, inputs
-        self.last, self.segments, self.pins = num_stages - 1, segments, homes is not None
+        self.last, self.segments, self.pins = segments.stages[-1], segments, homes is not None
         self.known = homes or [None] * len(inputs)
         self.stage: dict[Any, int] = {}  # of values that are computed once
         self.weights: dict[Any, frozenset[int]] = {}  # the inputs of values that depend on weights alone
         self.effects: dict[int, int] = {}  # the stage of equations that print or call back, by their identity
-        self.pieces = [Piece(stage) for stage in range(num_stages)]
+        self.pieces = [Piece(stage) for stage in range(self.last + 1)]
 
     def cut(self) -> Cut:
         self._place()

@@ -93,8 +93,11 @@ class BatchRun:
         }
         for program in order:
             tasks = parts(program)
-            if self._fuses(tasks):  # one program, which keeps no residuals between its halves
-                self.fused(tasks[0])
+            first, stage = tasks[0], self._stage(tasks[0])
+            is_pair = first.kind is Kind.FWD and tasks == (first, Task(first.stage, first.mb, Kind.BWD))
+            # A backward pass that can follow at once: one program, which keeps no residuals between its halves.
+            if is_pair and stage.ends and not stage.piece.outs:
+                self.fused(first)
                 continue
             for task in tasks:
                 run[task.kind](task)
@@ -111,7 +114,8 @@ class BatchRun:
         outs, results, residuals = stage.forward(inputs, ins)
         self._keep_results(task, results)
         self.saved[task.stage, task.mb] = stage.keep(inputs, ins, residuals)
-        self._push(task, outs)
+        users, pairs = self.sets[task.mb].users, zip(stage.piece.outs, outs, strict=True)
+        self._send(self.inbox, task.mb, [(user, x) for var, x in pairs for user in users[var]])
 
     def fused(self, task: Task) -> None:
         """Run a forward pass of the last stage and its backward pass in one program."""
@@ -138,12 +142,6 @@ class BatchRun:
         """Run the rest of a backward pass: the gradients of the weights."""
         halves = self.halves.pop((task.stage, task.mb))
         self.totals[task.stage] = self._stage(task).backward_weight(*halves, *self._sums(task))
-
-    def _fuses(self, tasks: Sequence[Task]) -> bool:
-        """Return whether tasks are one program: a forward pass whose backward can follow at once."""
-        first, stage = tasks[0], self._stage(tasks[0])
-        pair = first, Task(first.stage, first.mb, Kind.BWD)
-        return first.kind is Kind.FWD and tasks == pair and stage.ends and not stage.piece.outs
 
     def _stage(self, task: Task) -> Stage:
         return self.sets[task.mb].stages[task.stage]
@@ -175,11 +173,6 @@ class BatchRun:
                 self.state[task.stage][places[i - 1]] = x
             elif cut.made_at[i] == task.stage:  # other stages may compute a copy of it
                 self.results[task.mb, i] = x
-
-    def _push(self, task: Task, outs: Sequence[Any]) -> None:
-        """Send the results of a pass to the stages that use them."""
-        users, pairs = self.sets[task.mb].users, zip(self._stage(task).piece.outs, outs, strict=True)
-        self._send(self.inbox, task.mb, [(user, x) for var, x in pairs for user in users[var]])
 
     def _push_back(self, task: Task, sent: Sequence[Any]) -> None:
         """Send gradients to the stages that made the values."""

@@ -72,14 +72,12 @@ class Placed:
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         leaves, treedef = jax.tree.flatten(args)
-        ranks = [None if self._moves(x) else self.places.rank_of(x) for x in leaves]
+        moves = [not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL for x in leaves]
+        ranks = [None if is_moved else self.places.rank_of(x) for x, is_moved in zip(leaves, moves, strict=True)]
         key = treedef, tuple((x.shape, x.dtype, rank) for x, rank in zip(leaves, ranks, strict=True))
         if key not in self._known:
             self._known[key] = self._plan(leaves, treedef, ranks)
         return self._known[key](leaves)
-
-    def _moves(self, x: Any) -> bool:
-        return not jnp.issubdtype(x.dtype, jnp.inexact) and x.size * x.dtype.itemsize <= _SMALL
 
     def _plan(self, leaves: Sequence[Any], treedef: Any, ranks: Sequence[int | None]) -> Callable[[Sequence[Any]], Any]:
         shapes = [x if is_key(x) else abstract_batch(x) for x in leaves]

@@ -76,9 +76,8 @@ def parts(task: Task | FusedTask) -> tuple[Task, ...]:
 
 
 def flat(tasks: list[Task | FusedTask]) -> Iterator[Task]:
-    """Yield the tasks of a rank one by one."""
-    for task in tasks:
-        yield from parts(task)
+    """Return the tasks of a rank one by one."""
+    return itertools.chain.from_iterable(map(parts, tasks))
 
 
 class Schedule(ABC):

@@ -79,7 +79,9 @@ def placement_of(schedule: Schedule, balance: Any, state: TrainState, closed: An
     names = [leaf_name(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(module)]
     num_weights, sizes, facts = len(jax.tree.leaves(module[:2])), None, None
     if closed is None:
-        stages = _by_bytes(leaves, schedule.num_stages)
+        num_bytes = np.array([x.size * getattr(x.dtype, "itemsize", 4) for x in leaves], float)
+        parts = (np.cumsum(num_bytes) - num_bytes / 2) * schedule.num_stages / max(num_bytes.sum(), 1)
+        stages = [min(int(x), schedule.num_stages - 1) for x in parts]
     else:
         cut, stages = _by_use(closed, schedule.num_stages, balance, num_weights, names)
         sizes, facts = cut.sizes, list[StageFacts]()
@@ -105,12 +107,6 @@ def _by_use(
     # An array that nothing uses goes to the stage of the array before it.
     last = next((x for x in result.home_of[:count] if x is not None), 0)
     return result, [last := last if stage is None else stage for stage in result.home_of[:count]]
-
-
-def _by_bytes(leaves: Sequence[Any], stages: int) -> list[int]:
-    sizes = np.array([x.size * getattr(x.dtype, "itemsize", 4) for x in leaves], float)
-    middle = np.cumsum(sizes) - sizes / 2
-    return [min(int(x * stages / max(sizes.sum(), 1)), stages - 1) for x in middle]
 
 
 def _cut(closed: Any, inputs: Sequence[Input], num_stages: int, balance: Any, names: Sequence[str]) -> Cut:

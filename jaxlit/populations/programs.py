@@ -17,7 +17,6 @@ from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation, inspect_step
 from jaxlit.core.log import StepTable, Table
 from jaxlit.core.module import takes_loader
-from jaxlit.core.pure_module import PureModule
 from jaxlit.core.train_state import Layout
 from jaxlit.engine.state import StateSpec
 from jaxlit.engine.training import trace_step
@@ -79,7 +78,7 @@ class Programs:
             check_same_logs(self.members[0].name, self._kinds[0], member.name, kind)
         else:
             for stage, example in self._examples(member).items():
-                inspect = inspect_step if stage == _TRAINING else partial(_inspect_evaluation, stage)
+                inspect = inspect_step if stage == _TRAINING else partial(inspect_evaluation, *stage)
                 self._inspect(member, stage, inspect, example)
         table = (self.members or [member])[0].pure.table(*_TRAINING)
         spec = member.training.spec.with_metrics(table)
@@ -210,12 +209,7 @@ class Programs:
         return like
 
     def _program(
-        self,
-        name: str,
-        fn: Callable[..., Any],
-        states: tuple[Any, ...],
-        *shared: Any,
-        stage: tuple[str, int | None] | None = None,
+        self, name: str, fn: Callable, states: tuple, *shared: Any, stage: tuple[str, int | None] | None = None
     ) -> Callable[..., Any]:
         """Return a function for all members, whose results have a dim of members; it is compiled when first called.
 
@@ -262,7 +256,3 @@ def _validation(member: Member) -> tuple[str, int | None]:
 
 def _empty_sums(table: Table) -> list[np.ndarray]:
     return [table.empty_sums(), np.zeros((), np.int32)]
-
-
-def _inspect_evaluation(stage: tuple[str, int | None], pure: PureModule, *args: Any) -> None:
-    inspect_evaluation(pure, *stage, *args)

@@ -133,15 +133,8 @@ def _pairs(sizes: tuple[int, ...], settings: tuple[Any, ...]) -> int:
 _PRODUCTS = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "conv_general_dilated": _convolution}
 
 
-_KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+_KINDS = ("all-gather", "all-reduce", "all-to-all", "ragged-all-to-all", "reduce-scatter")
+_KINDS += ("collective-broadcast", "collective-permute")
 _HEAD = re.compile(r"(ENTRY )?%?([\w.-]+) .*\{$")
 # Its name, the type of its result, the opcode, and the rest.
 _INSTRUCTION = re.compile(r"%?([\w.-]+) = (.*?) ([a-z][\w.-]*)\((.*)")
@@ -296,8 +289,7 @@ def groups_of(text: str, devices: int) -> list[list[int]]:
     else:
         iota = _IOTA.match(device_ids)
         ids = _iota(*iota.groups()) if iota else np.array(_ints(device_ids))
-    order = [i for i, name in enumerate(sizes) if name not in grouped]
-    order += [i for i, name in enumerate(sizes) if name in grouped]
+    order = sorted(range(len(sizes)), key=lambda i: [*sizes][i] in grouped)
     ids = ids.reshape([*sizes.values()]).transpose(order)
     return ids.reshape(-1, math.prod(sizes[name] for name in grouped)).tolist()
 

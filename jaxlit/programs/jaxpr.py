@@ -29,20 +29,15 @@ _PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
 
 def params_of(eqn: Any) -> dict[str, Any]:
     """Return the parameters of an equation; one of `jax.experimental.hijax` has a single one, which holds them."""
-    if len(eqn.params) == 1:
-        (holder,) = eqn.params.values()
-        params = getattr(holder, "params", None)
-        return params if isinstance(params, dict) else eqn.params
-    return eqn.params
+    holder = next(iter(eqn.params.values())) if len(eqn.params) == 1 else None
+    params = getattr(holder, "params", None)
+    return params if isinstance(params, dict) else eqn.params
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
     """Return the programs that an equation runs, closed ones with their constants."""
-    found = []
-    for param in params_of(eqn).values():
-        if isinstance(param, (tuple, *_PROGRAMS)):
-            found += programs_in(param)
-    return found
+    params = [param for param in params_of(eqn).values() if isinstance(param, (tuple, *_PROGRAMS))]
+    return [program for param in params for program in programs_in(param)]
 
 
 def programs_in(param: Any) -> list[Any]:
@@ -114,10 +109,7 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def walk(
-    eqns: Sequence[Any],
-    values: dict[Any, Any],
-    rule: Rule = bind,
-    literal: Callable[[Any], Any] = attrgetter("val"),
+    eqns: Sequence[Any], values: dict[Any, Any], rule: Rule = bind, literal: Callable[[Any], Any] = attrgetter("val")
 ) -> dict[Any, Any]:
     """Go through equations in order, and return `values` with what the rule returns for each.
 
@@ -135,9 +127,7 @@ def walk(
 
 
 def walk_back(
-    eqns: Sequence[Any],
-    needed: dict[Any, None],
-    takes: Callable[[Any, list[Any]], bool] = lambda _, used: bool(used),
+    eqns: Sequence[Any], needed: dict[Any, None], takes: Callable[[Any, list[Any]], bool] = lambda _, used: bool(used)
 ) -> list[Any]:
     """Return the equations that compute variables, in order, and add to `needed` the variables that they read.
 
@@ -152,11 +142,7 @@ def walk_back(
 
 
 def run(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    rule: Rule = bind,
-    literal: Callable[[Any], Any] = attrgetter("val"),
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], rule: Rule = bind, literal: Callable = attrgetter("val")
 ) -> list[Any]:
     """Return a program's outputs, given its constants and inputs; see `walk`."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))

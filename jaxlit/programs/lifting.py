@@ -191,9 +191,8 @@ class _Run:
         return self._read(jaxpr.outvars, values, (*at, _RESULT))
 
     def _read(self, atoms: Sequence[Any], values: dict[Any, Any], at: Place) -> list[Any]:
-        places = [(*at, i) for i in range(len(atoms))]
-        pairs = zip(places, atoms, strict=True)
-        return [self.numbers[place] if place in self.numbers else value_of(x, values) for place, x in pairs]
+        places = (((*at, i), x) for i, x in enumerate(atoms))
+        return [self.numbers[place] if place in self.numbers else value_of(x, values) for place, x in places]
 
     def _enter(self, eqn: Any, args: list[Any], at: Place) -> list[Any]:
         """Run an equation that runs programs in which numbers are replaced."""
@@ -206,7 +205,6 @@ class _Run:
 
 
 def _number_at(program: Any, place: Place) -> np.ndarray:
-    """Return the number at a place of a program."""
     *levels, k, i = place
     for n in range(0, len(levels), 2):
         program = inner_jaxprs(parts_of(program)[0].eqns[levels[n]])[levels[n + 1]]

@@ -16,11 +16,7 @@ _LAYOUT = ("reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "spli
 _RECOMPUTED = ("sharding_constraint", "reshard", *_LAYOUT)
 
 
-# For these XLA gathers a split array as often, and holds less memory meanwhile: its own gathers may come later.
-_SPLIT_BY_XLA = ("dot_general", "add", "mul", "sub", "broadcast_in_dim", "reshape")
-
-
-class Stacked(NamedTuple):
+class InputPart(NamedTuple):
     """An input of a program that is followed through it, or a slice of one."""
 
     index: int
@@ -28,8 +24,8 @@ class Stacked(NamedTuple):
     is_slice: bool = False  # in a scan
 
 
-_BATCH = Stacked(-1, ())  # a value that depends on the batch
-_Followed = Sequence[Stacked | None]  # of each input of an equation or a program, None for another value
+_BATCH = InputPart(-1, ())  # a value that depends on the batch
+_Followed = Sequence[InputPart | None]  # of each input of an equation or a program, None for another value
 
 
 def scanned_dims(closed: Any, inputs: Sequence[int], batch: Sequence[int] = ()) -> dict[int, set[int]]:
@@ -44,21 +40,11 @@ def scanned_dims(closed: Any, inputs: Sequence[int], batch: Sequence[int] = ()) 
 
 
 def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
-    return [Stacked(i, tuple(range(x.aval.ndim))) if i in inputs else None for i, x in enumerate(jaxpr.invars)]
+    return [InputPart(i, tuple(range(x.aval.ndim))) if i in inputs else None for i, x in enumerate(jaxpr.invars)]
 
 
-def _follow(
-    jaxpr: Any,
-    inputs: _Followed,
-    scanned: dict[int, set[int]],
-    *,
-    of_layers: bool = False,
-    read: set[int] | None = None,
-) -> None:
+def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]], *, of_layers: bool = False) -> None:
     def rule(eqn: Any, ins: _Followed) -> _Followed:
-        if read is not None and eqn.primitive.name not in _SPLIT_BY_XLA and _moved(eqn, ins) is None:
-            inside = _inside(eqn, ins) if _entered(eqn) is not None else [None] * len(ins)
-            read.update(x.index for x, y in zip(ins, inside, strict=True) if x is not None and y is None)
         if any(ins) and (inner := _entered(eqn)) is not None:
             inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
@@ -67,7 +53,7 @@ def _follow(
                 if not of_layers or (_BATCH not in outers and carries):
                     for outer in outers:
                         scanned.setdefault(outer.index, set()).add(outer.dims[0])
-            _follow(inner, inside, scanned, of_layers=of_layers, read=read)
+            _follow(inner, inside, scanned, of_layers=of_layers)
         if _BATCH in ins:
             return [_BATCH] * len(eqn.outvars)
         return [_moved(eqn, ins)] + [None] * (len(eqn.outvars) - 1)
@@ -75,7 +61,7 @@ def _follow(
     follow(jaxpr, inputs, rule, None)
 
 
-def _moved(eqn: Any, ins: _Followed) -> Stacked | None:
+def _moved(eqn: Any, ins: _Followed) -> InputPart | None:
     """Return an equation's result as a stacked input, None if it is another value."""
     if not ins or (first := ins[0]) is None or len(eqn.outvars) != 1:
         return None
@@ -109,8 +95,7 @@ def by_layer(
 
     Without it XLA may split what the layers compute, and move activations between the devices for each of them, where
     the weights of one layer are less: it does so for all layers if an embedding is split along its features. Slices are
-    gathered forward and again backward. An array that no scan takes apart is gathered once if anything but products of
-    matrices and elementwise operations reads it, such as a lookup, a convolution or a loop: the others are left to XLA.
+    gathered forward and again backward; an array that no scan takes apart is gathered once.
 
     Args:
         body: The function, of pytrees of arrays.
@@ -127,11 +112,8 @@ def by_layer(
         for i in inputs if has_types else ():  # the body is for arrays of the types in which they are used
             leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype, sharding=used[i])
         closed, shapes = jax.make_jaxpr(body, return_shape=True)(*treedef.unflatten(leaves))
-        followed, scanned, read = _stacked_inputs(closed.jaxpr, inputs), dict[int, set[int]](), set[int]()
-        _follow(closed.jaxpr, followed, scanned, read=read)
-        kept = frozenset(inputs if has_types else read)
-        gathering = _Gathering(shardings, frozenset(scanned), kept, policy, has_types)
-        results = gathering.run(closed, jax.tree.leaves(args), followed)
+        gathering = _Gathering(shardings, frozenset(scanned_dims(closed, inputs)), policy, has_types)
+        results = gathering.run(closed, jax.tree.leaves(args), _stacked_inputs(closed.jaxpr, inputs))
         return jax.tree.structure(shapes).unflatten(results)
 
     return call
@@ -141,7 +123,7 @@ class _Value(NamedTuple):
     """An array in a program, and the stacked input that it is."""
 
     array: Any
-    stacked: Stacked | None = None
+    stacked: InputPart | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +132,6 @@ class _Gathering:
 
     shardings: Sequence[tuple[NamedSharding, NamedSharding] | None]
     scanned: frozenset[int]  # the inputs that a scan takes apart, of which only slices are gathered
-    gathered: frozenset[int]  # those that are gathered where they are no slices, see `_SPLIT_BY_XLA`
     policy: Any
     has_types: bool  # whether shardings are part of the types of arrays
 
@@ -164,9 +145,7 @@ class _Gathering:
         jaxpr, consts = parts_of(program)
 
         def used(x: _Value) -> Any:
-            if x.stacked is None:
-                return x.array
-            if not x.stacked.is_slice and (x.stacked.index in self.scanned or x.stacked.index not in self.gathered):
+            if x.stacked is None or (x.stacked.index in self.scanned and not x.stacked.is_slice):
                 return x.array
             if id(x.array) not in cache:
                 cache[id(x.array)] = (x.array, self._gather(x.array, x.stacked))
@@ -205,7 +184,7 @@ class _Gathering:
             body = jax.checkpoint(body, prevent_cse=False, policy=self.policy or _all_but_gathered)
         return rerun_scan(eqn, args, body)
 
-    def _gather(self, x: Any, stacked: Stacked) -> Any:
+    def _gather(self, x: Any, stacked: InputPart) -> Any:
         """Return an array gathered for use, whose gradient is split again."""
         pair, constrain = self.shardings[stacked.index], jax.lax.with_sharding_constraint
         assert pair is not None

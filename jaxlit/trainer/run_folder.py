@@ -91,7 +91,13 @@ class RunFolder:
                 if new := names - {*lock.noted.get("files", ())}:  # for the machine that fetches them
                     lock.note(files=[*lock.noted.get("files", ()), *sorted(new)])
                 for name in sorted(names):
-                    self._copy_file(self.root / name, name)
+                    with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
+                        path = self.root / name
+                        version = _version(path)
+                        if version != self._copied.get(name):
+                            # At once where it may grow during the copy.
+                            (self.remote / name).put(path.read_bytes() if version[1] <= _MOST_BYTES else path)
+                            self._copied[name] = version
         except Exception as error:  # of any class: each file system has its own
             _logger.warning(
                 "The rows of the run could not be copied to %s (%s: %s). They are in %s.",
@@ -108,15 +114,6 @@ class RunFolder:
                 continue
             names |= {Path(folder, x).relative_to(root).as_posix() for x in files if not x.startswith(".")}
         return names
-
-    def _copy_file(self, path: Path, name: str) -> None:
-        assert self.remote is not None
-        with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-            version = _version(path)
-            if version != self._copied.get(name):
-                # At once where it may grow during the copy.
-                (self.remote / name).put(path.read_bytes() if version[1] <= _MOST_BYTES else path)
-                self._copied[name] = version
 
     def claim(self, files: Sequence[str], resume: Any, checkpoint: Checkpoint | None, *, fitting: bool) -> None:
         """Make the folder this Trainer's; a fit refuses that of another run, unless it continues it.

@@ -12,7 +12,8 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import last_order
 from jaxlit.checkpoints.places import Place, check_url, place_of
 from jaxlit.checkpoints.writing import Saving, prepare
-from jaxlit.errors import CheckpointError, add_note
+from jaxlit.distributed.team import team
+from jaxlit.errors import CheckpointError, NonFiniteError, add_note
 from jaxlit.loop import snapshot
 from jaxlit.loop.rewind import check_finite, judge_later
 from jaxlit.loop.rows import log_pending
@@ -94,7 +95,7 @@ class Saver:
         for name, value in (("weights_only", weights_only), ("trained_only", trained_only)):
             check.boolean(name, value, owner="trainer.saver.begin")
         where = place_of(check_url("path", path, owner="trainer.saver.begin"))
-        run = self._ready()
+        run = self._ready(weights_only)
         if trained_only:
             run.compare_writes()  # here: all processes must hash the same arrays
         stored = snapshot.stored(run, weights_only, trained_only)  # before one of them may fail
@@ -169,7 +170,7 @@ class Saver:
 
         Raises:
             CheckpointError: The policy is "rollback", and no training can be continued in this hook.
-            NonFiniteError: As in `begin`.
+            NonFiniteError: A step or a parameter is not finite, and the policy is to raise.
         """
         if (run := self._fitted()) is None:
             return
@@ -220,7 +221,7 @@ class Saver:
         position = self._training().position
         return max(position.epoch - (not position.inside), 0)
 
-    def _ready(self) -> Run:
+    def _ready(self, weights_only: bool) -> Run:
         """Return the training where it can be continued, with what its hooks have written and logged."""
         run = self._training()
         if not run.is_safe:
@@ -235,7 +236,10 @@ class Saver:
         else:
             run.hooks.live.take_later_writes()
         log_pending(run)  # first: a checkpoint does not store pending rows
-        check_finite(run, params=run.settings.nan_policy == "rollback")  # else the writer looks, and the loop goes on
+        # Else the writer looks, and the loop goes on: of weights only, it does not have the parameters of averages.
+        check_finite(run, params=weights_only or run.settings.nan_policy == "rollback")
+        for saving in [x for x in self._open if isinstance(x.error, NonFiniteError)] if team().size == 1 else ():
+            saving.wait()  # which no caller may do
         run.tracing.deliver()
         return run
 

@@ -124,10 +124,7 @@ def _numpy(name: str, x: Any) -> np.ndarray:
 
 
 def write_safetensors(
-    path: Path,
-    specs: Sequence[Spec],
-    arrays: Iterable[np.ndarray],
-    metadata: Mapping[str, str],
+    path: Path, specs: Sequence[Spec], arrays: Iterable[np.ndarray], metadata: Mapping[str, str]
 ) -> None:
     """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)

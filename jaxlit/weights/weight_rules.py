@@ -116,9 +116,7 @@ class Assigned:
 
 
 def assign(
-    arrays: Mapping[str, np.ndarray],
-    rename: Mapping[str, str | WeightRule | None],
-    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Mapping[str, np.ndarray], rename: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> Assigned:
     """Apply the rules of `load_weights` to the arrays of a source, given the shape of each leaf of the module.
 

@@ -13,6 +13,7 @@ from kit.inside import leaves_of
 from kit.trainers import BARE, make_trainer, thinned
 
 import jaxlit as jl
+from jaxlit.errors import ArgumentError
 from jaxlit.strategies import FSDP, TensorParallel
 
 COUNT, WIDTH = 3, 16
@@ -36,7 +37,7 @@ class Net(jl.TrainModule):
         self.layers = jl.Stacked(lambda rngs: Layer(rngs, names), COUNT, rngs=rngs)
 
     def training_step(self, batch: dict[str, jax.Array]) -> jax.Array:
-        loss = jnp.mean((self.layers(batch["x"], batch["scale"].mean()) - 1) ** 2)
+        loss = jnp.mean((self.layers(batch["x"], scale=batch["scale"].mean()) - 1) ** 2)
         self.log("loss", loss)
         return loss
 
@@ -49,7 +50,7 @@ def data() -> jl.ArrayLoader:
     return jl.ArrayLoader({"x": x, "scale": np.full(48, 0.5, np.float32)}, 16)
 
 
-def layers_of(stacked: jl.Stacked) -> list[Layer]:
+def unstacked(stacked: jl.Stacked) -> list[Layer]:
     """Return the layers, each with its part of the arrays."""
     graph, state = nnx.split(stacked.layers)
     return [nnx.merge(graph, jax.tree.map(lambda x: x[k], state)) for k in range(COUNT)]  # noqa: B023
@@ -57,7 +58,7 @@ def layers_of(stacked: jl.Stacked) -> list[Layer]:
 
 def test_values_gradients_and_statistics_are_those_of_the_layers_in_turn() -> None:
     stacked = jl.Stacked(Layer, COUNT, rngs=nnx.Rngs(0))
-    layers = layers_of(stacked)
+    layers = unstacked(stacked)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(8, WIDTH)), jnp.float32)
 
     def in_turn(layers: list[Layer], x: jax.Array) -> jax.Array:
@@ -72,7 +73,7 @@ def test_values_gradients_and_statistics_are_those_of_the_layers_in_turn() -> No
         np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-5, atol=1e-6)
     for got, *each in zip(*(jax.tree.leaves(nnx.state(x, nnx.BatchStat)) for x in (stacked, *layers)), strict=True):
         np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-6)
-    masks = [layer.dropout(jnp.ones(256)) for layer in layers_of(stacked)]
+    masks = [layer.dropout(jnp.ones(256)) for layer in unstacked(stacked)]
     assert not np.array_equal(masks[0], masks[1])
 
 
@@ -97,6 +98,11 @@ def test_strategies_train_it_as_one_device_does(strategy: Any) -> None:
         runs.append(leaves_of(trainer))
     for one, many in zip(*runs, strict=True):
         np.testing.assert_allclose(many, one, rtol=2e-5, atol=1e-6)
+
+
+def test_a_count_below_one_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="at least 1, got 0"):
+        jl.Stacked(Layer, 0, rngs=nnx.Rngs(0))
 
 
 def test_names_of_dims_are_those_of_a_layer() -> None:

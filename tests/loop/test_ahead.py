@@ -7,23 +7,26 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit.batches import numbered, random
-from kit.inside import leaves_of
+from kit.inside import leaves_of, stop_clocks
 from kit.journal import Rows, hooks
-from kit.modules import Mean, Net
+from kit.modules import Mean, Net, module
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.engine.compiled_program import Bound
+from jaxlit.errors import DataError
 from jaxlit.loop import dispatch
 from jaxlit.loop.dispatch import Dispatch
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many batches each look ahead has taken; steps of any length are taken ahead."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many batches were taken ahead each time."""
     counts: list[int] = []
     take_ahead = Dispatch.take_ahead
 
@@ -37,8 +40,14 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 counts.append(ahead)
 
     monkeypatch.setattr(Dispatch, "take_ahead", noted)
-    monkeypatch.setattr(dispatch, "_AHEAD_S", 1e9)
     return counts
+
+
+@pytest.fixture
+def taken(counted: list[int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The same; steps of any length are taken ahead."""
+    monkeypatch.setattr(dispatch, "_AHEAD_S", 1e9)
+    return counted
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,28 +140,120 @@ def test_where_something_acts_in_each_step_none_is_taken_ahead(what: str, taken:
     assert taken == []
 
 
-def test_long_steps_are_taken_one_by_one(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    one_by_one(monkeypatch)
-    fit(Mean(), numbered(40), None, **BARE)
-    assert taken == []
-
-
-def test_what_comes_by_the_clock_ends_what_is_taken_ahead(taken: list[int]) -> None:
-    class Clock(jl.Callback):
-        """Acts by the clock, from the 50th batch that is drawn on in each step."""
-
-        def due_in_seconds(self) -> float:
-            return 1e-9 if drawn > 50 else 1e-3 * (50 - drawn)
-
-        def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
-            seen.append(trainer.global_step)
-
-    drawn, seen = 0, list[int]()
+@pytest.mark.parametrize(("seconds", "most"), [(1e-6, 15), (0.9e-3, 5), (1.0, 0)])
+def test_the_time_of_a_step_sets_how_many_are_taken_ahead(
+    seconds: float, most: int, counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = stop_clocks(monkeypatch)
 
     def draw() -> Iterator[Any]:
-        nonlocal drawn
-        for drawn, batch in enumerate(numbered(80)):  # noqa: B007
+        for batch in numbered(200):
+            clock.now += seconds
             yield batch
 
-    fit(Mean(), draw(), None, Clock(), log_every_n_steps=0, **BARE)
-    assert set(range(60, 80)) <= {*seen}
+    fit(Mean(), draw(), None, log_every_n_steps=0, prefetch=0, **BARE)
+    assert max([0, *counted]) == most
+
+
+def test_steps_that_become_long_are_taken_one_by_one_at_once(
+    counted: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = stop_clocks(monkeypatch)
+
+    def draw() -> Iterator[Any]:
+        for k, batch in enumerate(numbered(200)):
+            clock.now += 1e-6 if k < 100 else 1.0
+            yield batch
+
+    fit(Mean(), draw(), None, log_every_n_steps=0, prefetch=0, **BARE)
+    assert 84 <= sum(counted) <= 100
+
+
+def test_no_more_steps_are_in_flight_than_one_by_one(taken: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def waited(limit: int) -> list[int]:
+        steps: list[int] = []
+        wait = Bound.wait
+        with monkeypatch.context() as patch:
+            patch.setattr(Bound, "wait", lambda self, token: (steps.append(trainer.global_step), wait(self, token))[1])
+            trainer = make_trainer(max_in_flight=limit, log_every_n_steps=47, max_epochs=1, prefetch=0, **BARE)
+            trainer.fit(Mean(), numbered(200))
+        return steps
+
+    ahead = [waited(limit) for limit in (1, 4, 8, 32)]
+    assert sum(taken) > 200
+    one_by_one(monkeypatch)
+    assert ahead == [waited(limit) for limit in (1, 4, 8, 32)]
+
+
+ACTS = [
+    "stops in on_log",
+    "saves in on_log",
+    "sets the rate in on_log",
+    "stops in the loader",
+    "goes back",
+    "by the clock",
+]
+
+
+@pytest.mark.parametrize("what", ACTS)
+def test_what_acts_between_steps_acts_where_it_does_one_by_one(
+    what: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train_once() -> Any:
+        seen: list[int] = []
+
+        def log(trainer: jl.Trainer, values: Any, step: int) -> None:
+            seen.append(trainer.global_step)
+            if step != 79:
+                return
+            if what == "stops in on_log":
+                trainer.stop("enough")
+            elif what == "saves in on_log":
+                trainer.save_checkpoint(f"run{len(taken)}/mine")
+            elif what == "sets the rate in on_log":
+                trainer.hyperparams["learning_rate"] = 0.125
+
+        def draw() -> Iterator[Any]:
+            for k, batch in enumerate(numbered(130)):
+                if k == 70 and what == "stops in the loader":
+                    trainer.stop("enough")
+                if k == 90 and what == "goes back":
+                    batch = {"x": np.full_like(batch["x"], np.nan)}
+                clock.now += 100.0 if k == 70 else 1e-6
+                yield batch
+
+        class Clock(jl.Callback):
+            def due_in(self, step: int) -> int | None:
+                return None
+
+            def due_in_seconds(self) -> float:
+                return 50.0
+
+            def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+                seen.append(-trainer.global_step)
+
+        given: dict[str, Any] = {k: x for k, x in BARE.items() if k != "enable_checkpointing"}
+        given |= {"nan_policy": "rollback", "default_root_dir": f"run{len(taken)}", "log_every_n_steps": 20}
+        saver = ModelCheckpoint(every_n_train_steps=30)
+        by_clock = [Clock()] if what == "by the clock" else []
+        trainer = make_trainer(hooks(on_log=log), saver, *by_clock, max_epochs=1, prefetch=0, **given)
+        model = module(tx=optax.inject_hyperparams(optax.sgd)(0.25))
+        trainer.fit(model, draw())
+        return trainer.global_step, seen, float(model.w[0])
+
+    clock = stop_clocks(monkeypatch)
+    ahead = train_once()
+    assert sum(taken) > 20
+    one_by_one(monkeypatch)
+    assert ahead == train_once()
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_the_last_batch_of_arrays_is_checked(drop_remainder: bool) -> None:
+    loader = jl.ArrayLoader({"x": np.ones((10, 1), np.float32)}, 4, drop_remainder=drop_remainder)
+    train_once = lambda: fit(Mean(), loader, None, max_recompiles=0, **BARE)  # noqa: E731
+    if drop_remainder:
+        assert train_once().global_step == 2
+    else:
+        with pytest.raises(DataError, match="max_recompiles=0"):
+            train_once()

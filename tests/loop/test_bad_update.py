@@ -1,6 +1,7 @@
 """An update that is not finite, of a finite loss and gradient, is in no checkpoint, and the error says since when."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from kit.modules import Mean, module
 from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.callbacks import ModelCheckpoint
+from jaxlit.callbacks import ModelCheckpoint, WeightAveraging
 from jaxlit.engine.state import State
 from jaxlit.errors import NonFiniteError
 
@@ -182,3 +183,45 @@ def test_an_error_writes_no_checkpoint_of_a_bad_update(caplog: pytest.LogCapture
         train(module(tx=ENDING), ModelCheckpoint(every_n_train_steps=5), fails, log_every_n_steps=100)
     assert names() == ["step_00000005"]
     assert re.search("No checkpoint was written at the error: .*NaN", caplog.text)
+
+
+def test_what_nobody_waited_for_is_raised_at_the_next_save() -> None:
+    saves = hooks(on_safe_point=lambda trainer, *_: trainer.saver.begin(f"at_{trainer.global_step}").join())
+    trainer = make_trainer(saves, max_epochs=1, **BARE)
+    with pytest.raises(NonFiniteError, match="since optimizer step 0: dead"):
+        trainer.fit(module(init=unit, tx=optax.inject_hyperparams(optax.adam)(0.1, eps=0.0)), numbered(9))
+    assert trainer.global_step == 2
+    assert not Path("at_1").exists()
+
+
+def test_weights_only_look_at_the_parameters_of_averages() -> None:
+    saver = ModelCheckpoint(every_n_train_steps=4, save_weights_only=True)
+    average = WeightAveraging(update_every_n_steps=8)  # which is finite at step 7
+    with pytest.raises(NonFiniteError, match="NaN or infinity since .*: w"):
+        train(module(tx=ENDING), saver, average, batches=LAST + 1)
+    assert names() == ["step_00000004"]
+
+
+def test_an_average_may_be_infinite_where_its_parameter_was() -> None:
+    def by_name(params: Any) -> Any:
+        return jax.tree.map_with_path(lambda path, _: "rest" if "mask" in str(path) else "trained", params)
+
+    parts = {"trained": optax.contrib.schedule_free_sgd(0.01), "rest": optax.set_to_zero()}
+    model = Masked()
+    model.configure_optimizers = lambda: optax.multi_transform(parts, by_name)
+    train(model, ModelCheckpoint(every_n_train_steps=2), batches=4)
+    assert names() == ["step_00000004"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_numbers_of_few_bits_are_looked_at(dtype: str) -> None:
+    def small(self: Any) -> None:
+        self.w, self.table = nnx.Param(jnp.zeros(1)), nnx.Param(jnp.ones(3, dtype))
+
+    model = module(lambda self, batch: jnp.mean((self.w[...] - batch["x"]) ** 2), init=small)
+    with jax.numpy_dtype_promotion("strict"):
+        trainer = train(model, ModelCheckpoint(), batches=2)
+    assert names() == ["step_00000002"]
+    model.table[...] = model.table[...].at[1].set(jnp.nan)
+    with pytest.raises(NonFiniteError, match=": table"):
+        trainer.save_checkpoint("again")
