@@ -20,7 +20,8 @@ class Stacked(nnx.Module):
 
     Args:
         make: A function of `rngs` that returns a layer: a module that is called with an array, or a pytree of arrays,
-            and returns one of the same shapes and dtypes. Modules that all layers share are arguments of the call.
+            and returns one of the same shapes and dtypes. A module that all layers share is an argument of the call; it
+            may not write anything.
         count: The number of layers.
         rngs: The random numbers of all layers.
 

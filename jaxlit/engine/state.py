@@ -386,7 +386,7 @@ def _is_finite(leaves: list[jax.Array]) -> jax.Array:
     """Return whether an array holds neither NaN nor infinity."""
     # Zero times either is NaN, and to sum up is the fastest way to read an array.
     (x,) = leaves
-    return jnp.isfinite(jnp.sum((x.astype(jnp.float32) if x.dtype.itemsize < 4 else x) * 0))
+    return jnp.isfinite(jnp.sum((x.astype(jnp.float32) if x.dtype.itemsize < 4 else x) * 0))  # some have no zero
 
 
 def _infinities(leaves: list[jax.Array]) -> jax.Array:

@@ -76,8 +76,8 @@ class Dispatch:
             due.find_next(run, position.global_step)
         return position.global_step + self.size // run.accumulation.batches <= due.dispatch_end
 
-    def take_ahead(self, batches: Iterator[Batch], batch: Batch) -> tuple[Batch, int]:
-        """Take the steps of more batches, in which nothing else acts; return the last batch, and how many with `batch`.
+    def take_ahead(self, batches: Iterator[Batch], batch: Batch) -> Batch:
+        """Take the steps of batches after `batch`, in which nothing else acts, and return the last batch.
 
         How long steps take sets their number only; each is a call of the same program.
         """
@@ -86,10 +86,10 @@ class Dispatch:
         position = run.position
         control = run.control
         prefetcher = run.prefetcher
-        log = run.hooks.log
-        # A row that has arrived, and what hooks have logged or requested, are dealt with after the next step.
-        if self.size > 1 or run.times.team.size > 1 or run.results.pending or log.window or run.requested:
-            return batch, batch.count
+        # A row that has arrived, what hooks have logged or requested, and a stop are dealt with after this step.
+        acts = run.results.pending or run.hooks.log.window or run.requested or due.is_stale
+        if self.size > 1 or run.times.team.size > 1 or acts or control.should_stop or control.interrupted:
+            return batch
         before = position.total_batch_idx - 1
         fast = _AHEAD_S * (before - self._looked_after) / max(prefetcher.now - self._looked_at, 1e-9)
         self._looked_after = before
@@ -99,11 +99,10 @@ class Dispatch:
         # Not past where the loop waits for steps in flight.
         to_wait = -position.total_batch_idx % run.in_flight.period
         for batch in itertools.islice(batches, max(int(min(to_wait, fast, free)), 0)):
-            log.batch = batch.host
             take_step(run, batch, None)
             if prefetcher.now >= until or due.is_stale or control.should_stop or control.interrupted or run.requested:
                 break
-        return batch, position.total_batch_idx - before
+        return batch
 
     def measure(self, token: jax.Array) -> None:
         """Time a few steps, given a result of each, and decide how many a dispatch takes."""

@@ -119,13 +119,12 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
         # The position is after it from here on, also for what an error leaves.
         take = take_step if batch.count == 1 else take_steps
         rows = take(run, batch, step_hooks.end)
-        count = batch.count
         if not dispatch.decided:
             dispatch.measure(run.results.latest)
         elif due.is_quiet and not something_is_due:
-            batch, count = dispatch.take_ahead(batches, batch)
+            batch = dispatch.take_ahead(batches, batch)
         # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
-        if position.total_batch_idx % run.in_flight.period < count:
+        if position.total_batch_idx % run.in_flight.period < batch.count:
             run.in_flight.wait(run.prefetcher.token)
 
         if due.next_time < math.inf and time.perf_counter() >= due.next_time:  # counts after this step already

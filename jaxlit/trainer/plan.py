@@ -90,8 +90,11 @@ class PlanRow:
             return {}
         gradients = min(cost.gradients, cost.temporaries)
         held = {"parameters": cost.parameters, "optimizer": cost.optimizer, "gradients": cost.window + gradients}
-        held |= {"temporaries": cost.temporaries - gradients, "batch": cost.batch, "other": cost.other + cost.made}
-        return held
+        return held | {
+            "temporaries": cost.temporaries - gradients,
+            "batch": cost.batch,
+            "other": cost.other + cost.made,
+        }
 
     @property
     def total(self) -> int:
@@ -174,9 +177,11 @@ class PlanRow:
         collectives = () if cost is None or cost.collectives is None else cost.collectives
         sent = {x.kind: {"calls": x.calls, "bytes": x.bytes, "sent": x.sent} for x in collectives}
         row: dict[str, Any] = {name: getattr(self, name) for name in ("strategy", "devices", "batch_size")}
-        row |= {kind: self.bytes.get(kind) for kind in KINDS}
-        row |= {"total": self.total if self.bytes else None, "bound": self.bound, "fits": self.fits, "left": self.left}
-        row |= {"flops": flops, "collectives": sent}
+        row |= {kind: self.bytes.get(kind) for kind in KINDS} | {
+            "total": self.total if self.bytes else None,
+            "bound": self.bound,
+        }
+        row |= {"fits": self.fits, "left": self.left, "flops": flops, "collectives": sent}
         row |= {f"{name}_seconds": self.seconds.get(name) for name in ("compute", "memory", "network")}
         return row | {"step_seconds": self.step_seconds, "note": self.note or None, "error": self.error or None}
 
@@ -323,8 +328,14 @@ def plan_trial(trainer: Any, strategy: str | Strategy, devices: int | None, **ch
     arguments = {name: settings.arguments[name] for name in ("max_epochs", "max_steps", "nan_policy")} | changed
     if arguments["nan_policy"] == "rollback":  # the step of "raise", with checkpoints
         arguments["nan_policy"] = "raise"
-    arguments |= {"strategy": resolved, "devices": count, "mesh": None}
-    return trial_of(trainer, takes=lambda c: c.changes_step or overrides(c, "init_arrays"), **arguments)
+    return trial_of(
+        trainer,
+        takes=lambda c: c.changes_step or overrides(c, "init_arrays"),
+        strategy=resolved,
+        devices=count,
+        mesh=None,
+        **arguments,
+    )
 
 
 def first_batch(trainer: Any, model: TrainModule | lazy, data: Any) -> tuple[Any, Any, int | float]:
@@ -379,13 +390,18 @@ def cost_elsewhere(
         with log.open("wb") as output:
             command = [sys.executable, "-m", "jaxlit.trainer.plan_worker", str(result)]
             # A new session: Ctrl-C reaches this process alone, which ends the other.
-            how: dict[str, Any] = {"stdout": output, "stderr": output, "env": env, "start_new_session": True}
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True
+            )
             try:
-                process = subprocess.run(command, input=cloudpickle.dumps(sys.path) + job, timeout=timeout, **how)
+                process.communicate(cloudpickle.dumps(sys.path) + job, timeout=timeout)
             except subprocess.TimeoutExpired:
                 raise ArgumentError(
                     f"Trainer.plan: {devices} devices: the compile took longer than {timeout:g} s. Raise timeout."
                 ) from None
+            finally:
+                process.kill()
+                process.wait()
         if not result.exists():
             last = " ".join(log.read_text(errors="replace").split())[-500:]
             raise ArgumentError(

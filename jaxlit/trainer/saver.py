@@ -239,7 +239,8 @@ class Saver:
         # Else the writer looks, and the loop goes on: of weights only, it does not have the parameters of averages.
         check_finite(run, params=weights_only or run.settings.nan_policy == "rollback")
         for saving in [x for x in self._open if isinstance(x.error, NonFiniteError)] if team().size == 1 else ():
-            saving.wait()  # which no caller may do
+            if not saving.was_awaited:
+                saving.wait()
         run.tracing.deliver()
         return run
 

@@ -18,7 +18,7 @@ from kit.trainers import FOUR, STRATEGIES, THREE, fit, make_trainer, thinned
 import jaxlit as jl
 from jaxlit.callbacks import EMA
 from jaxlit.core.parts import by_part
-from jaxlit.engine.state import find_hyperparams
+from jaxlit.engine.state import _is_finite, find_hyperparams
 from jaxlit.errors import ArgumentTypeError, ModuleError
 from jaxlit.trainer.defaults import frozen_parts
 
@@ -39,6 +39,13 @@ def test_each_parameter_and_average_that_is_not_finite_is_named(strategy) -> Non
             assert state.not_finite() == expected
         state.put(place, array)
     assert state.not_finite() == []
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e4m3fn", "float16", "complex64"])
+def test_any_dtype_is_looked_at(dtype: str) -> None:
+    x = jnp.ones(3, dtype)
+    assert bool(_is_finite([x]))
+    assert not bool(_is_finite([x.at[1].set(jnp.nan)]))
 
 
 INJECTED = optax.inject_hyperparams(optax.sgd, static_args=("nesterov",))

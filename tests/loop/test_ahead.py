@@ -70,7 +70,12 @@ def test_rows_and_weights_are_those_of_single_steps(
         given = {k: x for k, x in BARE.items() if k != "enable_checkpointing"} | {
             "default_root_dir": f"run{len(taken)}"
         }
-        given |= {"log_every_n_steps": 10, "accumulate_grad_batches": accumulate, "max_epochs": 1}
+        given |= {
+            "log_every_n_steps": 10,
+            "accumulate_grad_batches": accumulate,
+            "max_epochs": 1,
+            "val_check_interval": 20,
+        }
         trainer = fit(Net(rngs=nnx.Rngs(0)), data, random(2), rows, saver, note, limit_train_batches=61, **given)
         return trainer.global_step, rows.rows, places, [*leaves_of(trainer)]
 
@@ -215,7 +220,7 @@ def test_what_acts_between_steps_acts_where_it_does_one_by_one(
 
         def draw() -> Iterator[Any]:
             for k, batch in enumerate(numbered(130)):
-                if k == 70 and what == "stops in the loader":
+                if k == 65 and what == "stops in the loader":
                     trainer.stop("enough")
                 if k == 90 and what == "goes back":
                     batch = {"x": np.full_like(batch["x"], np.nan)}

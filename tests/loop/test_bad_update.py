@@ -194,6 +194,21 @@ def test_what_nobody_waited_for_is_raised_at_the_next_save() -> None:
     assert not Path("at_1").exists()
 
 
+def test_a_refused_save_is_raised_once() -> None:
+    def save(trainer: Any, module: Any, *_: Any) -> None:
+        step = trainer.global_step
+        module.dead[...] = jnp.full(3, jnp.inf if step == 3 else 1.0)
+        try:
+            trainer.saver.begin(f"at_{step}").wait()
+        except NonFiniteError as error:
+            refused.append((step, "dead" in str(error)))
+
+    refused: list[Any] = []
+    train(module(init=unit, tx=optax.sgd(0.1)), hooks(on_safe_point=save), batches=5, **BARE)
+    assert refused == [(3, True)]
+    assert [Path(f"at_{k}").exists() for k in range(1, 6)] == [True, True, False, True, True]
+
+
 def test_weights_only_look_at_the_parameters_of_averages() -> None:
     saver = ModelCheckpoint(every_n_train_steps=4, save_weights_only=True)
     average = WeightAveraging(update_every_n_steps=8)  # which is finite at step 7
@@ -207,8 +222,7 @@ def test_an_average_may_be_infinite_where_its_parameter_was() -> None:
         return jax.tree.map_with_path(lambda path, _: "rest" if "mask" in str(path) else "trained", params)
 
     parts = {"trained": optax.contrib.schedule_free_sgd(0.01), "rest": optax.set_to_zero()}
-    model = Masked()
-    model.configure_optimizers = lambda: optax.multi_transform(parts, by_name)
+    model = module(base=Masked, init=Masked.__init__, tx=optax.multi_transform(parts, by_name))
     train(model, ModelCheckpoint(every_n_train_steps=2), batches=4)
     assert names() == ["step_00000004"]
 
