@@ -121,7 +121,7 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
         rows = take(run, batch, step_hooks.end)
         if not dispatch.decided:
             dispatch.measure(run.results.latest)
-        elif due.is_quiet and not something_is_due:
+        elif due.is_quiet and not something_is_due:  # small steps: what follows is needed once for several
             batch = dispatch.take_ahead(batches, batch)
         # At most `max_in_flight` steps are dispatched, so that the host does not run ahead of the memory.
         if position.total_batch_idx % run.in_flight.period < batch.count:
