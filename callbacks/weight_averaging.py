@@ -81,9 +81,10 @@ class WeightAveraging(Callback):
                 )
             accumulate, epochs = trainer.accumulate_grad_batches, self.update_starting_at_epoch
             self._start = steps_of(trainer.callbacks, accumulate, int(batches), epochs)
-        every, steps = self.update_every_n_steps, trainer.estimated_stepping_batches
+        every = self.update_every_n_steps
         first = -(-self._start // every) * every
-        if first + 1 < steps <= first + every and not trainer.fast_dev_run:
+        is_counted = trainer.num_training_batches < math.inf and not trainer.fast_dev_run
+        if is_counted and first + 1 < (steps := trainer.estimated_stepping_batches) <= first + every:
             text = "%s(update_every_n_steps=%d) takes the weights of step %d of %d alone. Give a smaller number."
             _logger.warning(text, type(self).__name__, every, first + 1, steps)
 

@@ -76,19 +76,23 @@ def loader_parts(loader: Any) -> LoaderParts:
     return LoaderParts(loader._sampler, loader._data_source, loader._operations, loader._shard_options)
 
 
-def reseeded_loader(loader: Any, new_seed: Callable[[int], int]) -> Any:
-    """Return a `grain.DataLoader` of the same records with another order, if it shuffles, and other random numbers."""
+def reseeded_loader(loader: Any, new_seed: Callable[[int], int] | None, changed: Callable[[Any], Any]) -> Any:
+    """Return a `grain.DataLoader` of the same records with another order, if it shuffles, and other random numbers.
+
+    `changed` returns what is iterated in place of its dataset; without `new_seed` the order stays.
+    """
     import grain
 
     sampler = loader._sampler
     is_index = type(sampler) is grain.samplers.IndexSampler
     ends = sampler._num_epochs is not None if is_index else type(sampler) is grain.samplers.SequentialSampler
-    if not ends or sampler._seed is None:
-        return loader
-    copied, seed = copy.copy(loader), new_seed(int(sampler._seed))
-    options = {"shuffle": sampler._shuffle, "num_epochs": sampler._num_epochs} if is_index else {}
-    copied._sampler = type(sampler)(sampler._num_records, sampler._shard_options, seed=seed, **options)
-    copied._dataset = copied._create_dataset()
+    copied = copy.copy(loader)
+    if new_seed and ends and sampler._seed is not None:
+        seed = new_seed(int(sampler._seed))
+        options = {"shuffle": sampler._shuffle, "num_epochs": sampler._num_epochs} if is_index else {}
+        copied._sampler = type(sampler)(sampler._num_records, sampler._shard_options, seed=seed, **options)
+        copied._dataset = copied._create_dataset()
+    copied._dataset = changed(copied._dataset)
     return copied
 
 
@@ -109,6 +113,11 @@ def reseeded_stage(stage: Any, new_seed: Callable[[int], int], parts: dict[str, 
     if isinstance(seed := vars(stage).get("_seed"), (int, np.integer)):
         copied._seed = new_seed(int(seed))
     return copied
+
+
+def iterator_options(iterator: Any) -> Any:
+    """Return the options of an iterator of an `IterDataset`, those included that later stages have set."""
+    return iterator._ctx.dataset_options
 
 
 def repeats_without_end(stage: Any) -> bool:

@@ -36,6 +36,7 @@ class Control:
     agreed: set[str] = field(default_factory=set)  # what callbacks have named and all processes do now
     shielded: bool = False  # what runs must not be cut, not even by a second signal
     sanity_checking: bool = False  # the validation that runs is the one before training
+    training_loader: str = ""  # its argument
     num_training_batches: int | float = 0  # of an epoch; inf where the loader has no length
     num_val_batches: list[int | float] = field(default_factory=list)  # of each loader
     num_predict_batches: list[int | float] = field(default_factory=list)  # of each loader; inf where it has no length

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Iterator
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ class GrainSource(Source):
     def __init__(self, loader: Any, argument: str, **how: Any) -> None:
         super().__init__(loader, argument, **how)
         self._kind = kind_of(loader)
+        self._kept: Any = None  # an iterator that ended or was left, and its worker processes
         from absl import flags
 
         if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
@@ -75,23 +76,56 @@ class GrainSource(Source):
         """Yield an epoch's (batch, the iterator's state after it), shuffled as a repetition of the data would be."""
         epoch = 0 if self.continues else epoch  # also in a resume: the first epoch goes on
         if self._kind == "DataLoader":
-            iterator = iter(reseeded_loader(self.loader, partial(_shifted, epoch=epoch)) if epoch else self.loader)
+            loader = reseeded_loader(
+                self.loader, partial(_shifted, epoch=epoch) if epoch else None, partial(_dataset_at, epoch=None)
+            )
+            iterator = iter(loader)
             pack, unpack = bytes.decode, partial(state_here, iterator=iterator)  # the state is JSON already
         else:
-            dataset = _dataset_at(self.loader, epoch)
-            if kind_of(dataset) == "MapDataset":
-                import grain
-
-                dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD))
-            iterator, pack, unpack = iter(dataset), copy.deepcopy, copy.deepcopy
+            iterator, at = self._iterator(epoch, at)
+            pack, unpack = copy.deepcopy, copy.deepcopy
+        keeps = self._keeps_workers
         try:
             if at is not None:
                 iterator.set_state(unpack(at))
             for batch in iterator:
                 yield batch, pack(iterator.get_state())
+        except Exception:
+            keeps = False
+            raise
         finally:
+            iterator, self._kept = (self._kept, iterator) if keeps else (iterator, self._kept)
             if hasattr(iterator, "close"):  # stops its threads and processes
                 iterator.close()
+
+    def _iterator(self, epoch: int, at: Any) -> tuple[Any, Any]:
+        """Return an iterator of a dataset, and the state from which it gives an epoch; None for the one that it has."""
+        import grain
+
+        dataset = self.loader
+        if self._kind == "MapDataset":
+            ahead = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_AHEAD)
+            return iter(_dataset_at(dataset, epoch).to_iter_dataset(ahead)), at
+        begun = iter(_dataset_at(dataset, epoch, step=int(self._may_continue)))
+        if (kept := self._kept) is None:
+            return begun, at
+        self._kept, at = None, at or begun.get_state()
+        begun.close()
+        return kept, at
+
+    def close(self) -> None:
+        """Close the iterations that were begun, with their threads and processes."""
+        super().close()
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    @cached_property
+    def _keeps_workers(self) -> bool:
+        """Whether worker processes stay from epoch to epoch: all that an epoch changes is in them."""
+        here = reached(self.loader, lambda stage: [] if _are_workers(stage) else _sources_of(stage))
+        changes = (kind_of(x) == "MapDataset" or isinstance(vars(x).get("_seed"), (int, np.integer)) for x in here)
+        return self._kind == "IterDataset" and any(map(_are_workers, here)) and not any(changes)
 
     def may_start(self, at: Any) -> bool:
         """Return whether `at` is the state of such an iterator."""
@@ -148,18 +182,36 @@ def _is_dataset(x: Any) -> bool:
     return kind_of(x) in ("MapDataset", "IterDataset")
 
 
-def _dataset_at(x: Any, epoch: int) -> Any:
-    """Return a dataset, or the datasets in a stage's value, in the order of repetition number `epoch`."""
+def _are_workers(stage: Any) -> bool:
+    """Return whether a stage joins what `mp_prefetch` iterates in processes."""
+    # A sequential slice is made in the sources themselves, which an epoch shares with the next.
+    alone = [type(x).__name__ == "ProcessPrefetchIterDataset" and not _slices_in_place(x) for x in _sources_of(stage)]
+    return type(stage).__name__ == "InterleaveIterDataset" and bool(alone) and all(alone)
+
+
+def _slices_in_place(stage: Any) -> bool:
+    return any(vars(x).get("_sequential_slice") for x in reached(stage, _sources_of))
+
+
+def _dataset_at(x: Any, epoch: int | None, step: int = 0) -> Any:
+    """Return a dataset, or the datasets in a stage's value, in the order of repetition number `epoch`.
+
+    Worker processes end with this process, and go on with the epoch that is `step` later. Those of a DataLoader, which
+    has no epoch here, end with theirs.
+    """
     if not _is_dataset(x):
-        inside = epoch and type(x) in (list, tuple, dict)
-        return jax.tree.map(partial(_dataset_at, epoch=epoch), x, is_leaf=_is_dataset) if inside else x
-    if not epoch:
-        return x
+        inside = type(x) in (list, tuple, dict)
+        return jax.tree.map(partial(_dataset_at, epoch=epoch, step=step), x, is_leaf=_is_dataset) if inside else x
     if kind_of(x) == "MapDataset":
         length = len(x)
-        return x if length > ENDLESS else x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length]
-    parts = {name: _dataset_at(value, epoch) for name, value in vars(x).items()}
-    return reseeded_stage(x, partial(_shifted, epoch=epoch), parts)
+        return x.repeat(epoch + 1)[epoch * length : (epoch + 1) * length] if epoch and length <= ENDLESS else x
+    if _are_workers(x):
+        from jaxlit.data.grain_workers import InWorker, Workers
+
+        inner = [InWorker(y.parents[0], epoch, _dataset_at, step) for y in _sources_of(x)]
+        return Workers([reseeded_stage(y, int, {"_parents": (z,)}) for y, z in zip(_sources_of(x), inner, strict=True)])
+    parts = {name: _dataset_at(value, epoch, step) for name, value in vars(x).items()}
+    return reseeded_stage(x, partial(_shifted, epoch=epoch or 0), parts)
 
 
 def _shifted(seed: int, epoch: int) -> int:

@@ -61,7 +61,8 @@ class RunData:
 
     def count(self, control: Control, accumulate: int) -> None:
         """Count the batches that the loaders have, for hooks, schedules and the loop."""
-        control.num_training_batches = batches_or_inf(self.training[1])
+        source, limit = self.training
+        control.training_loader, control.num_training_batches = source.argument, batches_or_inf(limit)
         # An eighth of an epoch, not of training: a resume with larger limits logs the same rows as one long training.
         steps = control.num_training_batches / accumulate
         control.log_every = int(min(max(math.ceil(steps) / 8, 1), 50)) if steps < math.inf else 10

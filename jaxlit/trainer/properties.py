@@ -234,10 +234,20 @@ class TrainerProperties(Arguments):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them."""
+        """Optimizer steps that a fit will take, for schedules in `configure_optimizers`; inf if nothing bounds them.
+
+        Raises:
+            ArgumentError: `max_epochs` bounds them, but the training loader has no length.
+        """
         settings = self._session.settings
         batches = self._session.control.num_training_batches
         limit = math.inf if settings.max_steps < 0 else settings.max_steps
+        if limit == batches == math.inf and settings.max_epochs is not None:
+            raise ArgumentError(
+                f"trainer.estimated_stepping_batches: {self._session.control.training_loader} has no length, so that "
+                f"max_epochs={settings.max_epochs} is no number of steps. Pass Trainer(limit_train_batches=...), the "
+                "batches of an epoch, or max_steps."
+            )
         if batches == math.inf or settings.max_epochs is None:
             return limit
         epochs = max(settings.max_epochs, 1)

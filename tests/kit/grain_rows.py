@@ -1,5 +1,6 @@
 """Grain's loaders of numbered rows."""
 
+import os
 from typing import Any
 
 import grain
@@ -39,3 +40,12 @@ def is_no_fifth(record: Any) -> bool:
 def everything(batch: Any) -> dict[str, Any]:
     """Return a batch as lists."""
     return {key: np.asarray(x).tolist() for key, x in batch.items()}
+
+
+def with_pid(record: Any) -> Any:
+    """Return a record with the process that maps it."""
+    return {**record, "pid": np.int32(os.getpid())}
+
+
+def nothing(record: Any) -> bool:
+    return False
