@@ -19,9 +19,9 @@ class BackboneFreeze(Callback):
     Until then an optimizer step does not change the part: parameters and the optimizer's state stay bit by bit, no
     weight decay acts on them, and `gradient_clip_val` clips by the norm of the other gradients. From that epoch on the
     part is trained as if its optimizer had been created then: its moments, counts and schedules begin there, and a clip
-    inside the optimizer sees its gradients only. Rows have its rate as `lr/<part>`, 0 until then. The step is compiled
-    once: it compares the epoch, and computes the gradients of the part from the start. Leave parameters that are never
-    trained out of `jl.Optimizer(wrt=...)`: they cost nothing.
+    inside the optimizer sees its gradients only. Rows have its rate as `lr/<part>`, 0 until then. Until
+    then a step has no backward pass through the part and no update of it; it is compiled once for each set of frozen
+    parts. Leave parameters that are never trained out of `jl.Optimizer(wrt=...)`.
 
     Batch statistics of the part change, as its layers run in training mode, unless `module.backbone.eval()` is called
     before `fit`. A checkpoint fits a training with the same parts. Several such callbacks unfreeze parts in turn.

@@ -1,13 +1,12 @@
 """The optimizer of a module by its parts: which are trained from which epoch on, and at which learning rates.
 
-`Part` and `Hold` leave a part alone until its epoch; `optimizer_of` reads `configure_optimizers`; `Rates` are read off
+A `Part` is left alone until its epoch; `optimizer_of` reads `configure_optimizers`; `Rates` are read off
 the program of the optimizer's update.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -82,39 +81,20 @@ def _at(parts: Sequence[Part], path: Any) -> int:
     return next((place for place, part in enumerate(parts, 1) if name in part.names), 0)
 
 
-@dataclass(frozen=True)
-class Hold:
-    """What an optimizer step leaves alone, given the epoch that it is in."""
+def held_in(parts: Sequence[Part], epoch: int) -> frozenset[str]:
+    """Return the names of the parameters that an epoch does not train."""
+    return frozenset(name for part in parts if epoch < part.start for name in part.names)
 
-    parts: Sequence[Part]
-    epoch: jax.Array  # () int32
 
-    def without(self, grads: Any) -> Any:
-        """Return the gradients with zeros for what is held: a clip by their norm is that of the others."""
-        return self.keep(None, grads)
+def keep_held(held: Collection[str], old: Any, new: Any) -> Any:
+    """Return a tree like the parameters, that is `old` where a parameter is held."""
+    return jax.tree.map_with_path(lambda path, x, y: x if leaf_name(path) in held else y, old, new) if held else new
 
-    def keep(self, old: Any, new: Any) -> Any:
-        """Return a tree like the parameters, that is `old`, or zero, where it is held."""
 
-        # Adding zeros would lose a sign of zero.
-        def select(path: Any, x: jax.Array, old: jax.Array | int = 0) -> jax.Array:
-            place = _at(self.parts, path)
-            return x if place == 0 else jnp.where(self._held(self.parts[place - 1]), old, x)
-
-        return jax.tree.map_with_path(select, new, *([] if old is None else [old])) if self.parts else new
-
-    def keep_state(self, old: Any, new: Any) -> Any:
-        """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
-        if not self.parts:
-            return new
-        states = {}
-        for part in self.parts:
-            choose = partial(jnp.where, self._held(part))
-            states[part.label] = jax.tree.map(choose, old.parts[part.label], new.parts[part.label])
-        return new._replace(parts=states)
-
-    def _held(self, part: Part) -> jax.Array:
-        return self.epoch < part.start
+def keep_held_state(parts: Sequence[Part], held: Collection[str], old: Any, new: Any) -> Any:
+    """Return the state of an optimizer of `by_part`, in which that of a held part has not moved."""
+    states = {part.label: old.parts[part.label] for part in parts if part.names <= {*held}}
+    return new._replace(parts=new.parts | states) if states else new
 
 
 def optimizer_of(module: TrainModule, cls: type[TrainModule] | None = None) -> Optimizer:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxlit.core.log import NO_WEIGHT, StepTable, Table, loss_of, weight_of
 from jaxlit.core.optimizer import updates_of
-from jaxlit.core.parts import Hold, Rates
+from jaxlit.core.parts import Rates, keep_held, keep_held_state
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, identity, reduced, scatter_state
 from jaxlit.core.train_state import Layout, StepOptions, TrainState, Window, sum_dtype
@@ -39,6 +39,7 @@ class TrainStep:
     rates: Rates = Rates()  # noqa: RUF009 - frozen
     wrap: Callable = identity  # what the strategy makes of the user's step
     constrain_grads: Callable[[Any], Any] = identity  # shards gradients inside the step
+    held: frozenset[str] = frozenset()  # the names of parameters that the epoch does not train
 
     def micro(self, replica: Replica, leaves: list, batch: Any) -> tuple[list, jax.Array, jax.Array, Any]:
         """Add one batch to the accumulation window.
@@ -114,8 +115,8 @@ class TrainStep:
     def needed_grads(self, state: TrainState) -> list[frozenset[int]]:
         """Return for each leaf of the optimizer's state the indices of the gradients that it needs, see `guarded`."""
         params = state.params
-        number = jnp.zeros(())  # the loss, and the epoch
-        closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, number, number)
+        loss = jnp.zeros(())
+        closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, loss)
         num_grads = len(jax.tree.leaves(params))
         return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))
 
@@ -162,7 +163,9 @@ class TrainStep:
         scale = state.loss_scale
 
         def objective(params: Any) -> tuple[jax.Array, Any]:
-            loss, aux = body(params, *rest)
+            # Of what is held the gradients are zeros, without a backward pass.
+            held = jax.lax.stop_gradient(params) if self.held else params
+            loss, aux = body(keep_held(self.held, held, params), *rest)
             # Gradients are averaged over replicas: n times a replica's sum has the sum over all rows as mean.
             factor = (replica.count if replica.splits else replica.passes) if replica.loss_reduction == "sum" else 1
             total = loss
@@ -300,7 +303,7 @@ class TrainStep:
         self, optimize: Callable, old: TrainState, new: TrainState, grads: Any, loss: jax.Array
     ) -> tuple[dict[str, Any], Any]:
         """Return the fields of the state that an optimizer step changes, and for traced functions the updates."""
-        opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss, old.epoch)
+        opt_state, (params, updates) = optimize(grads, old.opt_state, new.params, loss)
         extras = {}
         for key, keeper in self.options.extras.items():  # each callback sees the step in their order
             # Each gets copies of the containers, which it may write to: those of the step are read again later.
@@ -314,22 +317,19 @@ class TrainStep:
         # Updates are kept for traced functions only: otherwise they would be one more copy of the parameters.
         return fields | {"frozen": new.frozen, "model_state": new.model_state}, updates if self.traced else None
 
-    def _optimize(
-        self, grads: Any, opt_state: Any, params: Any, loss: jax.Array, epoch: jax.Array
-    ) -> tuple[Any, tuple[Any, Any]]:
+    def _optimize(self, grads: Any, opt_state: Any, params: Any, loss: jax.Array) -> tuple[Any, tuple[Any, Any]]:
         """Return the optimizer's state after its step, the parameters, and what was added to them."""
         old = opt_state
-        hold = Hold(self.options.parts, epoch)
-        clipped = grads = hold.without(grads)
+        clipped = grads
         if self.options.clip is not None:  # by global norm or value: no state is carried from step to step
             wide = jax.tree.map(lambda g: g.astype(sum_dtype(g)), grads)  # the square of 256 is infinite in float16
             clipped, _ = self.options.clip.update(wide, self.options.clip.init(params))
             clipped = jax.tree.map(_like, grads, clipped)
         owner = f"{self.pure.name}.configure_optimizers"
         updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, owner)
-        updates = hold.without(updates)
-        opt_state = hold.keep_state(old, opt_state)
-        params = hold.keep(params, optax.apply_updates(params, updates))
+        updates = keep_held(self.held, jax.tree.map(jnp.zeros_like, updates), updates)
+        opt_state = keep_held_state(self.options.parts, self.held, old, opt_state)
+        params = keep_held(self.held, params, optax.apply_updates(params, updates))  # adding zeros loses a sign of zero
         return jax.tree.map(_like, old, opt_state), (params, updates)
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:

@@ -19,7 +19,7 @@ from jaxlit.core.derived_steps import eval_step
 from jaxlit.core.inspection import inspect_evaluation
 from jaxlit.core.log import StepTable, Table, collecting
 from jaxlit.core.module import STAGES, TrainModule
-from jaxlit.core.parts import Rates
+from jaxlit.core.parts import Rates, held_in
 from jaxlit.core.pure_module import PureModule, Reads, Traced, reading, set_modes
 from jaxlit.core.replica import abstract_batch
 from jaxlit.core.train_state import Layout, Precision, StepOptions, cast
@@ -158,20 +158,33 @@ class Engine:
         assert self.training is not None
         arrays = self.state.unflatten(), placed
         training = self.training = self.training.trace(batch, arrays, debug=self.debug)
-        state, table, has_window = self.state, self.pure.table("training"), training.spec.index.window is not None
+        table = self.pure.table("training")
         if self._restored is None or self._restored.metrics != table.metrics:
             if self._restored is not None:
                 _logger.warning("training_step logs other metrics than in the checkpoint: epoch sums start again.")
             self._use_metrics(table)
-        self._programs["train_step"] = self._compile(training.train, self.pure.trace_of("training").program)
-        if has_window:
+        # Under "raise" a bad window is undone: what its batches have written is restored.
+        restores = training.spec.index.window is not None and training.written and self.nan_policy == "raise"
+        self.window_start = WindowBackup(self.state, training.written) if restores else None
+        self._build_steps(training)
+
+    def _build_steps(self, training: Training) -> None:
+        """Build the programs of the training, which are compiled when they are first called."""
+        self._programs = {"train_step": self._compile(training.train, self.pure.trace_of("training").program)}
+        if training.spec.index.window is not None:
             self._programs["micro_step"] = self._compile(training.micro)
             self.micro_step = partial(self._train, self._programs["micro_step"])
-        # Under "raise" a bad window is undone: what its batches have written is restored.
-        restores = has_window and training.written and self.nan_policy == "raise"
-        self.window_start = WindowBackup(state, training.written) if restores else None
-        self.diagnose = Diagnosis(training, state, self._compile)
+        self.diagnose = Diagnosis(training, self.state, self._compile)
         self.train_step = partial(self._train, self._programs["train_step"])
+
+    def hold(self, epoch: int) -> None:
+        """Have steps leave out the gradients of the parts that an epoch, which begins or is resumed, does not train."""
+        assert self.training is not None
+        held = held_in(self.training.options.parts, epoch)
+        if held != self.training.held:
+            self.training = replace(self.training, held=held)
+            if "train_step" in self._programs:
+                self._build_steps(self.training)
 
     def _train(self, program: CompiledProgram, batch: Any) -> list:
         """Run a training program; return the table of metrics, the loss of a window's batch, and the outputs."""

@@ -23,7 +23,7 @@ from jaxlit.core.derived_steps import FusedSteps, MicrobatchStep
 from jaxlit.core.inspection import SAY_WEIGHT, Measure, Seen, StepTraces, inspect_step, reduction_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.optimizer import averages_of
-from jaxlit.core.parts import Rates, rates_of
+from jaxlit.core.parts import Rates, held_in, rates_of
 from jaxlit.core.pure_module import PureModule
 from jaxlit.core.replica import Replica, identity, is_row, num_rows, with_rows
 from jaxlit.core.step import TrainStep
@@ -50,6 +50,7 @@ class Training:
     # a function of the module's trained, frozen and other variables to the state of step 0
     init: Callable[..., TrainState]
     spec: StateSpec  # what its arrays are; the metrics have columns once `trace` has seen the step
+    held: frozenset[str] = frozenset()  # the names of parameters that the epoch does not train
 
     def trace(self, batch: Any, arrays: tuple[TrainState, Any] | None = None, *, debug: bool = False) -> "Training":
         """Trace the step on a batch or its shapes, and return the training with the metrics that it logs.
@@ -76,6 +77,7 @@ class Training:
             rates=self.rates,
             wrap=spec.wrap,
             constrain_grads=partial(sharding.constrain, shardings=spec.grad_shardings),
+            held=self.held,
         )
 
     @cached_property
@@ -173,7 +175,8 @@ def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, optio
     eval_params = eval_index(options.extras, spec.index, spec.arrays)
     if eval_params is spec.index.params:  # else a callback has other averages
         spec = replace(spec, averages=averages_of(spec.index.opt_state))
-    return Training(pure, options, rates, init, replace(spec, eval_params=eval_params))
+    spec = replace(spec, eval_params=eval_params)
+    return Training(pure, options, rates, init, spec, held_in(options.parts, 0))
 
 
 def outputs_of(pure: PureModule, stage: str, loader: int | None = None) -> Any:

@@ -152,7 +152,7 @@ def test_a_skipped_step_changes_nothing(strategy: str) -> None:
     assert_same(model, by_hand({"inner": (2, None)}, batches), rtol=2e-4, atol=2e-5)
 
 
-def test_nothing_is_compiled_when_a_part_is_unfrozen() -> None:
+def test_a_step_is_compiled_for_each_set_of_parts() -> None:
     seen, moments = list[list[str]](), list[Any]()
 
     def start(trainer: Any, module: Any) -> None:
@@ -161,11 +161,31 @@ def test_nothing_is_compiled_when_a_part_is_unfrozen() -> None:
     with compiles() as result:
         watch = {"on_train_batch_end": lambda *_: seen.append(list(result)), "on_train_end": start}
         trained({"inner": (2, None)}, "single", hooks(on_train_epoch_start=start, **watch), **BARE)
-    assert seen[len(BATCHES)] == seen[-1]  # from the first step of the second epoch on
+    before, after = (seen[epoch * len(BATCHES)] for epoch in (1, 2))
+    assert seen[2 * len(BATCHES) - 1] == before and seen[-1] == after, "within a set nothing is compiled"
+    assert after[len(before) :] == ["jit(train_step)"]
     flat = [[x.tobytes() for x in jax.tree.leaves(state)] for state in moments]
     assert flat[0] == flat[1] == flat[2] != flat[3]
     (count, *_) = [x for x in jax.tree.leaves(moments[-1]) if not x.ndim]
     assert count == (EPOCHS - 2) * len(BATCHES)
+
+
+@pytest.mark.parametrize("strategy", thinned(["single", "fsdp", "shard_map"], "single"))
+def test_a_frozen_part_costs_what_a_part_costs_that_is_never_trained(strategy: str) -> None:
+    class Head(Deep):
+        def configure_optimizers(self) -> Any:
+            return jl.Optimizer(ADAM, wrt=nnx.All(nnx.Param, nnx.PathContains("outer")))
+
+    def cost(model: Any, *freezes: Any) -> list[int]:
+        seen = list[int]()
+        note = hooks(on_train_batch_end=lambda trainer, *_: seen.append(trainer.step_flops["train_step"].count))
+        fit(model, BATCHES[:1], None, note, *freezes, max_epochs=3, strategy=splitting(strategy), **BARE)
+        return seen
+
+    rest = nnx.Not(nnx.PathContains("outer"))
+    (never, *_), whole = cost(Head()), cost(Deep())[0]
+    assert cost(Deep(), BackboneFreeze(rest, unfreeze_at_epoch=2)) == [never, never, whole]
+    assert never < whole / 2
 
 
 def test_batch_statistics_of_a_frozen_part_move_in_training() -> None:
