@@ -151,13 +151,13 @@ class MLFlowLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
         _add_names(self._names, {name: f"{self.prefix}/{name}" if self.prefix else name for name in metrics})
-        row = {self._names[name]: x for name, x in metrics.items()}
+        row = {self._names[name]: float(x) for name, x in metrics.items()}
         time_ms, step = int(time.time() * 1000), self._step_or_newest(step)
 
         def send() -> None:
             from mlflow.entities import Metric  # type: ignore[import-not-found]
 
-            sent = [Metric(k, float(x), time_ms, step) for k, x in row.items() if k not in self._refused]
+            sent = [Metric(k, x, time_ms, step) for k, x in row.items() if k not in self._refused]
             self._log_batch("metrics", sent)
 
         self._send(send)

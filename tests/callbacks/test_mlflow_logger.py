@@ -217,6 +217,16 @@ def test_a_name_that_an_old_server_refuses_is_left_out_alone(capsys: Any) -> Non
     assert capsys.readouterr().out.count("leaves out what MLflow refuses, first 'a:b'") == 1
 
 
+def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
+    def log(trainer: Any, *_: Any) -> None:
+        with pytest.raises(ValueError, match="text"):
+            trainer.logger.log_metrics({"a": "text"})
+
+    given = {"logger": MLFlowLogger(), "log_every_n_steps": 1}
+    fit(Mean(), numbered(2), None, hooks(on_train_batch_end=log), **BARE | given)
+    assert [m.step for m in the_run().data.metrics if m.key == "loss"] == [0, 1]
+
+
 @pytest.mark.parametrize("given", ["resumed", "an id"])
 def test_a_resumed_training_and_one_with_an_id_go_on_in_the_run(given: str) -> None:
     first = MLFlowLogger(save_dir="ml")
