@@ -110,7 +110,7 @@ class CSVLogger(Logger):
         for name, x in values.items():
             if type(x) not in (float, int) and x is not None:  # most often they are Python numbers
                 x = x.item() if getattr(x, "ndim", None) == 0 else str(x)
-            row[name] = x
+            row[name.replace("\r", "\\r")] = x  # the csv module takes a carriage return for the end of a line
         try:
             if path != self.path:
                 self._open(path)

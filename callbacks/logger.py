@@ -21,32 +21,61 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_MEDIA = ("log_text", "log_table", "log_histogram", "log_image", "log_figure")
+# The methods for media, and the number of arguments that a logger's own method gets by position.
+_MEDIA = {"log_text": 2, "log_table": 3, "log_histogram": 2, "log_image": 2, "log_figure": 2}
 
 
 def _never_ends_training(method: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a method of `_MEDIA`: what it fails to store goes to the run's folder, and only wrong arguments raise."""
-    signature, name = inspect.signature(method), method.__name__
+    """Wrap a method of `_MEDIA`, which then takes the calls of `Logger`'s: what fails goes to the run's folder."""
+    name, signature = method.__name__, inspect.signature(method)
 
     @wraps(method)
-    def log(self: "Logger", key: str, *args: Any, **named: Any) -> None:
-        signature.bind(self, key, *args, **named)
-        if key in ("step", "epoch", ""):
-            raise ArgumentError(
-                f"{type(self).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
-                f"every row, got {key!r}."
-            )
+    def log(self: "Logger", *args: Any, **named: Any) -> None:
         try:
-            method(self, key, *args, **named)
-        except (ArgumentError, ArgumentTypeError):
-            raise
+            args, named = _arguments(self, name, signature, args, named)
+            if name == "log_text" and "data" in named:
+                self.log_table(*args, **named)
+            else:
+                method(self, *args, **named)
         except Exception as error:
             media = self._media
             if self.on_error == "raise" or media is None or not media.goes_on():
                 raise
-            media.stand_in(f"{type(self).__name__}.{name}", name, error, key, *args, **named)
+            media.stand_in(f"{type(self).__name__}.{name}", name, error, *args, **named)
 
     return log
+
+
+def _arguments(
+    logger: "Logger", name: str, signature: inspect.Signature, args: tuple, named: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """Return the arguments of a call in the form of a logger's own method: no data frame, `_MEDIA` by position."""
+    if name == "log_text" and "text" in named:
+        named["columns"] = named.pop("text")
+    public = inspect.signature(getattr(Logger, name))
+    try:
+        try:
+            given = public.bind(logger, *args, **named).arguments
+        except TypeError:
+            signature.bind(logger, *args, **named)  # it has other arguments
+            return args, named
+        if (table := given.pop("dataframe", None)) is not None:
+            given |= {"columns": table.columns, "data": table.values.tolist()}
+        columns, data = given.get("columns"), given.get("data")
+        if name == "log_table" or (name == "log_text" and (columns is None or data is not None)):
+            given |= {"columns": list(columns), "data": [list(row) for row in data]}  # type: ignore[arg-type]
+        given.pop("self")
+        args = tuple(given.pop(key) for key in [*public.parameters][1 : 1 + _MEDIA[name]] if key in given)
+        named = {key: x for key, x in given.items() if x is not None}
+    except TypeError as error:
+        names = ", ".join(str(x.replace(annotation=x.empty)) for x in [*public.parameters.values()][1:])
+        raise ArgumentTypeError(f"{type(logger).__name__}.{name}({names}): {error}.") from None
+    if args[0] in ("step", "epoch", ""):
+        raise ArgumentError(
+            f"{type(logger).__name__} logs under a name that is not empty, and not 'step' or 'epoch', which are in "
+            f"every row, got {args[0]!r}."
+        )
+    return args, named
 
 
 class Logger(Callback):
@@ -187,26 +216,23 @@ class Logger(Callback):
         )
 
     @_never_ends_training
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Log a text.
-
-        Args:
-            key: The text's name.
-            text: The text.
-            step: 0-based index of an optimizer step; None for the newest.
-        """
-        self._store("log_text", key, text, step=step)
+    def log_text(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """Log a text, `log_text(key, "a text")`; with `data` or a `dataframe`, a table of texts by `log_table`."""
+        self._store("log_text", key, columns, step=step)
 
     @_never_ends_training
     def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
     ) -> None:
         """Log a table.
 
         Args:
             key: The table's name.
-            columns: The columns' names.
-            data: The rows, each with a cell for each column.
+            columns: A list of the columns' names.
+            data: A list of rows, each with a cell for each column.
+            dataframe: A data frame of pandas, in place of columns and data.
             step: 0-based index of an optimizer step; None for the newest.
         """
         self._store("log_table", key, columns, data, step=step)
@@ -225,7 +251,7 @@ class Logger(Callback):
 
     @_never_ends_training
     def log_image(
-        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, step: int | None = None, *, caption: Sequence[str] | None = None
     ) -> None:
         """Log images.
 
@@ -233,12 +259,13 @@ class Logger(Callback):
             key: The name of the images.
             images: An image or a list of images: (height, width) or (height, width, 1, 3 or 4) arrays, of uint8 or of
                 floats from 0 to 1; Pillow images; or paths.
-            caption: A list with a text for each image.
             step: 0-based index of an optimizer step; None for the newest.
+            caption: A list with a text for each image.
         """
         self._store("log_image", key, images, caption=caption, step=step)
 
-    def log_figure(self, key: str, figure: Any, *, step: int | None = None) -> None:
+    @_never_ends_training
+    def log_figure(self, key: str, figure: Any, step: int | None = None) -> None:
         """Log a matplotlib figure by `log_image`.
 
         Args:

@@ -5,7 +5,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
 
-_MAX_BATCH = 100  # metrics or parameters in one call
-_MAX_LENGTH = 500  # characters of a parameter, which every store takes
+# MLflow's limits: metrics or parameters in one call, and characters of a parameter and of a name.
+_MAX_BATCH, _MAX_LENGTH, _MAX_NAME = 100, 6000, 250
 _KEY = "jaxlit_run"  # a tag
-_FORBIDDEN = re.compile(r"[^\w\-. :/]", re.ASCII)  # in the names of metrics and parameters
+_FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in the names of metrics and parameters
 
 
 class MLFlowLogger(Logger):
@@ -96,6 +97,11 @@ class MLFlowLogger(Logger):
         self._key = ""  # a tag of the run, which is known before its id
         self._sender: BackgroundQueue | None = None
         self._error: Exception | None = None
+        self._names: dict[str, str] = {}  # of metrics in MLflow
+        self._param_names: dict[Hashable, str] = {}  # by path
+        self._refused: set[str] = set()
+        self._folder = Path()  # of the medium that is written
+        self._files = MediaFolder(lambda: self._folder, announces=False)
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -125,29 +131,34 @@ class MLFlowLogger(Logger):
         """Begin a run of the Trainer; each fit has its own run in MLflow, unless it is resumed."""
         if stage == "fit":
             self.run_id, self._client, self._key = self._users_id, None, secrets.token_hex(8)
+            self._files.begin()
         self._error = None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Send hyperparameters, without secrets, nested ones by paths; MLflow cannot change those that the run has."""
-        flat = dict(_flat(redacted(dict(params))))
+        values = dict(_flat(redacted(dict(params))))
+        _add_names(self._param_names, {path: "/".join(map(str, path)) for path in values})
+        flat = {self._param_names[path]: value for path, value in values.items()}
 
         def send() -> None:
             from mlflow.entities import Param  # type: ignore[import-not-found]
 
             known = self._client.get_run(self.run_id).data.params  # MLflow cannot change them
-            self._log_batches("params", [Param(key, value) for key, value in flat.items() if key not in known])
+            self._log_batch("params", [Param(key, value) for key, value in flat.items() if key not in known])
 
         self._send(send)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Send a row."""
-        names = {name: _FORBIDDEN.sub("_", f"{self.prefix}/{name}" if self.prefix else name) for name in metrics}
-        row, time_ms, step = dict(metrics), int(time.time() * 1000), self._step_or_newest(step)
+        _add_names(self._names, {name: f"{self.prefix}/{name}" if self.prefix else name for name in metrics})
+        row = {self._names[name]: float(x) for name, x in metrics.items()}
+        time_ms, step = int(time.time() * 1000), self._step_or_newest(step)
 
         def send() -> None:
             from mlflow.entities import Metric  # type: ignore[import-not-found]
 
-            self._log_batches("metrics", [Metric(names[k], float(x), time_ms, step) for k, x in row.items()])
+            sent = [Metric(k, x, time_ms, step) for k, x in row.items() if k not in self._refused]
+            self._log_batch("metrics", sent)
 
         self._send(send)
 
@@ -183,20 +194,20 @@ class MLFlowLogger(Logger):
         self._raise()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tag that identifies the run."""
-        return {"run": self._key}
+        """Return the tag that identifies the run, and the names of its metrics."""
+        return {"run": self._key, "names": self._names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue in the run of the checkpoint, unless `run_id` is set."""
-        self._key = state_dict["run"]
+        self._key, self._names = state_dict["run"], dict(state_dict.get("names", {}))
 
     def _store(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
         """Send media as files."""
         if self._attached is None or not self._attached.is_global_zero or self._error is not None:
             return
         folder = tempfile.mkdtemp(prefix="jaxlit-mlflow-")
-        media = MediaFolder(lambda: Path(folder), announces=False)
-        getattr(media, method)(key, *args, step=self._step_or_newest(step), **named)
+        self._folder = Path(folder)
+        getattr(self._files, method)(key, *args, step=self._step_or_newest(step), **named)
         self._send(lambda: self._client.log_artifacts(self.run_id, folder), folder)
 
     def _send(self, job: Callable[[], Any], folder: str | None = None) -> None:
@@ -257,16 +268,42 @@ class MLFlowLogger(Logger):
             self.run_id = client.create_run(self.experiment_id, run_name=name, tags=tags).info.run_id
         self._client = client
 
-    def _log_batches(self, kind: str, values: list[Any]) -> None:
-        for start in range(0, len(values), _MAX_BATCH):
-            self._client.log_batch(self.run_id, **{kind: values[start : start + _MAX_BATCH]})
+    def _log_batch(self, kind: str, values: list[Any]) -> None:
+        """Send values, in halves if they are too many or refused: because of one, which is found and left out."""
+        try:
+            if len(values) <= _MAX_BATCH:
+                self._client.log_batch(self.run_id, **{kind: values})
+                return
+        except Exception as error:
+            if getattr(error, "error_code", None) != "INVALID_PARAMETER_VALUE" or not values:
+                raise
+            if len(values) == 1:
+                if not self._refused:
+                    say(f"MLFlowLogger leaves out what MLflow refuses, first {values[0].key!r}: {error}")
+                self._refused.add(values[0].key)
+                return
+        self._log_batch(kind, values[: len(values) // 2])
+        self._log_batch(kind, values[len(values) // 2 :])
 
 
-def _flat(params: Mapping[str, Any], parent: str = "") -> Iterator[tuple[str, str]]:
-    """Yield values as texts that every store takes, with the paths of their names."""
+def _add_names(names: dict[Any, str], texts: Mapping[Any, str]) -> None:
+    """Add names that MLflow accepts for the keys of `texts`; two keys never have one name."""
+    new = {}
+    for key in texts.keys() - names.keys():
+        parts = _FORBIDDEN.sub("_", texts[key]).split("/")  # a name must be the normal form of a path
+        name = re.sub(r"^\.\.", "_", "/".join("_" if part in ("", ".", "..") else part for part in parts))
+        new[key] = name if len(name) <= _MAX_NAME else name[:_MAX_NAME].rstrip("/.")
+    # In the order of `texts`, first those that stay as they are.
+    for key in sorted((key for key in texts if key in new), key=lambda key: new[key] != texts[key]):
+        taken = new[key] in names.values()
+        names[key] = f"{new[key][: _MAX_NAME - 9]}-{zlib.crc32(repr(key).encode()):08x}" if taken else new[key]
+
+
+def _flat(params: Mapping[Any, Any], parent: tuple = ()) -> Iterator[tuple[tuple, str]]:
+    """Yield values as texts that MLflow takes, with the paths of their keys."""
     for key, value in params.items():
-        name = _FORBIDDEN.sub("_", f"{parent}{key}")
+        path = (*parent, key)
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{name}/")
+            yield from _flat(value, path)
         else:
-            yield name, str(value)[:_MAX_LENGTH]
+            yield path, str(value)[:_MAX_LENGTH]

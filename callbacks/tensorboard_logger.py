@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -100,8 +100,12 @@ class TensorBoardLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write a row."""
         if (writer := self._opened()) is not None:
-            for name, value in metrics.items():
-                writer.add_scalar(f"{self.prefix}/{name}" if self.prefix else name, value, self._step_or_newest(step))
+            from tensorboardX.proto.summary_pb2 import Summary  # type: ignore[import-not-found]
+
+            # `add_scalar` would replace characters, so that two names become one.
+            tags = {name: f"{self.prefix}/{name}" if self.prefix else name for name in metrics}
+            row = [Summary.Value(tag=tags[name], simple_value=float(x)) for name, x in metrics.items()]
+            writer.file_writer.add_summary(Summary(value=row), self._step_or_newest(step))
 
     def save(self) -> None:
         """Write out what has been logged."""
@@ -114,41 +118,34 @@ class TensorBoardLogger(Logger):
             self._open = False
             self._writer.close()
 
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Write a text, which TensorBoard reads as Markdown."""
-        if (writer := self._opened()) is not None:
-            writer.add_text(key, str(text), self._step_or_newest(step))
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
-    ) -> None:
-        """Write a table, as Markdown."""
-        rows = [[str(x).replace("|", "\\|").replace("\n", " ") for x in row] for row in (columns, *data)]
-        rows.insert(1, ["---"] * len(columns))
-        self.log_text(key, "\n".join(f"| {' | '.join(row)} |" for row in rows), step=step)
-
-    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Write a histogram."""
+    def _store(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
+        """Write media: a table is a text in Markdown, several images are `key/0`, `key/1` and so on."""
         if (writer := self._opened()) is None:
             return
-        counts, edges = count(values, bins)
-        x = np.asarray(values, np.float64)
-        x = x[np.isfinite(x)]
-        figures = (edges[0], edges[-1], x.size, float(x.sum()), float((x**2).sum()))
-        writer.add_histogram_raw(key, *figures, edges[1:].tolist(), counts.tolist(), self._step_or_newest(step))
+        step = self._step_or_newest(step)
+        if method == "log_text":
+            writer.add_text(key, str(args[0]), step)
+        elif method == "log_table":
+            columns, data = args
+            rows = [[str(x).replace("|", "\\|").replace("\n", " ") for x in row] for row in (columns, *data)]
+            rows.insert(1, ["---"] * len(columns))
+            writer.add_text(key, "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
+        elif method == "log_histogram":
+            counts, edges = count(*args, **named)
+            x = np.asarray(args[0], np.float64)
+            x = x[np.isfinite(x)]
+            figures = (edges[0], edges[-1], x.size, float(x.sum()), float((x**2).sum()))
+            writer.add_histogram_raw(key, *figures, edges[1:].tolist(), counts.tolist(), step)
+        else:
+            from tensorboardX.summary import image  # type: ignore[import-not-found]
 
-    def log_image(
-        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
-    ) -> None:
-        """Write images, several as `key/0`, `key/1` and so on, and their captions as a text."""
-        pairs = as_images(f"TensorBoardLogger.log_image({key!r}, ...)", images, caption)
-        if (writer := self._opened()) is None:
-            return
-        for i, (image, _) in enumerate(pairs):
-            name = f"{key}/{i}" if len(pairs) > 1 else key
-            writer.add_image(name, image, self._step_or_newest(step), dataformats="HWC"[: image.ndim])
-        if caption is not None:
-            self.log_text(f"{key}/captions", "\n\n".join(caption), step=step)
+            pairs = as_images(f"TensorBoardLogger.log_image({key!r}, ...)", *args, **named)
+            for i, (x, _) in enumerate(pairs):
+                summary = image(key, x, dataformats="HWC"[: x.ndim])
+                summary.value[0].tag = f"{key}/{i}" if len(pairs) > 1 else key  # it has replaced characters
+                writer.file_writer.add_summary(summary, step)
+            if (captions := named.get("caption")) is not None:
+                writer.add_text(f"{key}/captions", "\n\n".join(captions), step)
 
     def _opened(self) -> Any:
         """Return the writer, None in a process that writes nothing."""

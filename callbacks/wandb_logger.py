@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from jaxlit.callbacks.model_checkpoint import ModelCheckpoint
     from jaxlit.core.module import TrainModule
     from jaxlit.trainer import Trainer
+
+# Of metrics: W&B writes these names itself.
+_RENAMED = {name: f"jaxlit/{name}" for name in (STEP, "_step", "_runtime", "_timestamp", "_wandb")}
 
 
 class WandbLogger(Logger):
@@ -159,9 +162,9 @@ class WandbLogger(Logger):
 
     def on_log(self, trainer: "Trainer", values: dict[str, float], step: int) -> None:
         """Send one row."""
-        self._open(trainer)  # in validate and test, which have a run only if there are rows
+        self._open_here()  # in validate and test, which have a run only if there are rows
         if self._run is not None:
-            run, row = self._run.run, {**values, STEP: step}
+            run, row = self._run.run, {**{_RENAMED.get(name, name): x for name, x in values.items()}, STEP: step}
             self._run.do(lambda: run.log(row))
 
     def trace_step(self, grads: Any, updates: Any, params: Any, opt_state: Any) -> dict[str, jax.Array]:
@@ -215,29 +218,6 @@ class WandbLogger(Logger):
         if self._users_id is None and self._users_run is None and state_dict["id"] is not None:
             self._id = str(state_dict["id"])
 
-    def log_text(self, key: str, text: str, *, step: int | None = None) -> None:
-        """Send a text."""
-        self._log(key, lambda wandb: str(text), step)
-
-    def log_table(
-        self, key: str, columns: Sequence[str], data: Sequence[Sequence[Any]], *, step: int | None = None
-    ) -> None:
-        """Send a table."""
-        names, rows = list(columns), [list(row) for row in data]
-        self._log(key, lambda wandb: wandb.Table(columns=names, data=rows, allow_mixed_types=True), step)
-
-    def log_histogram(self, key: str, values: Any, *, bins: int = 64, step: int | None = None) -> None:
-        """Send a histogram of at most 512 bins, W&B's limit."""
-        np_histogram = count(values, bins)
-        self._log(key, lambda wandb: wandb.Histogram(np_histogram=np_histogram), step)
-
-    def log_image(
-        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
-    ) -> None:
-        """Send images, which needs Pillow; raise an ArgumentError for an array that is no image."""
-        pairs = as_images(f"WandbLogger.log_image({key!r}, ...)", images, caption)
-        self._log(key, lambda wandb: [wandb.Image(x, caption=text) for x, text in pairs], step)
-
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Set values of the run's config, without secrets; it has those of the module from the beginning."""
         self._open_here()
@@ -254,12 +234,28 @@ class WandbLogger(Logger):
             )
         self._open(trainer)
 
-    def _log(self, key: str, make: Callable[[Any], Any], step: int | None) -> None:
-        """Send what `make(wandb)` returns in the thread of the run."""
+    def _store(self, method: str, key: str, *args: Any, step: int | None = None, **named: Any) -> None:
+        """Send media in the thread of the run; a histogram has at most 512 bins, W&B's limit."""
+        if method == "log_image":
+            args = tuple(as_images(f"WandbLogger.log_image({key!r}, ...)", *args, **named))
+        elif method == "log_histogram":
+            args = count(*args, **named)
         self._open_here()
-        if self._run is not None:
-            run, step = self._run.run, self._step_or_newest(step)
-            self._run.do(lambda: run.log({key: make(import_wandb()), STEP: step}), key)
+        if self._run is None:
+            return
+        run, step = self._run.run, self._step_or_newest(step)
+
+        def send() -> None:
+            wandb = import_wandb()
+            make = {
+                "log_text": str,
+                "log_table": lambda columns, data: wandb.Table(columns=columns, data=data, allow_mixed_types=True),
+                "log_histogram": lambda *np_histogram: wandb.Histogram(np_histogram=np_histogram),
+                "log_image": lambda *pairs: [wandb.Image(x, caption=text) for x, text in pairs],
+            }[method]
+            run.log({_RENAMED.get(key, key): make(*args), STEP: step})
+
+        self._run.do(send, key)
 
     def _update_config(self, run: WandbRun, values: Mapping[str, Any]) -> None:
         run.do(lambda: run.run.config.update(values, allow_val_change=True))
@@ -293,7 +289,9 @@ class WandbLogger(Logger):
         if not is_new:
             self._update_config(self._run, _config(trainer, self._module, self.config))
         # The step is a metric: W&B drops rows whose built-in `step` goes back, for example after a resume.
-        summaries = {name: {"summary": f"last,{mode}"} for name, mode in monitored(trainer).items()}
+        # Names with a star are patterns for W&B, and refused unless it is the last character.
+        modes = {_RENAMED.get(name, name): mode for name, mode in monitored(trainer).items() if "*" not in name}
+        summaries = {name: {"summary": f"last,{mode}"} for name, mode in modes.items()}
 
         def define() -> None:
             run.define_metric(STEP)

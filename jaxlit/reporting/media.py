@@ -122,7 +122,7 @@ class MediaFolder:
 
     def begin(self) -> None:
         """Begin a run, which overwrites files of an earlier run and prints its own failures."""
-        self._newest: dict[Path, tuple[int, int]] = {}  # by folder, the newest step and its number of files
+        self._newest: dict[Path, tuple[int, int]] = {}  # by key, the newest step and its number of files
         self._failures: set[tuple[str, type]] = set()
 
     def stand_in(self, call: str, method: str, error: Exception, *args: Any, **named: Any) -> None:
@@ -155,7 +155,7 @@ class MediaFolder:
         self._write(key, {".json": text.encode()}, step)
 
     def log_image(
-        self, key: str, images: Any, *, caption: Sequence[str] | None = None, step: int | None = None
+        self, key: str, images: Any, step: int | None = None, *, caption: Sequence[str] | None = None
     ) -> None:
         """Write each image to a .png file, and its caption to a .txt file."""
         for image, text in as_images(f"log_image({key!r}, ...)", images, caption):
@@ -172,14 +172,14 @@ class MediaFolder:
         if (run_dir := self._run_dir()) is None:
             return
         step, media = int(self._step() if step is None else step), run_dir / "media"
-        parts = [part.translate(_FORBIDDEN) for part in key.split("/")]
-        folder = media.joinpath(*("_" if part in ("", ".", "..") else part for part in parts))
-        newest, number = self._newest.get(folder, (step, 0))
-        number = number if newest == step else 0
+        parts = [part.translate(_FORBIDDEN)[:60] for part in key.split("/")]  # 255 bytes, of at most 4 each
+        path = Path(*("_" if part in ("", ".", "..") else part for part in parts))
+        newest, number = self._newest.get(path, (step, 0))
+        number, folder = number if newest == step else 0, media / path
         folder.mkdir(parents=True, exist_ok=True)
         for suffix, content in files.items():
             (folder / f"{step}{f'_{number}' if number else ''}{suffix}").write_bytes(content)
-        self._newest[folder] = step, number + 1
+        self._newest[path] = step, number + 1
         if self._announces and media != self._announced:
             self._announced = media
             say(f"images, tables and texts are saved in {short_path(media)}: their logger does not store them")

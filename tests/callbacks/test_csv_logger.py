@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kit.batches import numbered
 from kit.journal import hooks, raising
 from kit.modules import Mean
+from kit.odd_names import LOGGED, train_odd_names
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit, make_trainer
 
@@ -62,6 +63,12 @@ def file_size_limit(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_odd_names_stay_as_they_are():
+    train_odd_names(CSVLogger())
+    rows, columns = read(), {name: name.replace("\r", "\\r") for name in LOGGED}
+    assert {name: [(row["step"], row[key]) for row in rows if key in row] for name, key in columns.items()} == LOGGED
 
 
 def test_the_folder_is_made_with_the_first_row(begin):

@@ -1,9 +1,12 @@
 """MLFlowLogger: what a store holds after a training; a stand-in for MLflow's client keeps it."""
 
 import contextlib
+import posixpath
+import re
 import signal
 import sys
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,6 +17,7 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean
+from kit.odd_names import LOGGED, MLFLOW_NAMES, train_odd_names
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 
@@ -38,7 +42,18 @@ class Param(NamedTuple):
 
 URI = "sqlite:///default.db"
 # What all clients of one address share: experiments, runs, and the method that raises.
-STORES: dict[str, Any] = defaultdict(lambda: SimpleNamespace(experiments={}, runs={}, fails=""))
+STORES: dict[str, Any] = defaultdict(lambda: SimpleNamespace(experiments={}, runs={}, fails="", rules={}))
+
+
+class Refused(Exception):
+    error_code = "INVALID_PARAMETER_VALUE"
+
+
+def check_name(name: str, pattern: str = r"[/\w.\- :]*") -> None:
+    """Refuse what MLflow 3 refuses as the name of a metric or a parameter."""
+    normal = posixpath.normpath(name)
+    if not re.fullmatch(pattern, name) or len(name) > 250 or normal != name or re.match(r"\.$|\.\.|/", normal):
+        raise Refused(name)
 
 
 class Client:
@@ -82,6 +97,9 @@ class Client:
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         assert len(metrics) <= 1000 and len(params) <= 100
         held = self._store.runs[run_id].data
+        for key, value, *_ in [*metrics, *params]:
+            check_name(key, **self._store.rules)
+            assert len(str(value)) <= 6000
         held.metrics += metrics
         for key, value in params:
             assert held.params.setdefault(key, value) == value
@@ -120,6 +138,7 @@ def log_media(trainer: Any, *_: Any) -> None:
     trainer.logger.log_table("rows", ["x"], [[1]])
     trainer.logger.log_image("picture", np.zeros((2, 2, 3), np.uint8), caption=["black"])
     trainer.logger.log_histogram("spread", np.arange(4.0), bins=2)
+    trainer.logger.log_table("rows", ["x"], [[2]])
 
 
 def test_rows_hyperparameters_tags_and_media_are_in_the_run() -> None:
@@ -134,9 +153,9 @@ def test_rows_hyperparameters_tags_and_media_are_in_the_run() -> None:
     secrets = dict.fromkeys(("api_key", "hf_token"), "<redacted>")
     assert run.data.params == {"width": "7", "nested/a/b": "1", "nested/c_0_": "2", **secrets}
     assert run.data.tags.items() >= {("who", "3")} and (run.info.run_name, run.info.status) == ("one", "FINISHED")
-    names = ("a/note/3.txt", "rows/3.csv", "picture/3.png", "picture/3.txt", "spread/3.json")
+    names = ("a/note/3.txt", "rows/3.csv", "picture/3.png", "picture/3.txt", "spread/3.json", "rows/3_1.csv")
     assert [*run.files] == [f"media/{name}" for name in names]
-    assert run.files["media/rows/3.csv"] == b"x\n1\n"
+    assert [run.files[f"media/rows/{name}.csv"] for name in ("3", "3_1")] == [b"x\n1\n", b"x\n2\n"]
     assert not Path(trainer.run_dir / "media").exists()
     assert (logger.name, logger.version, logger.location) == ("exp", "r0", "sqlite:///default.db (run r0)")
 
@@ -146,6 +165,66 @@ def test_a_row_of_many_metrics_is_sent_in_parts() -> None:
     log = hooks(on_train_end=lambda *_: logger.log_metrics(row, 9))
     fit(Mean(), numbered(1), None, log, **BARE | {"logger": logger})
     assert {m.key: m.value for m in the_run().data.metrics if m.step == 9} == row
+
+
+@pytest.mark.parametrize("client", ["stand-in", *["mlflow"] * (find_spec("mlflow") is not None)])
+@pytest.mark.filterwarnings("ignore")  # of MLflow itself
+def test_odd_names_are_told_apart_and_lose_no_value(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mlflow", "mlflow.tracking", "mlflow.entities") if client == "mlflow" else ():
+        monkeypatch.delitem(sys.modules, name)
+    train_odd_names(logger := MLFlowLogger(save_dir="ml"))
+    values = defaultdict(list)
+    if client == "mlflow":
+        for name in logger.experiment.get_run(logger.run_id).data.metrics:
+            values[name] = [(m.step, m.value) for m in logger.experiment.get_metric_history(logger.run_id, name)]
+    else:
+        for metric in the_run(f"sqlite:///{Path.cwd() / 'ml' / 'mlflow.db'}").data.metrics:
+            values[metric.key].append((metric.step, metric.value))
+    names = {tuple(x): re.sub("-[0-9a-f]{8}$", "-#", name) for name, x in values.items()}
+    assert {name: names.get(tuple(x)) for name, x in LOGGED.items()} == {**MLFLOW_NAMES, "mine": "mine"}
+
+
+def test_a_resume_keeps_the_names_of_metrics() -> None:
+    def log(*names: str) -> Any:
+        return hooks(on_train_batch_end=lambda t, *_: [t.logger.log_metrics({name: t.global_step}) for name in names])
+
+    fit(Mean(), numbered(1), None, log("a@b", "a#b"), logger=MLFlowLogger(), default_root_dir="run")
+    again = {"default_root_dir": "run", "resume": "auto", "max_epochs": 2}
+    fit(Mean(), numbered(1), None, log("a#b", "a@b"), logger=MLFlowLogger(), **again)
+    order = [m.key[:4] for m in the_run().data.metrics if m.key.startswith("a_b")]
+    assert order == ["a_b", "a_b-", "a_b-", "a_b"]
+
+
+PATHS = {"/data/wiki": 0.7, "s3://books": 0.3, "损失": 1, "a/b": 2, "a": {"b": 3}, "..": {"x@y": 4, "x#y": 5}}
+
+
+def test_hyperparameters_keyed_by_paths_are_parameters() -> None:
+    fit(made(nested=PATHS | {"k" * 300: "v" * 6001}), numbered(1), **BARE | {"logger": MLFlowLogger()})
+    params = the_run().data.params
+    names = {"_/data/wiki": "0.7", "s3:/_/books": "0.3", "损失": "1", "a/b": "2", "a/b-#": "3", "_/x_y": "4"}
+    names |= {"_/x_y-#": "5", "k" * 243: "v" * 6000}
+    nested = {re.sub("-[0-9a-f]{8}$", "-#", name): x for name, x in params.items() if name.startswith("nested/")}
+    assert nested == {f"nested/{name}": x for name, x in names.items()}
+
+
+def test_a_name_that_an_old_server_refuses_is_left_out_alone(capsys: Any) -> None:
+    STORES[URI].rules = {"pattern": r"[/\w.\- ]*"}
+    row = {f"m{i}": 1.0 for i in range(7)} | {"a:b": 2.0}
+    log = hooks(on_train_batch_end=lambda t, *_: t.logger.log_metrics(row))
+    fit(Mean(), numbered(2), None, log, **BARE | {"logger": MLFlowLogger(), "log_every_n_steps": 1})
+    names = [m.key for m in the_run().data.metrics]
+    assert [names.count(name) for name in ("m0", "m6", "a:b", "loss")] == [2, 2, 0, 2]
+    assert capsys.readouterr().out.count("leaves out what MLflow refuses, first 'a:b'") == 1
+
+
+def test_a_value_that_is_no_number_is_refused_where_it_is_logged() -> None:
+    def log(trainer: Any, *_: Any) -> None:
+        with pytest.raises(ValueError, match="text"):
+            trainer.logger.log_metrics({"a": "text"})
+
+    given = {"logger": MLFlowLogger(), "log_every_n_steps": 1}
+    fit(Mean(), numbered(2), None, hooks(on_train_batch_end=log), **BARE | given)
+    assert [m.step for m in the_run().data.metrics if m.key == "loss"] == [0, 1]
 
 
 @pytest.mark.parametrize("given", ["resumed", "an id"])

@@ -13,6 +13,7 @@ from kit.batches import numbered
 from kit.by_hand import mean
 from kit.journal import hooks
 from kit.modules import Mean
+from kit.odd_names import LOGGED, train_odd_names
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import fit
 from kit.wandb_runs import PIXELS
@@ -95,6 +96,12 @@ def test_rows_and_what_is_no_number_are_in_the_file():
     assert all(word in told for word in (b"width", b"[1, 2]", b"<redacted>"))
     logger = trainer.logger
     assert logger.log_dir == Path("run").absolute() and logger.experiment is not None
+
+
+def test_odd_names_stay_as_they_are():
+    pytest.importorskip("tensorboardX")
+    train_odd_names(TensorBoardLogger())
+    assert {name: scalars("run", name) for name in LOGGED} == LOGGED
 
 
 def test_a_resume_drops_rows_that_it_makes_again(monkeypatch):

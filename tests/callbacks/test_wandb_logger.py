@@ -14,13 +14,14 @@ from kit.by_hand import mean
 from kit.checkpoints import names
 from kit.journal import hooks
 from kit.modules import Mean, module
+from kit.odd_names import LOGGED, train_odd_names
 from kit.refusals import fit_refuses, refuses
 from kit.trainers import thinned
 from kit.wandb_runs import PIXELS, START, STEP, Wide, files_of, history, records, run_files, summary, trainer_of
 from matplotlib.figure import Figure
 
 import jaxlit as jl
-from jaxlit.callbacks import ModelCheckpoint, WandbLogger
+from jaxlit.callbacks import CSVLogger, ModelCheckpoint, WandbLogger
 from jaxlit.errors import ArgumentError, LoggerError
 
 CALLS = {
@@ -50,6 +51,29 @@ def ids_in(folder="run"):
 
 def note(text):
     return lambda trainer, *rest: trainer.logger.log_text("note", text)
+
+
+def test_odd_names_stay_but_those_that_wandb_writes():
+    train_odd_names(WandbLogger(offline=True), CSVLogger())
+    rows = [record["history"]["item"] for record in records() if record["type"] == "history"]
+    taken = {"_step", "_runtime", "_timestamp", STEP}
+    for name, values in LOGGED.items():
+        key = f"jaxlit/{name}" if name in taken else name
+        assert [(row[STEP], row[key]) for row in rows if key in row] == values, name
+
+
+def test_a_row_outside_of_a_run_is_refused():
+    begin(logger := WandbLogger(offline=True))
+    refuses(LoggerError, lambda: logger.log_metrics({"late": 1.0}), "has no run open. Log from a hook")
+
+
+def test_a_monitored_name_with_a_star_is_logged():
+    class Star(Mean):
+        def validation_step(self, batch):
+            self.log("a*b", 1.0)
+
+    run_stage(trainer_of(WandbLogger(offline=True), ModelCheckpoint(monitor="a*b")), model=Star())
+    assert [row["a*b"] for row in history() if "a*b" in row] == [1.0]
 
 
 @pytest.mark.full
