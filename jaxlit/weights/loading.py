@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +17,10 @@ from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
 from jaxlit.checkpoints.safetensors import NAMES
 from jaxlit.distributed.team import error_of_all, fetch_once
-from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say
 from jaxlit.sharding import array_of_shards
-from jaxlit.texts import count, is_key, shown
+from jaxlit.texts import count, is_key, listed, shown
 from jaxlit.variables import is_array, leaves_of
 from jaxlit.version import __version__
 from jaxlit.weights.sources import dotted, read_arrays, write_safetensors
@@ -55,13 +56,14 @@ def load_weights(
     rename: Mapping[str, str | WeightRule | None] | None = None,
     *,
     strict: bool = True,
+    missing: str | Sequence[str] = (),
 ) -> LoadedWeights:
     r"""Load pretrained weights into a module, each directly into the sharding of its leaf.
 
-    Floating-point weights of 16 to 64 bits are cast to the dtype of their leaf. Files are read shard by shard: a
-    sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must call this.
-    A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes. Pass a
-    function to `fit` for one that it builds: `init_from=lambda module: jl.load_weights(module, path, rename)`.
+    Floating-point weights of any precision and byte order are cast to the dtype of their leaf. Files are read shard by
+    shard: a sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must
+    call this. A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes.
+    Pass a function to `fit` for one that it builds: `init_from=lambda module: jl.load_weights(module, path, rename)`.
 
     Args:
         module: Any NNX module.
@@ -72,12 +74,15 @@ def load_weights(
             `jl.WeightRule`, or None to skip the array. A name that no expression matches is the name of a leaf.
         strict: Refuse weights that do not match the module exactly, before anything changes. If False, load those that
             match by name and shape, and warn about the others.
+        missing: Regular expressions of leaves that keep their values where the source has nothing for them, or an array
+            of another shape: `missing=r"head\..*"` loads everything but a new head, and refuses all other differences.
 
     Returns:
         Which arrays were loaded and which were not.
 
     Raises:
-        ArgumentError: A rule cannot be applied to an array that it matches.
+        ArgumentError: A rule cannot be applied to an array that it matches, or a rule with a leaf matches no name, or
+            an expression of `missing` no leaf.
         CheckpointError: A file cannot be read, or the weights do not match; a table lists the leaves and shapes.
     """
     with error_of_all("loading weights"):
@@ -91,7 +96,8 @@ def load_weights(
         needed |= {*assigned.arrays}
         arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
-        _check(report, assigned, arrays, type(module).__name__, source, strict)
+        kept = _matched([missing] if isinstance(missing, str) else missing, arrays, type(module).__name__)
+        _check(report, assigned, arrays, type(module).__name__, source, strict, kept)
     loaded = [weights[name] for name, _, _ in report.taken]
     for name, at, _, x in loaded:
         array = place(assigned.arrays[name], x)
@@ -148,8 +154,30 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
                 pass
 
 
+def _matched(patterns: Sequence[str], names: Collection[str], owner: str) -> set[str]:
+    """Return the names that a regular expression matches entirely; refuse one that matches none."""
+    result = set()
+    for pattern in patterns:
+        try:
+            found = {name for name in names if re.fullmatch(pattern, name)}
+        except (re.error, TypeError) as error:
+            raise ArgumentError(
+                f"load_weights(missing=...) takes regular expressions, got {pattern!r}: {error}."
+            ) from None
+        if not found:
+            raise ArgumentError(f"load_weights(missing={pattern!r}) matches no leaf of {owner}: {listed([*names])}.")
+        result |= found
+    return result
+
+
 def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
-    saved = [(name, tuple(x.shape), str(x.dtype)) for name, x in assigned.arrays.items()]
+    def kind(name: str, x: Any) -> str:
+        """Return the dtype for which an array is taken: that of its leaf, if both are floating-point."""
+        pair = [x.dtype] if name not in arrays or is_key(arrays[name]) else [x.dtype, arrays[name].dtype]
+        are_floats = all(jnp.issubdtype(dtype, jnp.floating) for dtype in pair)
+        return str(pair[-1] if are_floats else np.dtype(x.dtype).newbyteorder("="))
+
+    saved = [(name, tuple(x.shape), kind(name, x)) for name, x in assigned.arrays.items()]
     wanted = [(name, tuple(x.shape), "key" if is_key(x) else str(x.dtype)) for name, x in arrays.items()]
     pairs, rows = match(saved, wanted, cast=True)
 
@@ -165,23 +193,32 @@ def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
 
 
 def _check(
-    report: LoadedWeights, assigned: Assigned, arrays: Mapping[str, Any], name: str, source: Any, strict: bool
+    report: LoadedWeights,
+    assigned: Assigned,
+    arrays: Mapping[str, Any],
+    name: str,
+    source: Any,
+    strict: bool,
+    kept: Collection[str],
 ) -> None:
-    """Refuse weights that do not match, or warn about those that are not taken."""
-    if not report.left:
+    """Refuse weights that do not match, or warn about those that are not taken; those `kept` may be missing."""
+    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
+    left = [row for row in report.left if row[0] not in kept or isinstance(arrays[row[0]], _SHAPE)]
+    if not left and not idle:
         return
-    rows, missing = comparison(report.left, _HEAD), [leaf for leaf, _, _ in report.left if leaf in arrays]
+    rows, missing = comparison(left, _HEAD), [leaf for leaf, _, _ in left if leaf in arrays]
+    if idle and (not left or not strict):
+        raise ArgumentError(f"{idle}Correct them, or leave them out; one with None, to skip an array, may match none.")
     if not strict and report.taken and not any(isinstance(arrays[leaf], _SHAPE) for leaf in missing):
         _logger.warning("%s was loaded in part. Not taken:\n%s", name, rows)
         return
-    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
     hint = "Map their names in rename= to names of leaves, or to None to skip them."
     shapes = {leaf: (assigned.arrays[leaf].shape, arrays[leaf].shape) for leaf in missing if leaf in assigned.arrays}
     if turned := [leaf for leaf, (x, y) in shapes.items() if len(x) == 2 and x == y[::-1] != y]:
         rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
         hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
     if strict and report.taken:
-        hint += " Pass strict=False to load only what fits."
+        hint += " Pass missing= for leaves that the source may lack, or strict=False to load only what fits."
     raise CheckpointError(f"The weights of {_shown_source(source)} do not fit {name}:\n{rows}\n{idle}{hint}")
 
 

@@ -112,7 +112,7 @@ class Assigned:
 
     arrays: dict[str, np.ndarray | Stacked]  # for each leaf; includes leaves that the module does not have
     origins: dict[str, list[str]]  # the name, dtype and shape of the source arrays for each leaf
-    idle: list[str]  # the expressions that matched no name
+    idle: list[str]  # the expressions of rules with a leaf that matched no name
 
 
 def assign(
@@ -124,7 +124,7 @@ def assign(
         ArgumentError: An expression is invalid, or a rule cannot be applied to an array that it matches.
         CheckpointError: Two arrays are assigned to the same leaf, or an array of a stack is missing.
     """
-    rules, idle = _compiled(rename), dict.fromkeys(rename)
+    rules, idle = _compiled(rename), {pattern: 0 for pattern, rule in rename.items() if rule is not None}
     parts_of, origins = {}, {}  # by leaf: its parts by index, and the descriptions of their arrays
     for name, x in arrays.items():
         parts: list = [(name, None, x)]

@@ -20,7 +20,7 @@ from kit.trainers import fit, splitting, thinned
 
 import jaxlit as jl
 from jaxlit.checkpoints.safetensors import DTYPES
-from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.weights.loading import place
 
 # As a library of another kind would store a Net: its own names, kernels transposed, statistics of BatchNorm.
@@ -105,6 +105,49 @@ class Watched:
         return self.x[index]
 
 
+def test_everything_but_what_may_be_missing_must_be_there() -> None:
+    weights = foreign() | {"outer.weight": np.zeros((5, 16), np.float32)}  # a head of other classes
+    del weights["outer.bias"]
+    module = Net(rngs=nnx.Rngs(1))
+    before = values_of(module)
+    loaded = jl.load_weights(module, weights, RENAME, missing=r"outer\..*")
+    assert [leaf for leaf, _, _ in loaded.left] == ["outer.bias", "outer.kernel"]
+    outer, others = ({name for name in before if ("outer" in name) is there} for there in (True, False))
+    assert len(outer) == 2 and all((values_of(module)[name] == before[name]).all() for name in outer)
+    wanted = values_of(by_hand(foreign()))
+    assert all((values_of(module)[name] == wanted[name]).all() for name in others)
+    del weights["inner.bias"]
+    with pytest.raises(CheckpointError, match=r"do not fit Net:\n.*\n *inner\.bias +nothing") as e:
+        jl.load_weights(module, weights, RENAME, missing=[r"outer\..*"])
+    assert "outer" not in str(e.value)
+    with pytest.raises(ArgumentError, match=r"missing='head.*'\) matches no leaf of Net: blocks.0.bias"):
+        jl.load_weights(module, foreign(), RENAME, missing="head.*")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_rule_that_matches_nothing_is_refused(strict: bool) -> None:
+    module = Net(rngs=nnx.Rngs(1))
+    before = values_of(module)
+    with pytest.raises(ArgumentError, match=r"^These rules match no name: 'inner_weight'\. Correct them"):
+        jl.load_weights(module, foreign(), RENAME | {"inner_weight": "inner.kernel"}, strict=strict)
+    assert all((values_of(module)[name] == x).all() for name, x in before.items())
+    jl.load_weights(module, foreign(), RENAME | {r".*masked_bias": None})
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ">f4", ">f2", ">f8"])
+def test_weights_of_8_bits_and_of_the_other_byte_order_are_cast(dtype: Any) -> None:
+    values = np.array([0.5, -2.0, 448.0], np.float32)  # which all of them have
+
+    class Holder(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.n = nnx.Param(jnp.zeros(3)), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    module = Holder()
+    jl.load_weights(module, {"w": values.astype(dtype), "n": np.array(7, ">i4")})
+    assert module.w[...].dtype == jnp.float32 and module.w[...].tolist() == values.tolist()
+    assert module.n[...].item() == 7
+
+
 def test_a_shard_is_read_alone_and_once() -> None:
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     source = Watched(np.arange(32.0).reshape(8, 4))
@@ -119,7 +162,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     module = Net(rngs=nnx.Rngs(1))
     before = values_of(module)
     with pytest.raises(CheckpointError, match="^The weights of a mapping of 12 names do not fit Net") as e:
-        jl.load_weights(module, weights, RENAME | {r"h\..*": None})
+        jl.load_weights(module, weights, RENAME | {r"h\..*": "head", r"g\..*": None})
     rows = [line.split() for line in str(e.value).splitlines()[2:5]]
     assert rows[0] == ["inner.kernel", "inner.weight:", "float64[16,", "4]", "->", "[4,", "16]", "float32[3,", "16]"]
     assert rows[1] == ["outer.bias", "nothing", "float32[1]"]
