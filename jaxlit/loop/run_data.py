@@ -192,10 +192,10 @@ class TimeLimits:
 class CompileLog(dict[str, float]):
     """Seconds of tracing, lowering and compiling of each kind of step, in the order of their first compile.
 
-    `changed` is called after each change.
+    `changed` is called with the seconds of each change.
     """
 
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, changed: Callable[[float], None] = lambda seconds: None) -> None:
         super().__init__()
         self._changed = changed
 
@@ -210,7 +210,7 @@ class CompileLog(dict[str, float]):
             step = max((x for x in _STEPS if name == x or name.startswith(f"{x}_")), key=len, default=None)
             if step is not None and event.rpartition("/")[2] in _EVENTS:
                 self[step] = self.get(step, 0.0) + duration_secs
-                self._changed()
+                self._changed(duration_secs)
 
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:

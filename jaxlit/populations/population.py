@@ -82,6 +82,52 @@ class Population:
             for row in self._rows
         ]
 
+    def table(self) -> list[dict[str, Any]]:
+        """Return how each member ended, a dict each, for example for `pandas.DataFrame`.
+
+        Each has the member's index, its variation, the optimizer steps of its weights, the newest value of each metric,
+        and in "ended" why it ended before the others, or None.
+        """
+        return [
+            {"member": i, **variation, "steps": self._step if status.steps is None else status.steps}
+            | {name: x for name, x in status.metrics.items() if name not in variation}
+            | {"ended": status.ended}
+            for i, (variation, status) in enumerate(zip(self.variations, self._statuses, strict=True))
+        ]
+
+    def plot(self, names: Sequence[str] | None = None) -> Any:
+        """Draw the curves of the members, a picture for each metric.
+
+        Args:
+            names: Which metrics; None for all.
+
+        Returns:
+            The `matplotlib.figure.Figure`.
+
+        Raises:
+            ArgumentError: There is no metric, or none of a name.
+            LoggerError: matplotlib is not installed.
+        """
+        matplotlib = check.import_package("matplotlib.figure", owner="Population.plot", install="matplotlib")
+        known = list(dict.fromkeys(name for row in self._rows for name in row.metrics))
+        chosen = known if names is None else list(names)
+        check.require(
+            chosen and {*chosen} <= {*known}, "names", names, f"takes names of {known}", owner="Population.plot"
+        )
+        figure = matplotlib.Figure(figsize=(4.5 * len(chosen), 3), layout="constrained")
+        for k, name in enumerate(chosen):
+            axes = figure.add_subplot(1, len(chosen), k + 1, title=name, xlabel="step")
+            for i, variation in enumerate(self.variations):
+                points = [
+                    (row.step, row.metrics[name]) for row in self._rows if row.member == i and name in row.metrics
+                ]
+                text = ", ".join(f"{x}={argument_text(value, 20)}" for x, value in variation.items())
+                axes.plot(*zip(*points, strict=True), label=text, linewidth=1)
+            axes.grid(alpha=0.25)
+        if len(self) <= 12:
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside right", fontsize="small")
+        return figure
+
     def best_index(self, metric: str, mode: str = "min") -> int:
         """Return the index of the member whose newest value of a metric is the best.
 
@@ -126,12 +172,10 @@ class Population:
         arguments = list(dict.fromkeys(name for variation in self.variations for name in variation))
         metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
         lines = [["member", *arguments, "steps", *metrics, "ended"]]
-        for i, status in enumerate(self._statuses):
-            variation = self.variations[i]
-            texts = [argument_text(variation[x], 20) if x in variation else "" for x in arguments]
-            values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
-            steps = self._step if status.steps is None else status.steps
-            lines.append([str(i), *texts, str(steps), *values, status.ended or ""])
+        for row in self.table():
+            texts = [argument_text(row[x], 20) if x in row else "" for x in arguments]
+            values = [f"{row[x]:.4g}" if x in row else "" for x in metrics]
+            lines.append([str(row["member"]), *texts, str(row["steps"]), *values, row["ended"] or ""])
         return "\n".join(table(lines, texts=0))
 
     __repr__ = __str__

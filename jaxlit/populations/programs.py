@@ -233,10 +233,15 @@ class Programs:
             like = [member.like for member in members] if stage is None else self._alike(stage, *shared)
             lifted = lift(trace, like)
         except DifferentError as error:
+            first, other = members[0], members[error.index or 0]
+            zero, hint = [{k for k, x in m.variation.items() if type(x) is float and not x} for m in (first, other)], ""
+            if zero[0] != zero[1]:
+                hint = f" Where {min(zero[0] ^ zero[1])} is 0.0 of an optimizer, optax may leave the term out; "
+                hint += "optax.inject_hyperparams(optax.adamw)(...) keeps it."
             raise ArgumentError(
-                f"{OWNER} trains all members by one program, and that of {members[error.index or 0].name} differs from "
-                f"that of {members[0].name}: {error}. Variations may change seeds and numbers, but not what is "
-                "computed, such as dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members."
+                f"{OWNER} trains all members by one program, and that of {other.name} differs from that of "
+                f"{first.name}: {error}. Variations may change seeds and numbers, but not what is computed, such as "
+                f"dropout of rate 0.0 and of others: call jl.fit_many once for each kind of members.{hint}"
             ) from None
         self.numbers += lifted.numbers
         split = 1 + len(states)

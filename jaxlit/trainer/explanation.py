@@ -19,9 +19,9 @@ from jaxlit.trainer.defaults import state_rows
 class LoopPart:
     """The seconds of a run that one thing took; those of all parts sum to the run's.
 
-    `name` is "start" (loaders are opened, the state is created), "compile", "batches" (waiting for the loader), "steps"
-    (placing batches, dispatching steps, and the loop's own Python), "device" (waiting until steps are done),
-    "evaluation", "hooks" or "end".
+    `name` is "start" (loaders are opened, the state is created), "compile" (of steps, tracing included), "batches"
+    (waiting for the loader), "steps" (placing batches, dispatching steps, and the loop's own Python), "device" (waiting
+    until steps are done), "evaluation", "hooks" or "end".
     """
 
     name: str
@@ -56,7 +56,7 @@ class Explanation:
     Attributes:
         hooks: Each owner's hooks that ran, the longest first.
         seconds: How long the run took, or has taken so far.
-        compile_seconds: Seconds of compiling by step, as jax reports them; in "compile" or "start" of the loop.
+        compile_seconds: Seconds of compiling by step, as jax reports them; in "compile" of the loop, or in a hook.
         loop: Where these seconds went, the longest first.
         shardings: How the state is sharded: a part for each parameter, or for as many together as
             `ModelSummary(max_depth=...)` shows, then the rest and all of it.

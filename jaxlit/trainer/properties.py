@@ -242,11 +242,11 @@ class TrainerProperties(Arguments):
         settings = self._session.settings
         batches = self._session.control.num_training_batches
         limit = math.inf if settings.max_steps < 0 else settings.max_steps
-        if limit == batches == math.inf and settings.max_epochs is not None:
+        loader = self._session.control.training_loader  # a plan has none
+        if loader and limit == batches == math.inf and settings.max_epochs is not None:
             raise ArgumentError(
-                f"trainer.estimated_stepping_batches: {self._session.control.training_loader} has no length, so that "
-                f"max_epochs={settings.max_epochs} is no number of steps. Pass Trainer(limit_train_batches=...), the "
-                "batches of an epoch, or max_steps."
+                f"trainer.estimated_stepping_batches: {loader} has no length, so that max_epochs={settings.max_epochs} "
+                "is no number of steps. Pass Trainer(limit_train_batches=...), the batches of an epoch, or max_steps."
             )
         if batches == math.inf or settings.max_epochs is None:
             return limit

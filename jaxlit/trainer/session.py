@@ -277,7 +277,7 @@ class Session:
         self.running = True
         self.current = None
         self.module = module
-        self.compiles = CompileLog(self._ask_again)
+        self.compiles = CompileLog(self._compiled)
         try:
             yield
         except BaseException as error:
@@ -512,6 +512,12 @@ class Session:
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
+        self._ask_again()
+
+    def _compiled(self, seconds: float) -> None:
+        run = self.current
+        if run is not None and run.part != "compile" and not run.hooks.log.hook:  # whose time is a hook's
+            run.spent["compile"] = run.spent.get("compile", 0.0) + seconds
         self._ask_again()
 
     def _ask_again(self) -> None:

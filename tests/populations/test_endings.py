@@ -18,7 +18,7 @@ from kit.refusals import refuses
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.errors import LoggerError
+from jaxlit.errors import ArgumentError, LoggerError
 
 
 class Paced(Mean):
@@ -154,3 +154,23 @@ def test_the_recipe_for_wandb_gives_each_member_a_run(monkeypatch: pytest.Monkey
     assert [run.config for run in runs] == [{"seed": s, "lr": lr} for lr in (1e-4, 1e-3, 1e-2) for s in range(4)]
     assert [run.rows for run in runs] == [[(3, "val/loss"), (7, "val/loss")]] * 12
     assert all(run.ended for run in runs)
+
+
+def test_a_population_is_a_table_and_a_picture() -> None:
+    rates = (0.25, 0.125)
+    population = jl.fit_many(
+        Paced, [{"lr": lr} for lr in rates], numbered(3), numbered(1), max_epochs=2, log_every_n_steps=1
+    )
+    trained = []
+    for lr in rates:
+        model = Paced(lr)
+        trained.append(fit(model, numbered(3), numbered(1), max_epochs=2, log_every_n_steps=1).history)
+    for i, (row, history) in enumerate(zip(population.table(), trained, strict=True)):
+        assert (row["member"], row["lr"], row["steps"], row["ended"]) == (i, rates[i], 6, None)
+        assert row["val"] == pytest.approx(history["val"][1][-1], rel=1e-6)
+    figure = population.plot(["loss", "val"])
+    for axes, name in zip(figure.axes, ("loss", "val"), strict=True):
+        assert [line.get_label() for line in axes.lines] == ["lr=0.25", "lr=0.125"]
+        for line, history in zip(axes.lines, trained, strict=True):
+            np.testing.assert_allclose(line.get_xydata(), np.stack(history[name], axis=1), rtol=1e-6)
+    refuses(ArgumentError, lambda: population.plot(["nothing"]), r"takes names of .*'loss'")

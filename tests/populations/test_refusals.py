@@ -29,10 +29,18 @@ def many(make: Any = Swept, variations: Any = TWO, train: Any = None, val: Any =
 
 class Either(Net):
     def __init__(
-        self, *, power: Any = 2, momentum: Any = None, wide: Any = False, name: Any = "loss", rngs: Any, **of_net: Any
+        self,
+        *,
+        power: Any = 2,
+        momentum: Any = None,
+        decay: Any = None,
+        wide: Any = False,
+        name: Any = "loss",
+        rngs: Any,
+        **of_net: Any,
     ) -> None:
         super().__init__(**{"width": 8, "rate": 0.1} | of_net, rngs=rngs)
-        self.power, self.momentum, self.name = power, momentum, name
+        self.power, self.momentum, self.decay, self.name = power, momentum, decay, name
         if wide:
             self.count = nnx.Variable(jnp.zeros((), jnp.float32))
 
@@ -42,6 +50,8 @@ class Either(Net):
         return loss
 
     def configure_optimizers(self) -> optax.GradientTransformation:
+        if self.decay is not None:
+            return optax.adamw(0.1, weight_decay=self.decay)
         return optax.sgd(0.1, momentum=self.momentum)
 
 
@@ -53,6 +63,11 @@ class Either(Net):
         ("momentum", (None, 0.9), ["opt_state", "nothing in member 0", "member 1 .momentum=0.9"]),
         ("wide", (False, True), [r"count is int32\[\] in member 0", r"float32\[\] in member 1"]),
         ("rate", (0.1, 0.0), ["member 1 .rate=0.0. differs from that of member 0", "computes"]),
+        (
+            "decay",
+            (0.0, 0.1),
+            ["computes|takes", "Where decay is 0.0 of an optimizer, .*inject_hyperparams.optax.adamw"],
+        ),
         ("power", (2, 3), ["member 1 .power=3. differs", "integer_pow"]),
         ("name", ("loss", "error"), ["training_step logs Metric.name='loss'", "name='error'.* in member 1"]),
     ],

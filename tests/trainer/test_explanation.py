@@ -16,6 +16,7 @@ from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
 from jaxlit.engine.engine import Engine
+from jaxlit.trainer.session import Session
 
 
 @pytest.fixture
@@ -168,6 +169,7 @@ def test_the_parts_of_a_run_are_what_took_its_time(clock, monkeypatch, steps_per
                 yield batch
 
     begun: list[bool] = []
+    monkeypatch.setattr(Session, "_compiled", lambda *_: None)  # by a real clock
     slow(Engine, "_train", 7, "steps")
     slow(Engine, "fused_steps", 14, "steps")
     slow(Engine, "eval_program", 11, "evaluation")
@@ -187,6 +189,14 @@ def test_the_parts_of_a_run_are_what_took_its_time(clock, monkeypatch, steps_per
     assert {part.name: part.seconds for part in result.loop} == passed
     assert clock.now - begin == result.seconds == sum(passed.values())
     assert {*passed} == {"start", "compile", "batches", "steps", "device", "evaluation", "hooks"}
+
+
+def test_all_seconds_of_compiling_are_in_one_part() -> None:
+    model = module(lambda self, batch: jnp.mean(self.error(batch) ** 2) + 0.0 * jnp.sum(jnp.sort(jnp.ones(64))))
+    explanation = trainers.fit(model, numbered(2), numbered(2), max_epochs=1, **BARE).explain()
+    assert {*explanation.compile_seconds} == {"train_step", "eval_step"}
+    (compiling,) = (part.seconds for part in explanation.loop if part.name == "compile")
+    assert compiling >= sum(explanation.compile_seconds.values())
 
 
 def test_the_parts_of_a_run_sum_to_its_time_by_real_clocks() -> None:
