@@ -7,6 +7,7 @@ each of n replicas computes becomes what one device computes, with refusals of w
 import itertools
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from jaxlit.errors import ModuleError, StateError
 from jaxlit.programs import jaxpr
 from jaxlit.programs.costs import Flops, count_flops
 from jaxlit.programs.jaxpr import CONSTANT, LINEAR, ROWS, dependence, growing
-from jaxlit.texts import is_key, listed, named_leaves
+from jaxlit.texts import is_key, leaf_name, listed, named_leaves
 
 _logger = logging.getLogger("jaxlit")
 
@@ -53,10 +54,12 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
     flops = count_flops(closed.jaxpr) if precision.compute is not None else Flops()
     wide = sum(count for kind, count in flops.by_dtype.items() if kind.startswith("float32"))
     if 2 * wide > flops.count:
+        kind, first = jnp.dtype(precision.compute).name, _first_wide_layer(pure, replica, args)
+        cause = "a constant of float32, or a layer without dtype=, makes what comes after it so. Pass "
+        cause = f"{first} gives float32, and so does what comes after it. Pass it, and its like, " if first else cause
         _logger.warning(
             f"Under precision={precision.name!r}, {wide / flops.count:.0%} of the matrix products of "
-            f"{pure.name}.training_step take float32: a layer or constant of float32 makes what comes after it so. "
-            f"Pass dtype=jnp.{jnp.dtype(precision.compute).name} to such layers, for example to each nnx.Embed."
+            f"{pure.name}.training_step take float32: {cause}dtype=jnp.{kind}."
         )
     gradients = jaxpr.reaches(closed.jaxpr, [0], gradient=True)
     reached = gradients[:trained]
@@ -76,6 +79,33 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
             "random, or reads a clock. What it reads is frozen into the compiled step. Draw from nnx.Rngs, or pass it "
             "in the batch."
         )
+
+
+def _first_wide_layer(pure: PureModule, replica: Replica, args: Any) -> str:
+    """Return the path and class of the first layer that gives float32 without having received it, "" for none."""
+    names, inputs, found = dict[int, str](), dict[Any, list[Any]](), list[str]()
+
+    def floats(x: Any) -> list[Any]:
+        return [y.dtype for y in jax.tree.leaves(x) if jnp.issubdtype(getattr(y, "dtype", int), jnp.floating)]
+
+    def watch(frame: Any, event: str, result: Any) -> None:
+        layer = frame.f_locals.get("self") if frame.f_code.co_name in ("__call__", "training_step") else None
+        if not isinstance(layer, nnx.Module):
+            return
+        if event == "call":
+            if not names:
+                names.update((id(x), leaf_name(path)) for path, x in nnx.iter_graph(layer, graph=True))
+            inputs[frame] = floats([x for name, x in frame.f_locals.items() if name != "self"])
+        elif event == "return" and jnp.float32 in floats(result) and jnp.float32 not in inputs.pop(frame):
+            found.append(f"{names.get(id(layer))} ({type(layer).__name__})" if names.get(id(layer)) else "")
+
+    before = sys.getprofile()
+    sys.setprofile(watch)  # of one more trace; an inner layer returns first
+    try:
+        jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args)
+    finally:
+        sys.setprofile(before)
+    return next(iter(found), "")
 
 
 def _warn_of_gradients(pure: PureModule, reached: Sequence[bool], args: Sequence[Any]) -> None:

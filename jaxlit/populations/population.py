@@ -111,9 +111,8 @@ class Population:
         matplotlib = check.import_package("matplotlib.figure", owner="Population.plot", install="matplotlib")
         known = list(dict.fromkeys(name for row in self._rows for name in row.metrics))
         chosen = known if names is None else list(names)
-        check.require(
-            chosen and {*chosen} <= {*known}, "names", names, f"takes names of {known}", owner="Population.plot"
-        )
+        are_known = bool(chosen) and {*chosen} <= {*known}
+        check.require(are_known, "names", names, f"takes names of {known}", owner="Population.plot")
         figure = matplotlib.Figure(figsize=(4.5 * len(chosen), 3), layout="constrained")
         for k, name in enumerate(chosen):
             axes = figure.add_subplot(1, len(chosen), k + 1, title=name, xlabel="step")
