@@ -234,13 +234,17 @@ _STACKED: ContextVar[dict[str, int]] = ContextVar("jaxlit_stacked")
 
 def with_stacked(tx: optax.GradientTransformation, stacked: dict[str, int]) -> optax.GradientTransformation:
     """Return a transform whose `decay_mask` reads how many dims of a parameter are of stacked layers, or notes 0."""
+    tx = optax.with_extra_args_support(tx)
 
     def run(fn: Callable, *args: Any, **extra: Any) -> Any:
         context = copy_context()
         context.run(_STACKED.set, stacked)
         return context.run(fn, *args, **extra)
 
-    return optax.GradientTransformationExtraArgs(*(partial(run, fn) for fn in optax.with_extra_args_support(tx)))
+    # Whatever looks at the first state shares one trace, until other dims are known.
+    traced = jax.jit(lambda _, params: run(tx.init, params), static_argnums=0, inline=True)
+    init = lambda params: traced(tuple(x for x in stacked.items() if x[1]), params)  # noqa: E731
+    return optax.GradientTransformationExtraArgs(init, partial(run, tx.update))
 
 
 _NEVER = ("bias", "scale")  # as flax calls what shifts and what normalizes; a bias of attention is a matrix

@@ -7,6 +7,7 @@ the program of the optimizer's update.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax.extend.core import Literal
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import Optimizer, map_params, updates_of
 from jaxlit.errors import ModuleError, noting_place
-from jaxlit.programs.jaxpr import inline, is_call, value_of, variables, walk, walk_back
+from jaxlit.programs.jaxpr import inline, is_call, run, value_of, variables, walk, walk_back
 from jaxlit.texts import leaf_name, named_leaves, shown
 
 
@@ -148,6 +149,8 @@ class Rates:
     # a function of (the optimizer's state before the step, the loss, the step's index, its epoch) to one () float a
     # name; it is traced into the step
     values: Callable[[Any, jax.Array, jax.Array, jax.Array], list[jax.Array]] = lambda *_: []
+    # `updates_of` without the optimizer and its owner, if the rates were read off its program; None: trace it
+    update: Callable[[Any, Any, Any, jax.Array], tuple[Any, Any]] | None = None
 
 
 def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> Rates:
@@ -159,14 +162,14 @@ def rates_of(optimizer: Optimizer, params: Any, parts: Sequence[Part] = ()) -> R
     trains it. The parameters may be abstract.
     """
     scheduled = {} if optimizer.lr_schedule is None else _scheduled(optimizer, params, parts)
-    starts, read = _read(optimizer, params, parts)
+    starts, read, update = _read(optimizer, params, parts)
     first_epochs = [*(start for start, _ in scheduled.values()), *starts.values()]
 
     def values(state: Any, loss: jax.Array, step: jax.Array, epoch: jax.Array) -> list[jax.Array]:
         rates = [*(rate(state, step) for _, rate in scheduled.values()), *read(state, loss)]
         return [jnp.where(epoch < start, 0, x) if start else x for start, x in zip(first_epochs, rates, strict=True)]
 
-    return Rates((*scheduled, *starts), values)
+    return Rates((*scheduled, *starts), values, update)
 
 
 def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict[str, Any]:
@@ -193,25 +196,24 @@ def _scheduled(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> dict
     return {"lr": (0, rate(""))} | like
 
 
-def _read(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> tuple[dict[str, int], Callable]:
-    """Return the first epoch of each rate that has no schedule, by name, and a function of (state, loss) to these."""
+def _read(optimizer: Optimizer, params: Any, parts: Sequence[Part]) -> tuple[dict[str, int], Callable, Any]:
+    """Return the first epoch of each rate without a schedule, by name, a function of (state, loss), `Rates.update`."""
     names = [name for name, _ in named_leaves(params)]
     wanted = set(names)
     if optimizer.lr_schedule is not None:
         wanted = {name for part in parts if part.tx is not None for name in part.names}
-    if not wanted:
-        return {}, lambda *_: []
     try:
         # Where jit is disabled a conditional would be taken in Python, for which it needs its value.
         with jax.disable_jit(False):
             program = _Program(optimizer.tx, params)
             factors = [program.factors(i) if name in wanted else [] for i, name in enumerate(names)]
     except Exception:  # an update that fails is reported where the step is traced
-        return {}, lambda *_: []
+        return {}, lambda *_: [], None
     of_parameter = _named(names, optimizer.groups, [_key(x) for x in factors])
     starts = {name: part.start for part in parts for name in part.names}
     values = program.values([factors[i] for i in of_parameter.values()])
-    return {name: starts.get(names[i], 0) for name, i in of_parameter.items()}, values
+    update = None if jax.config.jax_disable_jit else program.update  # type: ignore[attr-defined]  # which is Python then
+    return {name: starts.get(names[i], 0) for name, i in of_parameter.items()}, values, update
 
 
 def _named(names: Sequence[str], groups: Mapping[str, str], keys: Sequence[Any]) -> dict[str, int]:
@@ -231,23 +233,25 @@ class _Program:
     """The program of an optimizer's update, for abstract parameters."""
 
     def __init__(self, tx: optax.GradientTransformation, params: Any) -> None:
-        state, loss = jax.eval_shape(tx.init, params), jnp.zeros(())
-        leaves = jax.tree.leaves((state, loss))
-
-        def updates(grads: Any, params: Any, state: Any, loss: Any) -> list:
-            return jax.tree.leaves(updates_of(tx, grads, state, params, loss, "")[0])
-
-        closed = jax.make_jaxpr(updates)(params, params, state, loss)
-        ends = {*variables(closed.jaxpr.outvars)}
+        # As in a step, of types that are not weak.
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(tx.init, params))
+        update, count = partial(updates_of, tx, owner=""), len(jax.tree.leaves(params))
+        closed, self._shapes = jax.make_jaxpr(update, return_shape=True)(params, state, params, jnp.zeros(()))
+        ends = {*variables(closed.jaxpr.outvars[:count])}
         if any(is_call(eqn) and not ends.isdisjoint(eqn.outvars) for eqn in closed.jaxpr.eqns):
             closed = inline(closed)  # a transform that was given to jax.jit; else it would only take time
         self.jaxpr, self.consts = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self.inputs = closed.jaxpr.invars[-len(leaves) :]
+        self.inputs = [*self.jaxpr.invars[count : -count - 1], self.jaxpr.invars[-1]]  # the state and the loss
         self.made_by = {x: eqn for eqn in self.jaxpr.eqns for x in eqn.outvars}
-        self.of_step = {*closed.jaxpr.invars[: -len(leaves)]}  # what depends on gradients or parameters
+        self.of_step = {*self.jaxpr.invars} - {*self.inputs}  # what depends on gradients or parameters
         for eqn in self.jaxpr.eqns:
             if not self.of_step.isdisjoint(variables(eqn.invars)):
                 self.of_step.update(eqn.outvars)
+
+    def update(self, *args: Any) -> tuple[Any, Any]:
+        """Run the program on (grads, state, params, loss)."""
+        results = run(self.jaxpr, [*self.consts.values()], jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(self._shapes), results)
 
     def factors(self, i: int) -> list:
         """Return what the updates of a parameter are multiplied with at the end: variables, literals, None for -1.

@@ -117,8 +117,7 @@ class TrainStep:
         params = state.params
         loss = jnp.zeros(())
         closed = jax.make_jaxpr(self._optimize)(params, state.opt_state, params, loss)
-        num_grads = len(jax.tree.leaves(params))
-        return _needs(closed, state.opt_state, num_grads, holds_weights(self.options.tx, params))
+        return _needs(closed, state.opt_state, len(jax.tree.leaves(params)), self.options.holds_weights)
 
     @property
     def table(self) -> Table:
@@ -252,8 +251,8 @@ class TrainStep:
             settled = ok | overflow
         if stops and scale is None:
             # No conditional: it would keep all gradients alive, and let the host wait for a GPU in every step.
-            weights = holds_weights(self.options.tx, old.params)
-            optimize = partial(guarded, self._optimize, early=good_so_far, finite=finite, ok=ok, wait_for_all=weights)
+            every = self.options.holds_weights
+            optimize = partial(guarded, self._optimize, early=good_so_far, finite=finite, ok=ok, wait_for_all=every)
             fields, updates = self._select_by_leaf(ok, optimize, old, replace(new, sums=sums), grads, loss)
         else:
             stopped = ~settled if stops else jnp.zeros((), bool)
@@ -325,8 +324,8 @@ class TrainStep:
             wide = jax.tree.map(lambda g: g.astype(sum_dtype(g)), grads)  # the square of 256 is infinite in float16
             clipped, _ = self.options.clip.update(wide, self.options.clip.init(params))
             clipped = jax.tree.map(_like, grads, clipped)
-        owner = f"{self.pure.name}.configure_optimizers"
-        updates, opt_state = updates_of(self.options.tx, clipped, opt_state, params, loss, owner)
+        update = partial(updates_of, self.options.optimizer.tx, owner=f"{self.pure.name}.configure_optimizers")
+        updates, opt_state = (self.rates.update or update)(clipped, opt_state, params, loss)
         updates = keep_held(self.held, jax.tree.map(jnp.zeros_like, updates), updates)
         opt_state = keep_held_state(self.options.parts, self.held, old, opt_state)
         params = keep_held(self.held, params, optax.apply_updates(params, updates))  # adding zeros loses a sign of zero
@@ -363,11 +362,6 @@ def computed_once(ok: jax.Array) -> jax.Array:
 def keep_unless(ok: jax.Array, old: Any, new: Any) -> Any:
     """Return the tree `new` if `ok`, else `old`."""
     return jax.tree.map(lambda a, b: b if a is b else jax.lax.select(ok, b, a), old, new)
-
-
-def holds_weights(tx: optax.GradientTransformation, params: Any) -> bool:
-    """Return whether an optimizer's state begins with numbers of the parameters, such as slow weights or averages."""
-    return any(sources(jax.make_jaxpr(tx.init)(params).jaxpr))
 
 
 def guarded(

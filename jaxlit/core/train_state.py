@@ -223,20 +223,14 @@ class StepOptions:
     # a function of (error, callback, hook) to whether training continues without the callback
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
     example: Any = None  # the first batch, for a strategy that looks at the step before it places the state
-    # how many dims of stacked layers each parameter has, by name; empty unless `tx` asks for it
-    stacked: dict[str, int] = field(default_factory=dict)
+    holds_weights: bool = False  # whether the optimizer's state begins with numbers of the parameters, as averages do
 
-    @property
-    def tx(self) -> optax.GradientTransformation:
-        """The optimizer's transform."""
-        return with_stacked(self.optimizer.tx, self.stacked)
-
-    def for_params(self, params: Any) -> "StepOptions":
-        """Return the options with transforms for these parameters, some of which may be complex."""
-        if not any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
-            return self
-        optimizer = self.optimizer.with_tx(on_real_parts(self.tx), self.optimizer.groups)
-        return replace(self, optimizer=optimizer, clip=None if self.clip is None else on_real_parts(self.clip))
+    def for_params(self, params: Any, stacked: dict[str, int]) -> "StepOptions":
+        """Return the options with transforms for these parameters, some of which may be complex; see `with_stacked`."""
+        tx, clip = with_stacked(self.optimizer.tx, stacked), self.clip
+        if any(map(jnp.iscomplexobj, jax.tree.leaves(params))):
+            tx, clip = on_real_parts(tx), None if clip is None else on_real_parts(clip)
+        return replace(self, optimizer=self.optimizer.with_tx(tx, self.optimizer.groups), clip=clip)
 
 
 def check_extras(

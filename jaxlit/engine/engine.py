@@ -309,7 +309,7 @@ class Engine:
     def init_optimizer(self) -> None:
         """Make the optimizer's state again, from the parameters as they are now."""
         assert self.training is not None
-        self._init(self.state.spec.index.opt_state, self.training.options.tx.init)
+        self._init(self.state.spec.index.opt_state, self.training.options.optimizer.tx.init)
 
     def _init(self, index: Any, make: Callable[[Any], Any]) -> None:
         """Make arrays of the state again, given a tree of their indices; `make` is a function of the parameters."""

@@ -32,7 +32,7 @@ from jaxlit.distributed.team import fetch
 from jaxlit.engine.compiled_program import CompiledProgram
 from jaxlit.engine.creation import check_rounding, check_trainable, init_state, undone_with_window
 from jaxlit.engine.state import State, StateSpec, state_spec
-from jaxlit.programs.jaxpr import LINEAR, growing, run_drawing_alike
+from jaxlit.programs.jaxpr import LINEAR, growing, run_drawing_alike, sources
 from jaxlit.programs.scans import scanned_dims
 from jaxlit.strategies.base import EACH, ROWS, SHARED, Program, ReplicatedBatch, Strategy
 from jaxlit.texts import is_key, named_leaves
@@ -151,24 +151,28 @@ class Training:
 
 def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, options: StepOptions) -> Training:
     """Return how a module, whose arrays may be shapes and dtypes, is trained; the strategy is set up."""
-    variables, precision = jax.tree.map(sharding.untyped, pure.split(module)), pure.precision
-    options = options.for_params(variables[0])
+    # Without shardings: only equal types share one trace of the optimizer's first state.
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pure.split(module))
+    stacked: dict[str, int] = {}  # how many dims of stacked layers each parameter has; empty unless the optimizer asks
+    options = options.for_params(variables[0], stacked)
+    params = jax.eval_shape(partial(cast, dtype=pure.precision.held), variables[0])
     # Refused now: an optimizer that cannot be set up fails with a trace of optax's insides otherwise.
-    check_trainable(options.tx, variables[0], module)
-    params = jax.eval_shape(partial(cast, dtype=precision.held), variables[0])
-    check_rounding(options.tx, params, module)
-    rates = rates_of(options.optimizer, params, options.parts)
+    check_trainable(options.optimizer.tx, params, module)
+    check_rounding(options.optimizer.tx, params, module)
     options = replace(options, extras=check_extras(options.extras, params, options.tolerates))
     # Each replica adds up its own window: one reduction an optimizer step, not one a batch.
     replicas = strategy.replica.stack_size if options.accumulate > 1 else 0
-    init = partial(init_state, options.tx, replicas, precision, extras=options.extras)
-    if options.stacked and options.example is not None:  # only then, as the step is traced for it
+    init = partial(init_state, options.optimizer.tx, replicas, pure.precision, extras=options.extras)
+    if stacked and options.example is not None:  # only then, as the step is traced for it
         program = strategy.step_program(jax.eval_shape(init, *variables), pure, options.example)
         names, end = [name for name, _ in named_leaves(params)], len(program.jaxpr.invars) - 3  # the counters
         of_layers = scanned_dims(program, range(len(names)), range(end - len(jax.tree.leaves(options.example)), end))
-        options.stacked.update({names[i]: len(x) for i, x in of_layers.items()})
+        stacked.update({names[i]: len(x) for i, x in of_layers.items()})
+    first_state = jax.make_jaxpr(options.optimizer.tx.init)(params).jaxpr
+    options = replace(options, holds_weights=any(sources(first_state)))
+    rates = rates_of(options.optimizer, params, options.parts)
     # A window is put back where a step is left out: after an overflow, or by the policy.
-    if options.accumulate > 1 and (options.nan_policy == "skip" or precision.first_scale() is not None):
+    if options.accumulate > 1 and (options.nan_policy == "skip" or pure.precision.first_scale() is not None):
         undone = undone_with_window(pure, strategy, jax.eval_shape(init, *variables), options.example)
         init = partial(init, undone=undone)
     spec = state_spec(pure, strategy, init, variables, options.example)

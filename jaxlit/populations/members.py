@@ -297,10 +297,11 @@ def kind_of(training: Training, examples: Mapping[tuple[str, int | None], Any]) 
 
     `examples` has the shapes and dtypes of a batch, by the stage and the loader of its step.
     """
-    pure, params = training.pure, jax.tree.map(abstract, training.spec.tree.variables[0])
+    pure, tx = training.pure, training.options.optimizer.tx
+    params = jax.tree.map(abstract, training.spec.tree.variables[0])
 
     def first_step(grads: Any, params: Any, loss: Any) -> Any:
-        opt_state, tx = training.options.tx.init(params), training.options.tx
+        opt_state = tx.init(params)
         return opt_state, updates_of(tx, grads, opt_state, params, loss, f"{pure.name}.configure_optimizers")
 
     programs = [jax.make_jaxpr(first_step)(params, params, jnp.zeros(()))]

@@ -46,14 +46,13 @@ def _stacked_inputs(jaxpr: Any, inputs: Sequence[int]) -> _Followed:
 def _follow(jaxpr: Any, inputs: _Followed, scanned: dict[int, set[int]], *, of_layers: bool = False) -> None:
     def rule(eqn: Any, ins: _Followed) -> _Followed:
         if any(ins) and (inner := _entered(eqn)) is not None:
-            inside = _inside(eqn, ins)
             if eqn.primitive.name == "scan":
                 consts, carries = programs.scan_counts(eqn)
                 outers = [x for x in ins[consts + carries :] if x is not None]
                 if not of_layers or (_BATCH not in outers and carries):
                     for outer in outers:
                         scanned.setdefault(outer.index, set()).add(outer.dims[0])
-            _follow(inner, inside, scanned, of_layers=of_layers)
+            _follow(inner, _inside(eqn, ins), scanned, of_layers=of_layers)
         if _BATCH in ins:
             return [_BATCH] * len(eqn.outvars)
         return [_moved(eqn, ins)] + [None] * (len(eqn.outvars) - 1)
@@ -109,11 +108,14 @@ def by_layer(
         used = {i: pair[1] for i, pair in enumerate(shardings) if pair is not None}
         has_types, inputs = any(explicit_axes(x.mesh) for x in used.values()), [*used]
         leaves, treedef = jax.tree.flatten(args)
+        types = list(leaves)
         for i in inputs if has_types else ():  # the body is for arrays of the types in which they are used
-            leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype, sharding=used[i])
-        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*treedef.unflatten(leaves))
+            types[i] = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype, sharding=used[i])
+        closed, shapes = jax.make_jaxpr(body, return_shape=True)(*treedef.unflatten(types))
         gathering = _Gathering(shardings, frozenset(scanned_dims(closed, inputs)), policy, has_types)
-        results = gathering.run(closed, jax.tree.leaves(args), _stacked_inputs(closed.jaxpr, inputs))
+        results = gathering.run(closed, leaves, _stacked_inputs(closed.jaxpr, inputs))
+        # What the body returns as it was stays split: an optimizer that reads it would keep it gathered until then.
+        results = [x if i is None else leaves[i] for x, i in zip(results, programs.origins(closed.jaxpr), strict=True)]
         return jax.tree.structure(shapes).unflatten(results)
 
     return call
@@ -139,8 +141,7 @@ class _Gathering:
         self, program: Any, args: Sequence[Any], stacked: _Followed, gathered: dict[int, Any] | None = None
     ) -> list[Any]:
         """Run a program, given its inputs and which stacked input each of them is."""
-        # By the identity of a slice, the slice and the gathered array. Without the slice another value could have its
-        # identity.
+        # By the identity of a slice: the slice, without which another value could have this identity, and it gathered.
         cache = {} if gathered is None else gathered
         jaxpr, consts = parts_of(program)
 
@@ -157,8 +158,7 @@ class _Gathering:
                 return [_Value(bind(eqn, arrays)[0], moved)]
             if _entered(eqn) is not None and any(inside := _inside(eqn, kinds)):
                 # A constant of a scan has the type inside that it has outside.
-                pairs = zip(ins, inside, strict=True)
-                arrays = [used(x) if y is None and self.has_types else x.array for x, y in pairs]
+                arrays = [x.array if y or not self.has_types else used(x) for x, y in zip(ins, inside, strict=True)]
                 return list(map(_Value, self._enter(eqn, arrays, kinds, cache)))
             return list(map(_Value, bind(eqn, list(map(used, ins)))))
 

@@ -1,5 +1,6 @@
 """What `configure_optimizers` may return: groups of parameters, weight decay, and what is no optimizer."""
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -33,6 +34,20 @@ def labels(**of: list[str]) -> Any:
         return next(name for name, texts in of.items() if any(x in jax.tree_util.keystr(path) for x in texts))
 
     return lambda params: jax.tree.map_with_path(label, params)
+
+
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "single", full=["single", "fsdp", "shard_map"]))
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_a_fit_traces_the_update_once_and_the_first_state_twice(strategy: str, is_lazy: bool) -> None:
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, fn: Any) -> Any:
+        return lambda *args: (calls.update([name]), fn(*args))[1]
+
+    tx = optax.GradientTransformation(*(counting(name, fn) for name, fn in ADAM._asdict().items()))
+    make = lambda: net(tx)  # noqa: E731
+    fit(jl.lazy(make) if is_lazy else make(), random(2), strategy=splitting(strategy), **BARE)
+    assert calls == {"update": 1, "init": 2}  # of the shapes, and in the program that makes the state
 
 
 # A way to say groups, and the same in optax's labels.

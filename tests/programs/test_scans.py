@@ -109,6 +109,14 @@ def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[...,
         assert gathers and not [line for line in gathers if f"[{LAYERS},{WIDTH},{WIDTH}]" in line]
 
 
+@pytest.mark.parametrize("fn", [plain, one_by_one])
+def test_an_array_that_is_returned_as_it_was_is_not_gathered(fn: Callable[..., Any]) -> None:
+    mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
+    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    returned = jax.make_jaxpr(by_layer(lambda w, x: (fn(w, x), jax.jit(jnp.array)(w)), [lies, None]))(w, x).jaxpr
+    assert returned.outvars[1] is returned.invars[0]
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 @pytest.mark.parametrize("whole", [False, True])
 def test_arrays_without_a_gradient_are_scanned(dtype: Any, whole: bool) -> None:

@@ -3,11 +3,14 @@ Its losses are those that a plain data-parallel JAX notebook printed.
 """
 
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from kit.notebook import LM, PRINTED, losses
 from kit.trainers import BARE, fit
@@ -53,6 +56,33 @@ def test_each_array_of_a_transformer_is_gathered_once() -> None:
     _, sent, trainer = cost_of("fsdp", module, np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32))
     assert sum(not x.sharding.is_fully_replicated for x in jax.tree.leaves(trainer.state.params)) == 27
     assert sent["all-gather"].calls <= 27 and sent["all-gather"].bytes <= 1.1 * parameter_bytes(trainer)
+
+
+def plain_step(model: LM, state: Any, mesh: Any, tokens: np.ndarray) -> Any:
+    """Return the program that `jax.jit` makes of a step without a guard, with the shardings of a training's state."""
+    graphdef, _, rest = nnx.split(model, nnx.Param, ...)
+    tx, trained = model.configure_optimizers(), (state.params, state.opt_state)
+
+    def step(params: Any, opt_state: Any, tokens: jax.Array) -> Any:
+        loss_of = lambda params: nnx.merge(graphdef, params, rest).training_step(tokens)  # noqa: E731
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    shardings = jax.tree.map(lambda x: x.sharding, trained)
+    results, rows = (*shardings, NamedSharding(mesh, P())), (*shardings, NamedSharding(mesh, P("data")))
+    jitted = jax.jit(step, in_shardings=rows, out_shardings=results, donate_argnums=(0, 1))
+    return jitted.lower(*trained, tokens).compile()
+
+
+@pytest.mark.full
+def test_fsdp_holds_and_gathers_what_a_plain_jit_does() -> None:
+    tokens = np.random.default_rng(0).integers(0, 512, (16, 64)).astype(np.int32)
+    cost, sent, trainer = cost_of("fsdp", LM(rngs=nnx.Rngs(0)), tokens)
+    with mock.patch.object(LM, "log", lambda *_: None):
+        plain = plain_step(LM(rngs=nnx.Rngs(0)), trainer.state, trainer.mesh, tokens)
+    assert cost.memory.temporaries <= 1.05 * plain.memory_analysis().temp_size_in_bytes
+    assert sent["all-gather"].calls <= plain.as_text().count(" all-gather(")
 
 
 @pytest.mark.full
