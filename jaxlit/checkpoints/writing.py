@@ -1,8 +1,7 @@
 """Writes a checkpoint in the background, completely or not at all: `prepare`, `Saving.begin`, `Saving.wait`.
 
-Every process writes a file with its parts of the arrays and a small one with the size and hash of that, and sends
-process 0 a short message, as many hashes would be too much for the coordinator of jax. When all are there, process 0
-writes the manifest.
+Every process writes a file with its parts of the arrays, and sends process 0 its size and hash, or why it could not.
+When all have come, process 0 writes the manifest.
 """
 
 import contextlib
@@ -46,27 +45,21 @@ class Saving(Background[None]):
         self._names = list[str]()  # of the arrays
         self._parts = dict[str, Any]()  # of them, those that this process stores
         self._failure: Exception | None = None
-        self._replaces: Iterable[Place] = ()
-        self._before: Callable[[], object] = lambda: None
-        self._judge: Callable[[Mapping[str, float]], object] | None = None
-        self._judged: Collection[str] = ()
 
     def begin(
         self,
         arrays: Iterable[jax.Array],
         replaces: Iterable[Place] = (),
-        before: Callable[[], object] | None = None,
-        judge: Callable[[Mapping[str, float]], object] | None = None,
+        before: Callable[[Mapping[str, float]], object] = lambda found: None,
         judged: Collection[str] = (),
     ) -> "Saving":
         """Begin to write; in several processes all must come here.
 
         The arrays, in the order of their names, may be overwritten as soon as this returns. `before` is called in
-        process 0 before this is a checkpoint, as is `judge` with how many infinities the arrays named in `judged` have,
-        NaN for a NaN; then others that it `replaces` are deleted.
+        process 0 before this is a checkpoint, with how many infinities the arrays named in `judged` have, NaN for a
+        NaN; then others that it `replaces` are deleted.
         """
-        self._replaces, self._before = replaces, before or self._before
-        self._judge, self._judged = judge, judged
+        self._replaces, self._before, self._judged = replaces, before, judged
         try:
             self._parts = own_parts(dict(zip(self._names, arrays, strict=True)))
         except Exception as error:
@@ -106,13 +99,11 @@ class Saving(Background[None]):
                 self._seal(entry, found)
                 self._delete()
             else:
-                text = json.dumps({"files": entry, "infinities": found})
-                places.write(self._entry_of(jax.process_index()), text.encode())
-                send(self._topic, "")
+                send(f"saved/{self.folder.name}", json.dumps([entry, found]))
         except BaseException as error:
             if jax.process_index():  # process 0 is sent the reason
                 with contextlib.suppress(Exception):  # the error that led here is the one to raise
-                    send(self._topic, str(error).strip() or type(error).__name__)
+                    send(f"saved/{self.folder.name}", json.dumps(str(error).strip() or type(error).__name__))
             self.discard()
             raise
         finally:
@@ -137,18 +128,15 @@ class Saving(Background[None]):
 
     def _seal(self, entries: dict[str, Any], found: dict[str, float]) -> None:
         """Make it a checkpoint once the files of all processes are there."""
-        self._before()
         entries[f"{self.folder.name}/{STATE}"] = [len(self._text), hashlib.sha256(self._text).hexdigest()]
-        for process, problem in enumerate(received(self._topic) if jax.process_count() > 1 else (), 1):
-            if problem:
-                raise ProcessError(f"process {process}: {problem}")
-            own = files.read_json(entry := self._entry_of(process))
-            entries |= own["files"]
-            for name, n in own["infinities"].items():
+        texts = received(f"saved/{self.folder.name}") if jax.process_count() > 1 else ()
+        for process, message in enumerate(map(json.loads, texts), 1):
+            if isinstance(message, str):
+                raise ProcessError(f"process {process}: {message}")
+            entries |= message[0]
+            for name, n in message[1].items():
                 found[name] = found.get(name, 0) + n
-            entry.unlink()
-        if self._judge is not None:
-            self._judge(found)
+        self._before(found)
         places.write(self.folder / STATE, self._text)
         fsync(self.path)  # the folder's name, before the manifest has it
         check_claims(self.path)
@@ -165,13 +153,6 @@ class Saving(Background[None]):
             older = [x for x in self.path.iterdir() if files.is_of_a_write(x) and x.name != self.folder.name]
         files.clear(older, places.remove)
         files.clear(self._replaces)
-
-    def _entry_of(self, process: int) -> Place:
-        return self.folder / f".entry_{process}.json"
-
-    @property
-    def _topic(self) -> str:
-        return f"saved/{self.folder.name}"
 
 
 def prepare(

@@ -1,8 +1,6 @@
 """A training in a checkpoint: its state is taken from a run, and restored with the arrays of the engine."""
 
-import base64
 import logging
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -29,21 +27,20 @@ from jaxlit.texts import NotJSONError, to_json
 
 # Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
-_EXACT = {"callbacks", "datamodule", "loaders"}  # of which all comes back as it was
+_EXACT = {"callbacks", "datamodule", "loaders", "latest"}  # of which all comes back as it was
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 _logger = logging.getLogger("jaxlit")
 
 
-def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only: bool = False) -> dict[str, Any]:
+def take(
+    run: Run, arrays: Mapping[int, str], *, ask: bool = True, weights_only: bool = False, trained_only: bool = False
+) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
-    `ask` is whether `on_save_checkpoint` is called; `jaxlit.trainer.saver` documents the others.
+    `arrays` is what `stored` returns, `ask` whether `on_save_checkpoint` is called; see `jaxlit.trainer.saver`.
     """
-    engine = run.engine
-    strategy = run.engine.strategy
-    data = run.data.loaders.datamodule
+    engine, data, ask_for = run.engine, run.data.loaders.datamodule, run.hooks.ask
     entries = _entries(run)
-    ask_for = run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
@@ -52,11 +49,11 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only
         "epoch": run.position.epoch,
         "position": {name: getattr(run.position, name) for name in POSITION},
         "loaders": _loaders(run),
-        "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only, trained_only).items()],
+        "arrays": [(name, *entries[i][1:]) for i, name in arrays.items()],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
-        "latest": _pack(run.results.latest),
+        "latest": None if run.results.latest is None else fetch(run.results.latest),
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step or the epoch; those before a first batch run again.
         "log": run.hooks.log.state_dict() if run.position.inside else {"window": [], "epoch": []},
@@ -64,10 +61,9 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only
         "callbacks": {key: x for key, x in states.items() if x is not None},
         "datamodule": {} if data is None else ask_for(data, "state_dict", data.state_dict),
         "module": {"class": type(run.module).__name__, "hparams": hparams},
-        # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
-        "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulation.batches,
-        "window_replicas": strategy.replica.stack_size,
+        # To refit what is held by replica: sums of another number of replicas are added up.
+        "window_replicas": engine.strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
@@ -75,10 +71,9 @@ def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
     optional["hyperparams"] = engine.state.hyperparams_at_start
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
-    argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
-    if not argument == later == run.accumulation.batches:
-        optional["accumulate_set"] = [argument, later]
+    if not run.accumulation.argument == later == run.accumulation.batches:
+        optional["accumulate_set"] = [run.accumulation.argument, later]
     optional["stopped"] = run.control.stop_reason or "trainer.should_stop" if run.control.is_final else ""
     optional["left_out"] = [(*entries[i], x) for i, x in engine.left_out().items()] if trained_only else []
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
@@ -121,14 +116,10 @@ def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of this process's loaders."""
     if not run.data.train:
         return {"training": None}
-    source = run.data.training[0]
-    position = run.position
-    epoch = position.epoch
-    at = position.data
-    if position.over:  # nothing is left of this epoch: the loader begins the next
-        epoch = epoch + 1
-        at = source.between_epochs(at)
-    return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
+    source, position = run.data.training[0], run.position
+    # If nothing is left of this epoch, the loader begins the next.
+    at = source.between_epochs(position.data) if position.over else position.data
+    return {"training": {"idx": 0, "states": [source.state_dict(position.epoch + position.over, at)]}}
 
 
 def load_engine(engine: Engine, resume: Resume) -> None:
@@ -138,10 +129,7 @@ def load_engine(engine: Engine, resume: Resume) -> None:
 
 
 def _load_engine(engine: Engine, resume: Resume) -> None:
-    checkpoint = resume.checkpoint
-    reset_optimizer = resume.reset_optimizer
-    evaluates = engine.evaluates_only
-    filled = checkpoint.state["position"]["filled"]
+    checkpoint, reset_optimizer, evaluates = resume.checkpoint, resume.reset_optimizer, engine.evaluates_only
     saved = checkpoint.weights if evaluates else checkpoint.specs
     wanted = engine.state.spec.entries
     # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
@@ -155,10 +143,9 @@ def _load_engine(engine: Engine, resume: Resume) -> None:
         if evaluates:
             return not name.startswith("module.")
         fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
-        fresh = fresh or (name.startswith("window.") and not filled) or name.startswith("evaluated.")
-        return (
-            fresh or (_is_bookkeeping(name) and name not in same) or _callback_key(name) in (saved_keys ^ wanted_keys)
-        )
+        fresh |= name.startswith("window.") and not checkpoint.state["position"]["filled"]
+        fresh |= name.startswith("evaluated.") or (_is_bookkeeping(name) and name not in same)
+        return fresh or _callback_key(name) in (saved_keys ^ wanted_keys)
 
     arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
     pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
@@ -192,16 +179,13 @@ def _load_engine(engine: Engine, resume: Resume) -> None:
         ):
             if keys:
                 _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
-        _check_counters(engine, checkpoint)
 
 
 def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved = dict(state["callbacks"])
-    known = hooks.keyed()
-    data = hooks.datamodule
-    owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
-    owners += [] if data is None else [(data, state["datamodule"])]
+    saved, known = dict(state["callbacks"]), hooks.keyed()
+    owners: list[Any] = [(callback, saved[key]) for key, callback in known.items() if key in saved]
+    owners += [] if hooks.datamodule is None else [(hooks.datamodule, state["datamodule"])]
     for owner, state_of_owner in owners:
         try:
             hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, state_of_owner))
@@ -218,9 +202,7 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     """Make the training loader continue where the checkpoint was taken."""
     if (saved := state["loaders"]["training"]) is None:
         return
-    states = saved["states"]
-    before = state["processes"]
-    processes = jax.process_count()
+    states, before, processes = saved["states"], state["processes"], jax.process_count()
     if before == processes:  # each process continues with its share, the only one that was read
         source.load_state_dict(states[0])
         return
@@ -256,7 +238,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
-        run.results.latest = jnp.asarray(_unpack(state["latest"]))
+        run.results.latest = jnp.asarray(state["latest"].view())  # nothing else than an array has it
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
@@ -306,38 +288,6 @@ def _json(state: dict[str, Any], ours: Collection[str] = ()) -> dict[str, Any]:
             f"A checkpoint keeps values, and {place or 'it'} {error.problem}. Return numbers, strings, arrays, lists, "
             "sets and dicts from state_dict. Arrays of the training state are kept by Callback.init_arrays."
         ) from None
-
-
-def _pack(array: Any) -> dict[str, Any] | None:
-    """Return a small array as JSON values, bit by bit; None of None."""
-    if array is None:
-        return None
-    # As text a float would be rounded; a resume has to be exact.
-    x = np.ascontiguousarray(fetch(array))
-    return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
-
-
-def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    data = base64.b64decode(packed["data"])
-    shape = packed["shape"]
-    size = math.prod(shape)
-    if len(data) not in (4 * size, 8 * size):  # the file may be damaged, or made by hand
-        raise CheckpointError(
-            f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
-        )
-    return np.frombuffer(data, np.float32 if len(data) == 4 * size else np.float64).reshape(shape)
-
-
-def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
-    position = checkpoint.state["position"]
-    stated = [position[k] for k in ("global_step", "epoch", "batch_idx")]
-    counted = engine.state.counters()
-    # Between epochs the arrays still count in the one before.
-    count = 3 if position["batch_idx"] or position["over"] else 1
-    if stated[:count] != counted[:count]:
-        raise CheckpointError(
-            f"{checkpoint.path} is at (step, epoch, batch) {stated[:count]}, but its arrays are at {counted[:count]}."
-        )
 
 
 def _callback_key(name: str) -> str | None:

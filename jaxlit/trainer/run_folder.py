@@ -18,7 +18,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
 from jaxlit.checkpoints.locks import RUN_LOCK, FolderLock, held, read_claim
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging
+from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging, write
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import error_of_all, once_per_node, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -28,7 +28,6 @@ from jaxlit.weights.loading import load_weights
 from jaxlit.weights.sources import is_weights_file
 
 _CLAIM = ".claim"  # of the newest run of this machine in the folder of a bucket
-_MOST_BYTES = 2**26  # of a file that is read at once
 _logger = logging.getLogger("jaxlit")
 
 
@@ -76,7 +75,7 @@ class RunFolder:
                 if self.root in Path(os.path.normpath(path)).parents:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
-                        (self.remote / name).fetch(path)
+                        write(path, (self.remote / name).read_bytes())
                         self._copied[name] = _version(path)
 
     def copy(self) -> None:
@@ -95,8 +94,7 @@ class RunFolder:
                         path = self.root / name
                         version = _version(path)
                         if version != self._copied.get(name):
-                            # At once where it may grow during the copy.
-                            (self.remote / name).put(path.read_bytes() if version[1] <= _MOST_BYTES else path)
+                            write(self.remote / name, path.read_bytes())  # at once: it may grow during the copy
                             self._copied[name] = version
         except Exception as error:  # of any class: each file system has its own
             _logger.warning(

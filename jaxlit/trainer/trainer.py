@@ -346,7 +346,8 @@ class Trainer(TrainerProperties):
             ...         if trainer.global_step in (100, 1000):
             ...             trainer.save_checkpoint(f"kept/at_{trainer.global_step}")
         """
-        self.saver.save(path, weights_only=weights_only, trained_only=trained_only)
+        begin = partial(self.saver.begin, path, weights_only=weights_only, trained_only=trained_only)
+        self.saver.at_safe_point(lambda: begin().wait())
 
     def explain(self) -> Explanation:
         """Return where the time of the newest run went, how its state is sharded, and what its programs cost.
