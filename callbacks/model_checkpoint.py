@@ -85,12 +85,11 @@ class ModelCheckpoint(Callback):
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
         self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
-        self.every_n_train_steps = every_n_train_steps
-        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
+        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            check.integer(name, value, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
-        interval = train_time_interval
-        self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
+        given = train_time_interval
+        self.train_time_interval = None if given is None else check.duration("train_time_interval", given, owner)
         if monitor is None and save_top_k > 1:
             raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
@@ -100,7 +99,8 @@ class ModelCheckpoint(Callback):
         self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
-        self._has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
+        self._has_no_trigger = every_n_epochs is every_n_train_steps is train_time_interval is None
+        self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = 1 if self._has_no_trigger else every_n_epochs
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
@@ -173,7 +173,7 @@ class ModelCheckpoint(Callback):
                 disk.clear(self._folder / name for name in self._kept.written())  # which a crash has left
             trainer.saver.check()
         self._fitting, step = True, trainer.global_step
-        self._restart_clock()
+        self._clock = time.monotonic()
         self._existing = {*disk.names_in(self._folder)}
         if any(record.step == step for record in self._kept.records[-1:]):
             self._saved_at = trainer.saver.position
@@ -219,7 +219,7 @@ class ModelCheckpoint(Callback):
         if due or training_over:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, due=due, forced=training_over)
-            self._restart_clock()
+            self._clock = time.monotonic()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write the state at the error, if it is complete and all processes can write it together."""
@@ -250,9 +250,6 @@ class ModelCheckpoint(Callback):
             if self._lock is not None:
                 trainer.saver.when_written(self._lock.close)  # a Ctrl-C has cut the wait
                 self._lock = None
-
-    def _restart_clock(self) -> None:
-        self._clock = time.monotonic()
 
     def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, after the one before is written."""

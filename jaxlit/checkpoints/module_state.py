@@ -5,6 +5,7 @@ imported to look up a name: it is looked up in the modules that are loaded, and 
 built, of jax, flax, optax and numpy.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,9 @@ def match(
         if skip(name):
             continue
         i = unmatched.pop(name, None)
-        if i is not None and _fits(saved[i], wanted[k], cast):
+        dtypes = {wanted[k][2]} if i is None else {wanted[k][2], saved[i][2]}
+        fits = len(dtypes) == 1 or (cast and dtypes <= {"bfloat16", "float16", "float32", "float64"})
+        if i is not None and fits and saved[i][1] == wanted[k][1]:
             pairs[i] = k
         else:
             rows.append((name, "nothing" if i is None else _text(saved[i]), _text(wanted[k])))
@@ -168,21 +171,14 @@ def load_numbers(module: Any, checkpoint: Checkpoint) -> None:
                 leaf.place.set_raw_value(decode(saved[leaf.name], type(module)))
 
 
-def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:
-    (_, shape, dtype), (_, wanted_shape, wanted_dtype) = saved, wanted
-    are_floats = all(x in ("bfloat16", "float16", "float32", "float64") for x in (dtype, wanted_dtype))
-    return shape == wanted_shape and (dtype == wanted_dtype or (cast and are_floats))
-
-
-def _text(spec: Iterable[Any]) -> str:
-    _, shape, dtype = spec
-    return f"{dtype}{list(shape)}"
+def _text(spec: Spec) -> str:
+    return f"{spec[2]}{list(spec[1])}"
 
 
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
-_MAKERS["partition"] = lambda entries: P(*entries)
+_MAKERS |= {"partition": lambda entries: P(*entries), "scalar": lambda parts: np.dtype(parts[0]).type(parts[1])}
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -204,7 +200,7 @@ def encode(x: Any) -> Any:
     if isinstance(x, np.dtype):
         return _node("dtype", x.name)
     if issubclass(kind, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
-        return _node("scalar", encode(x.item()), dtype=x.dtype.name)
+        return _node("scalar", [x.dtype.name, encode(x.item())])
     if kind is float and not math.isfinite(x):
         return _node("float", str(x))
     if x is None or kind in (bool, int, float, str):
@@ -221,9 +217,14 @@ def encode(x: Any) -> Any:
     is_plain = dataclasses.is_dataclass(x) and not isinstance(x, (type, nnx.Module, int, float, str, list, tuple, dict))
     if is_plain and (name := _name_of(type(x))) is not None:
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
-        values = {key: encode(value) for key, value in fields.items()}
-        if _is_rebuilt_from(x, fields):
-            return _node("dataclass", values, name=name)
+        values, names = {key: encode(value) for key, value in fields.items()}, {f.name for f in dataclasses.fields(x)}
+        with contextlib.suppress(Exception):  # of the user's code
+            again = type(x)(**fields)
+            is_same = all(getattr(again, n) == getattr(x, n) for n in {*getattr(x, "__dict__", {}), *names})
+            if (
+                is_same and names == type(x).__dataclass_fields__.keys()
+            ):  # it may take more than the fields
+                return _node("dataclass", values, name=name)
     # Functions and arrays are named; the repr of anything else may show a secret.
     is_named = isinstance(getattr(x, "__qualname__", None), str) or (hasattr(x, "shape") and hasattr(x, "dtype"))
     raise NotKeptError(shown(x) if is_named else f"{type(x).__name__}(...)")
@@ -257,8 +258,6 @@ def _value_of(node: dict[str, Any], cls: type) -> Any:
     try:
         if kind == "name":
             return _named(value, cls)  # "package.module:Class.method"
-        if kind == "scalar" and issubclass(scalar := np.dtype(node["dtype"]).type, (np.bool_, np.number)):
-            return scalar(value)
         if kind in _MAKERS:
             return _MAKERS[kind](value)
         if kind == "dataclass":
@@ -272,18 +271,17 @@ def _value_of(node: dict[str, Any], cls: type) -> Any:
 
 def readable(x: Any) -> Any:
     """Return a value as JSON for people to read: "jax.nn.relu" for a function."""
+
+    def plain(node: dict[str, Any]) -> Any:
+        value: Any = node.get(_VALUE)
+        if node.get(_KIND) == "dict":
+            return {str(key): item for key, item in value}
+        return node if _KIND not in node else _dotted(value) if node[_KIND] == "name" else value
+
     try:
-        return _from_inside(encode(x), _plain)
+        return _from_inside(encode(x), plain)
     except NotKeptError as error:
         return str(error)
-
-
-def _plain(node: dict[str, Any]) -> Any:
-    """Return a node of `encode` without the marks that say what it was."""
-    value: Any = node.get(_VALUE)
-    if node.get(_KIND) == "dict":
-        return {str(key): item for key, item in value}
-    return node if _KIND not in node else _dotted(value) if node[_KIND] == "name" else value
 
 
 def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -324,29 +322,14 @@ def _named(path: str, cls: type) -> Any:
     x = _look_up(module, name)
     # By the name of the value itself: a module may import functions of any other.
     known = None if x is None else _name_of(x)
-    if known is not None and _may_be_named(known.partition(":")[0].partition("/")[0], cls):
-        return x
+    if known is not None:
+        # A checkpoint may name values of a module of the user, of the class, or of a library of arrays.
+        place = known.partition(":")[0].partition("/")[0]
+        root, file = place.partition(".")[0], getattr(sys.modules[place], "__file__", None)
+        roots = {name.partition(".")[0] for name in (*_LIBRARIES, *(x.__module__ for x in cls.__mro__))}
+        is_of_users = root in {"__main__", *roots} or (file is not None and "-packages" not in file)
+        if is_of_users and root not in sys.stdlib_module_names and root != "jaxlit":
+            return x
     if isinstance(x, type) and module == "builtins":  # float as a dtype
         return x
     raise KeyError(path)
-
-
-def _may_be_named(module: str, cls: type) -> bool:
-    """Return whether a checkpoint may name values of a module: the user's, that of the class, or one of arrays."""
-    root, file = module.partition(".")[0], getattr(sys.modules[module], "__file__", None)
-    if root in sys.stdlib_module_names or root == "jaxlit":
-        return False
-    known = {"__main__", *(name.partition(".")[0] for name in (*_LIBRARIES, *(x.__module__ for x in cls.__mro__)))}
-    return root in known or (file is not None and "-packages" not in file)
-
-
-def _is_rebuilt_from(x: Any, fields: dict[str, Any]) -> bool:
-    """Return whether a dataclass's constructor rebuilds it from its fields, with those that are not compared."""
-    names = {field.name for field in dataclasses.fields(x)}
-    if type(x).__dataclass_fields__.keys() - names:  # the constructor takes more than the fields
-        return False
-    try:
-        rebuilt = type(x)(**fields)
-        return all(getattr(rebuilt, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
-    except Exception:  # of the user's code
-        return False

@@ -83,7 +83,6 @@ class Position:
         return within
 
 
-FORMAT = 4  # of state.json; one of another is refused
 # The fields of `Position` in state.json; `jaxlit.loop.snapshot` saves `data` as the loader's state, and not `cut`.
 POSITION = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled", "over", "validated")
 

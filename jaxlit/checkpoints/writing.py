@@ -97,7 +97,11 @@ class Saving(Background[None]):
             entry = patiently(self._write_own)
             if jax.process_index() == 0:
                 self._seal(entry, found)
-                self._delete()
+                older = list[Place]()
+                with contextlib.suppress(Exception):  # what stays is never read
+                    older = [x for x in self.path.iterdir() if files.is_of_a_write(x) and x.name != self.folder.name]
+                files.clear(older, places.remove)
+                files.clear(self._replaces)
             else:
                 send(f"saved/{self.folder.name}", json.dumps([entry, found]))
         except BaseException as error:
@@ -146,14 +150,6 @@ class Saving(Background[None]):
         files.seal(self.path, self.order, entries)
         fsync(self.path.parent)
 
-    def _delete(self) -> None:
-        """Delete what this checkpoint replaces; a failure loses nothing, and is a warning."""
-        older = list[Place]()
-        with contextlib.suppress(Exception):  # what stays is never read
-            older = [x for x in self.path.iterdir() if files.is_of_a_write(x) and x.name != self.folder.name]
-        files.clear(older, places.remove)
-        files.clear(self._replaces)
-
 
 def prepare(
     path: Any, take: Callable[[], Mapping[str, Any]], order: int, compare: Any = None, has: bool = False
@@ -169,7 +165,12 @@ def prepare(
     try:
         state = take()
         saving._names = [name for name, *_ in state["arrays"]]
-        saving._text = _as_json(state if leads else state["loaders"])
+        saving._text = json.dumps(state if leads else state["loaders"], separators=(",", ":")).encode()
+        if (size := len(saving._text)) > files.MOST_JSON:
+            raise CheckpointError(
+                f"The state without the arrays has {size} bytes as JSON, and only {files.MOST_JSON} are read. Keep "
+                "less in state_dict, and large hyperparameters in files."
+            )
         if leads:
             _check_path(saving.path)
             try:
@@ -214,16 +215,6 @@ def _infinities(parts: Mapping[str, Any], judged: Collection[str]) -> dict[str, 
                     n = math.nan if np.isnan(chunk).any() else int(np.isinf(chunk).sum())
                     found[name] = found.get(name, 0) + n
     return found
-
-
-def _as_json(state: Mapping[str, Any]) -> bytes:
-    text = json.dumps(state, separators=(",", ":")).encode()
-    if len(text) > files.MOST_JSON:
-        raise CheckpointError(
-            f"The state without the arrays has {len(text)} bytes as JSON, and only {files.MOST_JSON} are read. "
-            "Keep less in state_dict, and large hyperparameters in files."
-        )
-    return text
 
 
 def _unwritten(path: Place, error: BaseException) -> JaxlitError:

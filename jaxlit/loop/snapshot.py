@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume, fitting
 from jaxlit.checkpoints.module_state import encode, match_base, report
-from jaxlit.checkpoints.position import FORMAT, POSITION
+from jaxlit.checkpoints.position import POSITION
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
@@ -44,7 +44,6 @@ def take(
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
-        "format": FORMAT,
         "global_step": run.position.global_step,
         "epoch": run.position.epoch,
         "position": {name: getattr(run.position, name) for name in POSITION},
@@ -124,61 +123,57 @@ def _loaders(run: Run) -> dict[str, Any]:
 
 def load_engine(engine: Engine, resume: Resume) -> None:
     """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it."""
-    with fitting(resume.checkpoint.path):
-        _load_engine(engine, resume)
-
-
-def _load_engine(engine: Engine, resume: Resume) -> None:
     checkpoint, reset_optimizer, evaluates = resume.checkpoint, resume.reset_optimizer, engine.evaluates_only
-    saved = checkpoint.weights if evaluates else checkpoint.specs
-    wanted = engine.state.spec.entries
-    # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
-    same = {name for name, _, _ in {*saved} & {*wanted}}
-    saved_keys, wanted_keys = (
-        {key for name, _, _ in specs if (key := _callback_key(name))} for specs in (saved, wanted)
-    )
+    with fitting(checkpoint.path):
+        saved = checkpoint.weights if evaluates else checkpoint.specs
+        wanted = engine.state.spec.entries
+        # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
+        same = {name for name, _, _ in {*saved} & {*wanted}}
+        saved_keys, wanted_keys = (
+            {key for name, _, _ in specs if (key := _callback_key(name))} for specs in (saved, wanted)
+        )
 
-    def skip(name: str) -> bool:
-        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
-        if evaluates:
-            return not name.startswith("module.")
-        fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
-        fresh |= name.startswith("window.") and not checkpoint.state["position"]["filled"]
-        fresh |= name.startswith("evaluated.") or (_is_bookkeeping(name) and name not in same)
-        return fresh or _callback_key(name) in (saved_keys ^ wanted_keys)
+        def skip(name: str) -> bool:
+            """Return whether an array is not read into its shards: it is read to the host, or stays as at step 0."""
+            if evaluates:
+                return not name.startswith("module.")
+            fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
+            fresh |= name.startswith("window.") and not checkpoint.state["position"]["filled"]
+            fresh |= name.startswith("evaluated.") or (_is_bookkeeping(name) and name not in same)
+            return fresh or _callback_key(name) in (saved_keys ^ wanted_keys)
 
-    arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
-    pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
-    kind = checkpoint.state.get("optimizer")
-    # The arrays of another optimizer may fit by name and shape, but mean something else.
-    if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
-        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
-        pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
-        reset_optimizer = True
-    report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
-    # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
-    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
-    pairs = {i: k for i, k in pairs.items() if _callback_key(wanted[k][0]) not in again}
-    extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
-    # Free the engine's arrays first: both states together may not fit into the devices' memory.
-    released = engine.state.release(pairs.values())
-    # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
-    target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
-    read = checkpoint.arrays(target)
-    arrays = {k: read[i] for i, k in pairs.items()}
-    # Of a run with 64 bits, or without them, they have another dtype.
-    arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
-    engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
-    if reset_optimizer:
-        engine.init_optimizer()
-    if not evaluates:
-        engine.init_extras(key for key in engine.extras if repr(key) in again)
-        for keys, text in (
-            (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
-            (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
-        ):
-            if keys:
-                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
+        arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
+        pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
+        kind = checkpoint.state.get("optimizer")
+        # The arrays of another optimizer may fit by name and shape, but mean something else.
+        if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
+            rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
+            pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+            reset_optimizer = True
+        report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
+        # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
+        again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
+        pairs = {i: k for i, k in pairs.items() if _callback_key(wanted[k][0]) not in again}
+        extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
+        # Free the engine's arrays first: both states together may not fit into the devices' memory.
+        released = engine.state.release(pairs.values())
+        # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
+        target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
+        read = checkpoint.arrays(target)
+        arrays = {k: read[i] for i, k in pairs.items()}
+        # Of a run with 64 bits, or without them, they have another dtype.
+        arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
+        engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+        if reset_optimizer:
+            engine.init_optimizer()
+        if not evaluates:
+            engine.init_extras(key for key in engine.extras if repr(key) in again)
+            for keys, text in (
+                (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
+                (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
+            ):
+                if keys:
+                    _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
 
 
 def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from kit.trainers import BARE, fit, thinned
 
 from jaxlit.errors import CheckpointError, DataError
 
-SECTIONS = "format accumulate global_step epoch position loaders arrays optimizer metrics latest"
+SECTIONS = "accumulate global_step epoch position loaders arrays optimizer metrics latest"
 SECTIONS += " results log callbacks datamodule module window_replicas processes"
 READ = (
     "position",
@@ -129,13 +129,6 @@ def test_the_one_before_is_taken_if_it_does_not_fit(section: str, newest: Path, 
     assert trainer.global_step == 9 and bytes_of(trainer) == whole
     (told,) = warnings_of(caplog)
     assert told.startswith("A newer checkpoint was skipped.") and f"{newest}: its state is" in told
-
-
-def test_a_checkpoint_of_another_format_is_refused_by_its_number(folder: Path) -> None:
-    edit(folder, lambda state: state.pop("format"))
-    words = r"its state is of format 1, .* reads format 4\. Continue from it with"
-    with pytest.raises(CheckpointError, match=words):
-        train("run", 2, resume=folder)
 
 
 STATES, SAVER = ("loaders", "training", "states"), ("callbacks", "ModelCheckpoint")
