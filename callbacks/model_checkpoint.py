@@ -88,14 +88,12 @@ class ModelCheckpoint(Callback):
         for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
             check.integer(name, value, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
-        given = train_time_interval
-        self.train_time_interval = None if given is None else check.duration("train_time_interval", given, owner)
+        interval = train_time_interval
+        self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
         if monitor is None and save_top_k > 1:
             raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
-            raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass enable_checkpointing=False."
-            )
+            raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass enable_checkpointing=False.")
         self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
@@ -270,7 +268,13 @@ class ModelCheckpoint(Callback):
         if not (forced or self._kept.wants(score)):
             return
         try:
-            self._kept.add(Record(self._name(trainer), trainer.global_step, score, is_finite))
+            counts, suffix = {"epoch": trainer.saver.epoch, "step": trainer.global_step}, ""
+            if self.filename:
+                suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
+            new = disk.name_of(trainer.global_step, suffix)
+            # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
+            new = new if self._resumed else self._kept.unused(new, self._existing)
+            self._kept.add(Record(new, trainer.global_step, score, is_finite))
             path, replaces = self._folder / self._kept.newest, [self._folder / name for name in self._kept.replaced]
             only = {"weights_only": self.save_weights_only, "trained_only": self.trained_only}
             self._saving = trainer.saver.begin(path, self._kept.order, **only, replaces=replaces)
@@ -313,15 +317,6 @@ class ModelCheckpoint(Callback):
         metrics = trainer.callback_metrics
         value = read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)
         return value if value is not None and metrics.step(name) in (None, trainer.global_step) else math.nan
-
-    def _name(self, trainer: "Trainer") -> str:
-        suffix = ""
-        if self.filename:
-            counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
-            suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
-        name = disk.name_of(trainer.global_step, suffix)
-        # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
-        return name if self._resumed else self._kept.unused(name, self._existing)
 
     @property
     def state_key(self) -> str:

@@ -110,11 +110,7 @@ class Checkpoint:
 
 
 def read(path: Place) -> Checkpoint:
-    """Verify a checkpoint and return it; in several processes all must come here.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, or of another format.
-    """
+    """Verify a checkpoint and return it, or raise a CheckpointError; in several processes all must come here."""
     index, count = jax.process_index(), jax.process_count()
     with error_of_all(f"verifying {path.name}", timeout=LONG_S), fitting(path):
         checkpoint = load(path, index=index, count=count)  # each process reads its share of the files
@@ -170,10 +166,7 @@ def fitting(path: Place) -> Iterator[None]:
 
 
 def candidates(folder: Place) -> list[Place]:
-    """Return the checkpoints in a folder, the one written last first.
-
-    Those whose manifest cannot be read come before all: reading them raises what is wrong.
-    """
+    """Return the checkpoints in a folder, those written last first; before them those that reading refuses."""
     paths = {path.name: path for path in _inside(folder) if step_of(path) is not None}
     noted = map(str, read_claim(folder).get("newest", ()))  # the list of a bucket may be late
     paths |= {name: folder / name for name in noted if _NAME.fullmatch(name)}
@@ -214,10 +207,9 @@ def order_of(path: Place) -> float:
 
 
 def newest(folder: Place, verified: Callable[[Place], Checkpoint] | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
+    """Return the newest checkpoint of a folder that `verified`, by default `read`, returns, and why newer ones do not.
 
-    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised. `verified` reads
-    one, by default `read`.
+    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
     """
     skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
@@ -301,8 +293,7 @@ def clear(paths: Iterable[Place], delete: Callable[[Place], None] | None = None)
 
 def sweep(folder: Place) -> None:
     """Delete what crashes have left in a folder of checkpoints, which no other training writes to."""
-    inside = list(_inside(folder))
-    unsealed = (x for x in inside if step_of(x) is not None and x.is_dir() and order_of(x) < 0)
+    unsealed = [x for x in _inside(folder) if step_of(x) is not None and x.is_dir() and order_of(x) < 0]
     clear(path for path in unsealed if all(map(is_of_a_write, _inside(path))))
 
 
@@ -312,10 +303,7 @@ def is_of_a_write(path: Place) -> bool:
 
 
 def seal(folder: Place, order: int, files: Mapping[str, Any]) -> None:
-    """Make a folder a checkpoint, once all its files are on the disk, given their sizes and hashes.
-
-    `order` is larger for what was written later, whatever clocks say.
-    """
+    """Make a folder a checkpoint, given the sizes and hashes of its files; `order` grows whatever clocks say."""
     body: dict = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": dict(files)}
     body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
     places.write(folder / MANIFEST, _canonical(body))
@@ -324,8 +312,7 @@ def seal(folder: Place, order: int, files: Mapping[str, Any]) -> None:
 def verify(folder: Place, *, index: int = 0, count: int = 1) -> dict[str, Any]:
     """Refuse a folder whose files are not those of its manifest; return by name the size and hash of every file.
 
-    There are `count` shares of about as many bytes, of which the one of this `index` is compared. What the manifest
-    does not name is never read.
+    Of `count` shares of about as many bytes that of the `index` is compared. Other files are never read.
     """
     entries = files_of(folder)
     # The largest go first, one to each share in turns.

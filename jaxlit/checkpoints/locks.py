@@ -27,13 +27,8 @@ _logger = logging.getLogger("jaxlit")
 class FolderLock:
     """Holds a folder, which is created if it does not exist, until it is closed or the process ends.
 
-    The folder is for checkpoints, or `of_run`: there the first write raises if nothing can be written.
-
-    Attributes:
-        number: What no other training has in its claim.
-
-    Raises:
-        CheckpointError: Nothing can be written there, or another training holds it.
+    A CheckpointError is raised if another training holds it, or nothing can be written there. A folder `of_run` that
+    is on a disk need not be written: the first row raises. The `number` is in no other training's claim.
     """
 
     def __init__(self, folder: Place, *, of_run: bool = False) -> None:

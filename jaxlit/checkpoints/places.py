@@ -148,16 +148,13 @@ def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
                 f"{owner}({name}=...) has a password in its URL, which would be printed. Give it to fsspec by the "
                 "environment or its configuration files."
             )
-        from fsspec.registry import get_filesystem_class, known_implementations
+        from fsspec.registry import get_filesystem_class
 
         for part in str(value).split("::"):
-            protocol = part.partition("://")[0]
             try:
-                get_filesystem_class(protocol)
+                get_filesystem_class(part.partition("://")[0])
             except (ImportError, ValueError) as error:
-                package = known_implementations.get(protocol, {"class": "fsspec"})["class"].split(".")[0]
-                remedy = "" if package == "fsspec" else f" Run `pip install {package}`."
-                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else remedy
+                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else ""
                 raise ArgumentError(f"{owner}({name}={str(value)!r}) cannot be opened: {error}.{remedy}") from error
     return value
 

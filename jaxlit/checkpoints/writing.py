@@ -30,10 +30,7 @@ from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, NonFinite
 
 
 class Saving(Background[None]):
-    """A checkpoint that all processes write together, by a thread for which the end of the process waits.
-
-    `order` is a number larger than those of the checkpoints of the folder that were begun before.
-    """
+    """A checkpoint that all processes write together, by a thread for which the end of the process waits."""
 
     def __init__(self, path: Place, order: int) -> None:
         super().__init__("jaxlit-checkpoint", self._write, daemon=False)
@@ -68,11 +65,9 @@ class Saving(Background[None]):
         return self
 
     def wait(self) -> None:
-        """Wait until it is written, and raise what went wrong; in several processes all must come here.
+        """Wait until it is written; in several processes all must come here.
 
-        Raises:
-            CheckpointError: It could not be written, at every call; what was there before is as it was.
-            NonFiniteError: A parameter is not finite, likewise.
+        At every call a CheckpointError is raised if it could not be written, a NonFiniteError if a parameter is none.
         """
         self.join()
         self.was_awaited = True
@@ -173,12 +168,11 @@ def prepare(
             )
         if leads:
             _check_path(saving.path)
-            try:
-                saving.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _unwritten(saving.path, error) from error
+            saving.folder.mkdir(parents=True, exist_ok=True)
     except JaxlitError as error:
         problem = error
+    except OSError as error:
+        problem = _unwritten(saving.path, error)
     try:
         # The only agreement: the folder is made before it, so that its problem is known.
         names, have = zip(*agree_or_raise("a checkpoint begins", [saving.folder.name, has], problem), strict=True)

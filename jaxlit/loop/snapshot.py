@@ -293,10 +293,14 @@ def _callback_key(name: str) -> str | None:
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
-    state = checkpoint.state
-    replicas = engine.strategy.replica.stack_size
-    conversions = dict[int, Any]()
-    table = table_of(state["metrics"])
+    state, conversions = checkpoint.state, dict[int, Any]()
+    replicas, table = engine.strategy.replica.stack_size, table_of(state["metrics"])
+
+    def refit(x: np.ndarray) -> np.ndarray:
+        """Return a sum over the rows of a window, of which the first replica gets that of all."""
+        x = x if state["window_replicas"] is None else x.sum(0)
+        return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
+
     places = {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
     for i, (name, _, _) in enumerate(checkpoint.specs):
         of_window = name.startswith("window")
@@ -305,15 +309,9 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
             continue
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
-        elif name in places:  # a sum over the rows of a window: the first replica gets the sum of all
-            fit = partial(_refit, was=state["window_replicas"], replicas=replicas)
-            conversions[i] = places[name], fit
+        elif name in places:
+            conversions[i] = places[name], refit
     return conversions
-
-
-def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
-    x = x if was is None else x.sum(0)
-    return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
 
 
 def _is_bookkeeping(name: str) -> bool:

@@ -32,11 +32,7 @@ _logger = logging.getLogger("jaxlit")
 
 
 class RunFolder:
-    """The folder of a Trainer's runs, made by the first write.
-
-    Args:
-        root: `Trainer(default_root_dir=...)`; None for a fresh `runs/<time>-<id>`.
-    """
+    """The folder of a Trainer's runs, made by the first write: its default_root_dir, or a fresh `runs/<time>-<id>`."""
 
     def __init__(self, root: str | Path | None) -> None:
         self._argument = root
@@ -215,10 +211,7 @@ def resolve_weights(
 
 
 def _newest(folders: list[Place], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others.
-
-    For a resume those that have more than weights come first.
-    """
+    """Return the checkpoint that has seen most, for a resume none of weights only if it can be, and why not others."""
     checkpoints, skipped, errors = list[Checkpoint](), list[str](), list[CheckpointError]()
     for folder in folders:
         try:

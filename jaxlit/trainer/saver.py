@@ -1,6 +1,6 @@
 """Checkpoints of a training, written now: what `ModelCheckpoint` is made of."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,6 @@ class Saver:
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
 
-    Args:
-        fitted: Returns that fit, None if there is none.
-        folder: That of its run.
-
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
@@ -44,7 +40,7 @@ class Saver:
     """
 
     def __init__(self, fitted: Callable[[], Run | None], folder: RunFolder) -> None:
-        self._fitted, self._folder = fitted, folder
+        self._fitted, self._folder = fitted, folder  # what returns the fit, None if there is none; that of its run
         self._open: list[Saving] = []  # not waited for yet
 
     @out_of_meshes
@@ -98,14 +94,9 @@ class Saver:
         saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
         spec = run.engine.state.spec
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
-        judge = judge_later(run) if run.settings.nan_policy in ("raise", "skip") else None
-        judged = {name for i, name in stored.items() if judge and (i in spec.evaluated_places or i >= len(spec.arrays))}
-
-        def before(found: Mapping[str, float]) -> None:
-            if judge is not None:
-                judge(found)
-            self._folder.copy()
-
+        parameters = {*spec.evaluated_places, *range(len(spec.arrays), len(leaves))}
+        judged = [x for i, x in stored.items() if i in parameters and run.settings.nan_policy in ("raise", "skip")]
+        before = judge_later(run, self._folder.copy)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving.begin([leaves[i] for i in stored], [place_of(x) for x in replaces], before, judged)
             saving.when_done(run.due.forget)
@@ -141,11 +132,7 @@ class Saver:
         then()
 
     def check(self) -> None:
-        """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
-
-        Raises:
-            CheckpointError: Naming it.
-        """
+        """Raise a CheckpointError now for what could not be saved later: a state that is no JSON value."""
         snapshot.take(self._training(), {}, ask=False)
 
     def check_finite(self) -> None:
