@@ -268,8 +268,9 @@ class ModelCheckpoint(Callback):
         if not (forced or self._kept.wants(score)):
             return
         try:
-            counts, suffix = {"epoch": trainer.saver.epoch, "step": trainer.global_step}, ""
+            suffix = ""
             if self.filename:
+                counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
                 suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
             new = disk.name_of(trainer.global_step, suffix)
             # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.

@@ -39,14 +39,14 @@ def take(
 
     `arrays` is what `stored` returns, `ask` whether `on_save_checkpoint` is called; see `jaxlit.trainer.saver`.
     """
-    engine, data, ask_for = run.engine, run.data.loaders.datamodule, run.hooks.ask
+    engine, data, ask_for, at = run.engine, run.data.loaders.datamodule, run.hooks.ask, run.position
     entries = _entries(run)
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
-        "global_step": run.position.global_step,
-        "epoch": run.position.epoch,
-        "position": {name: getattr(run.position, name) for name in POSITION},
+        "global_step": at.global_step,
+        "epoch": at.epoch,
+        "position": {name: getattr(at, name) for name in POSITION},
         "loaders": _loaders(run),
         "arrays": [(name, *entries[i][1:]) for i, name in arrays.items()],
         "optimizer": engine.state.spec.optimizer_kind,
@@ -55,14 +55,12 @@ def take(
         "latest": None if run.results.latest is None else fetch(run.results.latest),
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step or the epoch; those before a first batch run again.
-        "log": run.hooks.log.state_dict() if run.position.inside else {"window": [], "epoch": []},
+        "log": run.hooks.log.state_dict() if at.batch_idx or at.over else {"window": [], "epoch": []},
         # Without that of a callback that fails to return it and is disabled.
         "callbacks": {key: x for key, x in states.items() if x is not None},
         "datamodule": {} if data is None else ask_for(data, "state_dict", data.state_dict),
         "module": {"class": type(run.module).__name__, "hparams": hparams},
         "accumulate": run.accumulation.batches,
-        # To refit what is held by replica: sums of another number of replicas are added up.
-        "window_replicas": engine.strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
     # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
@@ -115,7 +113,7 @@ def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of this process's loaders."""
     if not run.data.train:
         return {"training": None}
-    source, position = run.data.training[0], run.position
+    (source, _), position = run.data.train[0], run.position
     # If nothing is left of this epoch, the loader begins the next.
     at = source.between_epochs(position.data) if position.over else position.data
     return {"training": {"idx": 0, "states": [source.state_dict(position.epoch + position.over, at)]}}
@@ -296,9 +294,9 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
     state, conversions = checkpoint.state, dict[int, Any]()
     replicas, table = engine.strategy.replica.stack_size, table_of(state["metrics"])
 
-    def refit(x: np.ndarray) -> np.ndarray:
+    def refit(ndim: int, x: np.ndarray) -> np.ndarray:
         """Return a sum over the rows of a window, of which the first replica gets that of all."""
-        x = x if state["window_replicas"] is None else x.sum(0)
+        x = x.sum(0) if x.ndim > ndim else x
         return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
 
     places = {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
@@ -310,7 +308,8 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
         elif name in places:
-            conversions[i] = places[name], refit
+            ndim = len(engine.state.spec.arrays[places[name]].shape) - (replicas is not None)
+            conversions[i] = places[name], partial(refit, ndim)
     return conversions
 
 
