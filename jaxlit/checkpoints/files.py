@@ -2,10 +2,9 @@
 
 A checkpoint is a folder with `MANIFEST.json`; one without it is none. The manifest has the sizes and hashes of the
 files, which are in one subfolder, of a name that no other write has: `state.json`, and of each process the file
-`<process>.safetensors` with its parts of the arrays. It is written last, at once, and deleted first: whatever ends a
-write, an older checkpoint of that name stays as it is. A checkpoint contains data only: nothing in it is imported,
-called or unpickled. The manifest guards against damage, not against forgery, so all that is read here is checked before
-it is used.
+`<process>.safetensors` with its parts of the arrays. It is written last, at once, and deleted first, so that an older
+checkpoint of that name stays whatever ends a write. Nothing in a checkpoint is imported, called or unpickled. The
+manifest guards against damage, not against forgery, so all that is read is checked before it is used.
 """
 
 import hashlib

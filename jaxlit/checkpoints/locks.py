@@ -1,8 +1,8 @@
 """The lock of a folder that one training at a time writes to; where there are no locks, as in buckets, a claim to it.
 
-A claim is a file that each training writes when it begins. Before a training makes a folder a checkpoint, or copies its
-rows, it looks whether the claims above are still its own: of two trainings the one that began last continues. The files
-of a checkpoint have names of their own, so that the other one has overwritten nothing until it notices.
+A claim is a file that each training writes when it begins. A training looks whether the claims are still its own before
+it makes a folder a checkpoint, or copies its rows: of two the one that began last continues. Nothing is overwritten
+until the other one notices, as the files of a checkpoint have names of their own.
 """
 
 import contextlib
@@ -88,10 +88,11 @@ class FolderLock:
                 text = "%s is on a file system without locks (%s): see to it that no other training writes there."
                 _logger.warning(text, self.folder, error)
             return False
-        file.seek(0)
-        file.truncate()
-        file.write(_holder().ljust(4096))  # a full disk is known before the first step
-        file.flush()
+        with contextlib.suppress(*[OSError] * (self._path.name == RUN_LOCK)):
+            file.seek(0)
+            file.truncate()
+            file.write(_holder().ljust(4096))  # a full disk is known before the first step
+            file.flush()
         return True
 
     def check(self) -> None:

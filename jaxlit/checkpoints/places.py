@@ -11,6 +11,7 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,44 +25,40 @@ _WAITS_S = (0.1, 0.5, 2.0)
 _logger = logging.getLogger("jaxlit")
 
 
+@dataclass(unsafe_hash=True)
 class RemotePath:
     """A path in a bucket, or in any other file system of fsspec.
 
     What reads raises FileNotFoundError, or a CheckpointError for whatever else the file system raises.
     """
 
-    def __init__(self, url: str, fs: Any = None, path: str = "") -> None:
-        self._url, self.fs, self.path = url.rstrip("/"), fs, path
-        if fs is None:
+    url: str
+    fs: Any = field(default=None, compare=False, repr=False)
+    path: str = field(default="", compare=False, repr=False)  # in the file system
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        if self.fs is None:
             from fsspec.core import url_to_fs
 
-            self.fs, self.path = url_to_fs(url)
+            self.fs, self.path = url_to_fs(self.url)
 
     def __str__(self) -> str:
-        return self._url
-
-    def __repr__(self) -> str:
-        return f"RemotePath({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self._url == other._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
+        return self.url
 
     def __truediv__(self, name: str) -> "RemotePath":
-        root = f"{self._url}//" if self._url.endswith(":") else f"{self._url}/"
+        root = f"{self.url}//" if self.url.endswith(":") else f"{self.url}/"
         return RemotePath(root + name, self.fs, f"{self.path.rstrip('/')}/{name}" if self.path else name)
 
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return self._url.rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
         """The folder that it is in."""
-        head, _, _ = self._url.rpartition("/")
+        head, _, _ = self.url.rpartition("/")
         return self if head.endswith("/") else RemotePath(head, self.fs, self.path.rstrip("/").rpartition("/")[0])
 
     def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -104,9 +101,6 @@ class RemotePath:
         except FileNotFoundError:  # a bucket has no folders; another file system may
             self.fs.makedirs(self.parent.path, exist_ok=True)
             return getattr(self.fs, method)(self.path, argument)
-
-    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Do nothing: the first file makes its folders where there are any."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete a file."""

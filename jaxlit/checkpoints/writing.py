@@ -168,7 +168,8 @@ def prepare(
             )
         if leads:
             _check_path(saving.path)
-            saving.folder.mkdir(parents=True, exist_ok=True)
+            if isinstance(saving.folder, Path):  # elsewhere the first file makes it, if there are folders
+                saving.folder.mkdir(parents=True, exist_ok=True)
     except JaxlitError as error:
         problem = error
     except OSError as error:

@@ -63,14 +63,13 @@ def take(
         "accumulate": run.accumulation.batches,
         "processes": run.times.team.size,
     }
-    # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
-    # have set for later epochs.
+    # Of hyperparameters those that the constructor does not take.
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
     optional["hyperparams"] = engine.state.hyperparams_at_start
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
     if not run.accumulation.argument == later == run.accumulation.batches:
-        optional["accumulate_set"] = [run.accumulation.argument, later]
+        optional["accumulate_set"] = [run.accumulation.argument, later]  # the Trainer's, and that of hooks
     optional["stopped"] = run.control.stop_reason or "trainer.should_stop" if run.control.is_final else ""
     optional["left_out"] = [(*entries[i], x) for i, x in engine.left_out().items()] if trained_only else []
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
@@ -238,10 +237,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def warn_of_hyperparams(run: Run, state: Mapping[str, Any]) -> None:
-    """Warn of hyperparameters that `configure_optimizers` has set since training began, and that it does not use.
-
-    A resume has the checkpoint's. One that a hook has set to the new value is used.
-    """
+    """Warn of hyperparameters that `configure_optimizers` has set since training began, and that are not used."""
     began = run.engine.state.hyperparams_at_start
     now = run.engine.state.hyperparams()
     saved = state.get("hyperparams") or {}
@@ -257,10 +253,7 @@ def warn_of_hyperparams(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:
-    """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
-
-    If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
-    """
+    """Return whether training keeps the accumulate_grad_batches of hooks; after 1 a `setup` sets it again."""
     before, _ = state.get("accumulate_set") or (state["accumulate"], None)
     return 1 < before == argument == settings.accumulate_grad_batches
 

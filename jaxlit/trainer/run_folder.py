@@ -56,13 +56,9 @@ class RunFolder:
             self.known = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         return self.known
 
-    def fetch(self) -> None:
-        """Fetch the rows of a run in a bucket, unless this machine has written last; in all processes together."""
-        if self.remote is not None:
-            once_per_node(partial(self._fetch, self.remote, self.path), f"fetching {self.remote}")
-
-    def _fetch(self, remote: RemotePath, root: Path) -> None:
-        claim, mark = read_claim(remote, of_run=True), root / _CLAIM
+    def fetch(self, remote: RemotePath) -> None:
+        """Fetch the rows of a run in a bucket, unless this machine has written last."""
+        claim, root, mark = read_claim(remote, of_run=True), self.path, self.path / _CLAIM
         if not claim or (mark.exists() and mark.read_text() == claim.get("number")):
             return
         for name in map(str, claim.get("files", ())):
@@ -192,7 +188,8 @@ def resolve_checkpoint(
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
     if checkpoint is not None:
-        folder.fetch()  # after it: the rows that it has seen were there before
+        if folder.remote is not None:  # after it: the rows that it has seen were there before
+            once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
         log_taken(purpose, checkpoint, skipped)
     return checkpoint
 

@@ -136,12 +136,7 @@ class Saver:
         snapshot.take(self._training(), {}, ask=False)
 
     def check_finite(self) -> None:
-        """Look whether all steps and parameters are finite, as `nan_policy` says; it may go back to a checkpoint.
-
-        Raises:
-            CheckpointError: The policy is "rollback", and no training can be continued in this hook.
-            NonFiniteError: A step or a parameter is not finite, and the policy is to raise.
-        """
+        """Look whether all steps and parameters are finite; raise, or go back to a checkpoint, as `nan_policy` says."""
         if (run := self._fitted()) is None:
             return
         if not run.is_safe and run.settings.nan_policy == "rollback":
