@@ -93,9 +93,7 @@ class ModelCheckpoint(Callback):
         if monitor is None and save_top_k > 1:
             raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
-            raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass enable_checkpointing=False."
-            )
+            raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing: set enable_checkpointing=False")
         self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
