@@ -85,22 +85,20 @@ class ModelCheckpoint(Callback):
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
         self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        check.integer("every_n_train_steps", every_n_train_steps, low=1, also=(None,), owner=owner)
-        self.every_n_train_steps = every_n_train_steps
-        check.integer("every_n_epochs", every_n_epochs, low=1, also=(None,), owner=owner)
+        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+            check.integer(name, value, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         interval = train_time_interval
         self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
         if monitor is None and save_top_k > 1:
             raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
-            raise ArgumentError(
-                f"{owner}(save_top_k=0, save_last=False) keeps nothing. Pass enable_checkpointing=False."
-            )
+            raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing: set enable_checkpointing=False")
         self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
-        self._has_no_trigger = all(x is None for x in (every_n_epochs, every_n_train_steps, interval))
+        self._has_no_trigger = every_n_epochs is every_n_train_steps is train_time_interval is None
+        self.every_n_train_steps = every_n_train_steps
         self.every_n_epochs = 1 if self._has_no_trigger else every_n_epochs
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
@@ -173,7 +171,7 @@ class ModelCheckpoint(Callback):
                 disk.clear(self._folder / name for name in self._kept.written())  # which a crash has left
             trainer.saver.check()
         self._fitting, step = True, trainer.global_step
-        self._restart_clock()
+        self._clock = time.monotonic()
         self._existing = {*disk.names_in(self._folder)}
         if any(record.step == step for record in self._kept.records[-1:]):
             self._saved_at = trainer.saver.position
@@ -219,7 +217,7 @@ class ModelCheckpoint(Callback):
         if due or training_over:
             self._step = step if fires else self._step
             self._save(trainer, epoch_over, due=due, forced=training_over)
-            self._restart_clock()
+            self._clock = time.monotonic()
 
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write the state at the error, if it is complete and all processes can write it together."""
@@ -251,9 +249,6 @@ class ModelCheckpoint(Callback):
                 trainer.saver.when_written(self._lock.close)  # a Ctrl-C has cut the wait
                 self._lock = None
 
-    def _restart_clock(self) -> None:
-        self._clock = time.monotonic()
-
     def _save(self, trainer: "Trainer", epoch_over: bool, *, due: bool, forced: bool) -> None:
         """Begin to write a checkpoint, after the one before is written."""
         if trainer.nan_policy == "rollback":
@@ -273,7 +268,14 @@ class ModelCheckpoint(Callback):
         if not (forced or self._kept.wants(score)):
             return
         try:
-            self._kept.add(Record(self._name(trainer), trainer.global_step, score, is_finite))
+            suffix = ""
+            if self.filename:
+                counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
+                suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
+            new = disk.name_of(trainer.global_step, suffix)
+            # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
+            new = new if self._resumed else self._kept.unused(new, self._existing)
+            self._kept.add(Record(new, trainer.global_step, score, is_finite))
             path, replaces = self._folder / self._kept.newest, [self._folder / name for name in self._kept.replaced]
             only = {"weights_only": self.save_weights_only, "trained_only": self.trained_only}
             self._saving = trainer.saver.begin(path, self._kept.order, **only, replaces=replaces)
@@ -316,15 +318,6 @@ class ModelCheckpoint(Callback):
         metrics = trainer.callback_metrics
         value = read_monitored(f"ModelCheckpoint(monitor={name!r})", name, metrics)
         return value if value is not None and metrics.step(name) in (None, trainer.global_step) else math.nan
-
-    def _name(self, trainer: "Trainer") -> str:
-        suffix = ""
-        if self.filename:
-            counts = {"epoch": trainer.saver.epoch, "step": trainer.global_step}
-            suffix = f"-{filled(self.filename, counts, lambda name: self._value(trainer, name))}"
-        name = disk.name_of(trainer.global_step, suffix)
-        # Checkpoints of an earlier fit stay; those of a training that crashed are replaced.
-        return name if self._resumed else self._kept.unused(name, self._existing)
 
     @property
     def state_key(self) -> str:

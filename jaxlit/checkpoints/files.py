@@ -2,10 +2,9 @@
 
 A checkpoint is a folder with `MANIFEST.json`; one without it is none. The manifest has the sizes and hashes of the
 files, which are in one subfolder, of a name that no other write has: `state.json`, and of each process the file
-`<process>.safetensors` with its parts of the arrays. It is written last, at once, and deleted first: whatever ends a
-write, an older checkpoint of that name stays as it is. A checkpoint contains data only: nothing in it is imported,
-called or unpickled. The manifest guards against damage, not against forgery, so all that is read here is checked before
-it is used.
+`<process>.safetensors` with its parts of the arrays. It is written last, at once, and deleted first, so that an older
+checkpoint of that name stays whatever ends a write. Nothing in a checkpoint is imported, called or unpickled. The
+manifest guards against damage, not against forgery, so all that is read is checked before it is used.
 """
 
 import hashlib
@@ -26,15 +25,15 @@ import numpy as np
 from jaxlit.checkpoints import places
 from jaxlit.checkpoints.locks import read_claim
 from jaxlit.checkpoints.places import Place, RemotePath, patiently, place_of, size_of
-from jaxlit.checkpoints.position import FORMAT, position_of
+from jaxlit.checkpoints.position import position_of
 from jaxlit.checkpoints.safetensors import CHUNK, parts_in, read_header, read_region
-from jaxlit.distributed.team import LONG_S, agree_or_raise, error_of_all
+from jaxlit.distributed.team import LONG_S, error_of_all, team
 from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError, did_you_mean
 from jaxlit.sharding import array_of_shards
 from jaxlit.texts import from_json, shown
 
 MANIFEST, STATE, ARRAYS = "MANIFEST.json", "state.json", ".safetensors"
-VERSION = 2  # of the layout of a checkpoint
+VERSION = 3  # of the layout of a checkpoint and of its state
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
 FOLDER = "checkpoints"  # in a run's folder
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
@@ -85,8 +84,8 @@ class Checkpoint:
 
         `wanted` is by index in `specs`: a `jax.ShapeDtypeStruct` with a sharding, or None for a numpy array.
         """
-        with self._reading(), ThreadPoolExecutor(_AT_ONCE) as pool:
-            specs = self.specs
+        specs = self.specs
+        with fitting(self.path), ThreadPoolExecutor(_AT_ONCE) as pool:
             dtypes = {name: np.dtype("uint32" if _KEY.fullmatch(x) else x) for name, _, x in specs}
             stored: dict[str, list[Any]] = {name: [] for name in dtypes}
             for parts in pool.map(lambda path: parts_in(path, dtypes), self.files):
@@ -108,37 +107,30 @@ class Checkpoint:
 
             return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.path}: {error}") from error
-        except Exception as error:  # of any class: each file system has its own
-            raise CheckpointError(f"{self.path}: its arrays cannot be read: {error!r}") from error
-
 
 def read(path: Place) -> Checkpoint:
-    """Verify a checkpoint and return it; in several processes all must come here.
-
-    Raises:
-        CheckpointError: It is damaged, incomplete, or of another format.
-    """
+    """Verify a checkpoint and return it, or raise a CheckpointError; in several processes all must come here."""
+    index, count = jax.process_index(), jax.process_count()
     with error_of_all(f"verifying {path.name}", timeout=LONG_S), fitting(path):
-        # Each process reads its share of the files.
-        checkpoint = load(path, index=jax.process_index(), count=jax.process_count())
+        checkpoint = load(path, index=index, count=count)  # each process reads its share of the files
         state = checkpoint.state
-        if (version := state.get("format", 1)) != FORMAT:
-            raise CheckpointError(
-                f"{path}: its state is of format {version!r:.20}, and this version of jaxlit reads format {FORMAT}. "
-                "Continue from it with the version that wrote it."
-            )
         position_of(state)
         for name, shape, dtype in checkpoint.weights:
             hash((name.encode(), shape, dtype))  # of the kinds that are compared
         for section in (state["callbacks"], state["module"]["hparams"]):
             section.items()
-        state["loaders"] = _loaders(checkpoint)
+        if (writers := len(checkpoint.files)) != state["processes"]:
+            raise CheckpointError(f"{path} has files of {writers} processes, not of {state['processes']}.")
+        # The states of this process's loaders if as many processes as now have saved them, else of all. Those of
+        # process 0 are in the state. Those that are equal are read once.
+        files = checkpoint.files[1:] if writers != count else checkpoint.files[index : index + 1] if index else ()
+        texts = dict.fromkeys(read_header(file)[1]["loaders"] for file in files)
+        parts = [] if writers == count and index else [state["loaders"]]
+        parts += [_parse(path, text.encode()) for text in texts]
+        for stage in [*state["loaders"]]:
+            saved = [part[stage] for part in parts if part[stage] is not None]
+            states = [x for loader in saved for x in loader["states"]]
+            state["loaders"] |= {stage: saved[0] | {"states": states} if saved else None}
     return checkpoint
 
 
@@ -154,9 +146,13 @@ def load(path: Place, *, index: int = 0, count: int = 1) -> Checkpoint:
 
 @contextmanager
 def fitting(path: Place) -> Iterator[None]:
-    """Raise a CheckpointError where a state is read that is not what `jaxlit.loop.snapshot.take` makes."""
+    """Raise a CheckpointError, with the path, where what is read is not what `jaxlit.loop.snapshot.take` makes."""
     try:
         yield
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
     except JaxlitError:
         raise
     except OSError as error:
@@ -168,30 +164,8 @@ def fitting(path: Place) -> Iterator[None]:
         ) from error
 
 
-def _loaders(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the states of this process's loaders if as many processes as now have saved them, else of all."""
-    state, index = checkpoint.state, jax.process_index()
-    same = state["processes"] == jax.process_count()
-    if (count := len(checkpoint.files)) != state["processes"]:
-        raise CheckpointError(f"{checkpoint.path} has files of {count} processes, not of {state['processes']}.")
-    files = checkpoint.files[1:] if not same else checkpoint.files[index : index + 1] if index else ()
-    texts = [read_header(path)[1]["loaders"] for path in files]
-    # Those that are equal are read once.
-    parts = [] if same and index else [state["loaders"]]
-    parts += [_parse(checkpoint.path, text.encode()) for text in dict.fromkeys(texts)]
-    loaders = {}
-    for stage in state["loaders"]:
-        saved = [part[stage] for part in parts if part[stage] is not None]
-        states = [x for loader in saved for x in loader["states"]]
-        loaders[stage] = saved[0] | {"states": states} if saved else None
-    return loaders
-
-
 def candidates(folder: Place) -> list[Place]:
-    """Return the checkpoints in a folder, the one written last first.
-
-    Those whose manifest cannot be read come before all: reading them raises what is wrong.
-    """
+    """Return the checkpoints in a folder, those written last first; before them those that reading refuses."""
     paths = {path.name: path for path in _inside(folder) if step_of(path) is not None}
     noted = map(str, read_claim(folder).get("newest", ()))  # the list of a bucket may be late
     paths |= {name: folder / name for name in noted if _NAME.fullmatch(name)}
@@ -203,12 +177,10 @@ def candidates(folder: Place) -> list[Place]:
 
 def names_in(folder: Place) -> list[str]:
     """Return the names of `candidates` as process 0 sees them; in several processes all must come here."""
-    names, problem = list[str](), None
-    try:
-        names = [path.name for path in candidates(folder)] if jax.process_index() == 0 else names
-    except (CheckpointError, OSError) as error:
-        problem = CheckpointError(f"{folder} cannot be read: {error}.") if isinstance(error, OSError) else error
-    return agree_or_raise(f"the checkpoints in {folder.name}", names, problem)[0]
+    topic = f"the checkpoints in {folder.name}"
+    with error_of_all(topic), fitting(folder):
+        names = [path.name for path in candidates(folder)] if jax.process_index() == 0 else []
+    return team().agree(topic, names)[0]
 
 
 def _inside(folder: Place) -> Iterator[Place]:
@@ -234,10 +206,9 @@ def order_of(path: Place) -> float:
 
 
 def newest(folder: Place, verified: Callable[[Place], Checkpoint] | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that verifies, and why newer ones do not.
+    """Return the newest checkpoint of a folder that `verified`, by default `read`, returns, and why newer ones do not.
 
-    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised. `verified` reads
-    one, by default `read`.
+    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
     """
     skipped = {}
     # While one is read, a training may replace it by a newer one: then there is another list.
@@ -321,9 +292,7 @@ def clear(paths: Iterable[Place], delete: Callable[[Place], None] | None = None)
 
 def sweep(folder: Place) -> None:
     """Delete what crashes have left in a folder of checkpoints, which no other training writes to."""
-    inside = list(_inside(folder))
-    clear([path for path in inside if path.name.startswith(".probe-")], places.remove)
-    unsealed = (x for x in inside if step_of(x) is not None and x.is_dir() and order_of(x) < 0)
+    unsealed = [x for x in _inside(folder) if step_of(x) is not None and x.is_dir() and order_of(x) < 0]
     clear(path for path in unsealed if all(map(is_of_a_write, _inside(path))))
 
 
@@ -333,10 +302,7 @@ def is_of_a_write(path: Place) -> bool:
 
 
 def seal(folder: Place, order: int, files: Mapping[str, Any]) -> None:
-    """Make a folder a checkpoint, once all its files are on the disk, given their sizes and hashes.
-
-    `order` is larger for what was written later, whatever clocks say.
-    """
+    """Make a folder a checkpoint, given the sizes and hashes of its files; `order` grows whatever clocks say."""
     body: dict = {"format": "jaxlit", "format_version": VERSION, "order": order, "files": dict(files)}
     body["digest"] = hashlib.sha256(_canonical(body)).hexdigest()
     places.write(folder / MANIFEST, _canonical(body))
@@ -345,25 +311,20 @@ def seal(folder: Place, order: int, files: Mapping[str, Any]) -> None:
 def verify(folder: Place, *, index: int = 0, count: int = 1) -> dict[str, Any]:
     """Refuse a folder whose files are not those of its manifest; return by name the size and hash of every file.
 
-    There are `count` shares of about as many bytes, of which the one of this `index` is compared. What the manifest
-    does not name is never read.
+    Of `count` shares of about as many bytes that of the `index` is compared. Other files are never read.
     """
     entries = files_of(folder)
     # The largest go first, one to each share in turns.
     for name, (size, digest) in sorted(entries.items(), key=lambda x: (-x[1][0], x[0]))[index::count]:
-        path = folder / name
         try:
-            length = size_of(path)
+            if (length := size_of(folder / name)) != size:
+                raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
+            if patiently(_digest, folder / name) != digest:
+                raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
         except (FileNotFoundError, NotADirectoryError):
             raise CheckpointError(f"{folder}: {name} is missing.") from None
-        if length != size:
-            raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
-        try:
-            is_damaged = patiently(_digest, path) != digest
-        except Exception as error:  # of any class: each file system has its own
-            raise CheckpointError(f"{path} cannot be read: {error}.") from error
-        if is_damaged:
-            raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
+        except OSError as error:
+            raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
     return entries
 
 

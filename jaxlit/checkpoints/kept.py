@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from string import Formatter
 from typing import Any, NamedTuple
 
 from jaxlit.errors import ArgumentError
@@ -23,8 +24,8 @@ class Record(NamedTuple):
 class Kept:
     """The checkpoints that stay: the newest, the newest whose parameters are finite, and the `save_top_k` best.
 
-    One is added when it begins to be written; `written` or `failed` is called when that is over. A score must be better
-    than one of the best to replace it; of equal ones the oldest is replaced first.
+    `written` or `failed` is called once the one that was added is, or is not. A score must be better than one of the
+    best to replace it; of equal ones the oldest is replaced first.
     """
 
     mode: str | None = None  # "min" or "max" of the scores is best; None if the newest checkpoint is
@@ -48,10 +49,9 @@ class Kept:
     @property
     def best(self) -> str:
         """The name of the best checkpoint, of equal ones the oldest; "" if there is none."""
-        if self.mode is None:
-            return self.newest
         scores = self.scores
-        return (max if self.mode == "max" else min)(scores, key=lambda name: scores[name], default="")
+        extreme = max if self.mode == "max" else min
+        return self.newest if self.mode is None else extreme(scores, key=lambda name: scores[name], default="")
 
     def is_best(self, score: float | None) -> bool:
         """Return whether a checkpoint with this score would be among the best."""
@@ -107,27 +107,21 @@ class Kept:
         return next(x for i in itertools.count() if (x := f"{name}-v{i}" if i else name) not in existing)
 
 
-_FIELD = re.compile(r"\{([^{}:]+)(:[^{}]*)?\}")
-
-
 def check_filename(filename: str | None) -> None:
     """Refuse what is no format of names."""
-    given = f"ModelCheckpoint(filename={filename!r})"
-    for name, form in _FIELD.findall(filename or ""):
-        try:
-            format(1 if name in ("epoch", "step") else 1.0, form[1:])
-        except ValueError as error:
-            raise ArgumentError(f"{given}: {name}{form} is no format: {error}.") from None
-    if set("{}") & set(_FIELD.sub("", filename or "")):
-        text = "has a brace without its other, or an empty pair. Write for example '{epoch}-{val/loss:.2f}'."
-        raise ArgumentError(f"{given} {text}")
+    try:
+        filled(filename or "", {"epoch": 1, "step": 1}, lambda name: 1.0)
+    except ValueError as error:
+        text = f"ModelCheckpoint(filename={filename!r}) is no format: {error}. Write for example"
+        raise ArgumentError(f"{text} '{{epoch}}-{{val/loss:.2f}}'.") from None
 
 
 def filled(filename: str, counts: Mapping[str, int], metric: Callable[[str], Any]) -> str:
     """Return a filename with the values that it names, from the counts or the metrics, fit for a folder's name."""
-
-    def fill(match: re.Match[str]) -> str:
-        name, form = match[1], (match[2] or ":")[1:]
-        return f"{name}={format(counts[name] if name in counts else metric(name), form)}"
-
-    return re.sub(r"[^\w=.,+-]", "_", _FIELD.sub(fill, filename))
+    result = ""
+    for text, name, form, _ in Formatter().parse(filename):
+        if name == "":
+            raise ValueError("a pair of braces is empty")
+        value = "" if name is None else format(counts[name] if name in counts else metric(name), form or "")
+        result += text if name is None else f"{text}{name}={value}"
+    return re.sub(r"[^\w=.,+-]", "_", result)

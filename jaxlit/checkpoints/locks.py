@@ -1,8 +1,8 @@
 """The lock of a folder that one training at a time writes to; where there are no locks, as in buckets, a claim to it.
 
-A claim is a file that each training writes when it begins. Before a training makes a folder a checkpoint, or copies its
-rows, it looks whether the claims above are still its own: of two trainings the one that began last continues. The files
-of a checkpoint have names of their own, so that the other one has overwritten nothing until it notices.
+A claim is a file that each training writes when it begins. A training looks whether the claims are still its own before
+it makes a folder a checkpoint, or copies its rows: of two the one that began last continues. Nothing is overwritten
+until the other one notices, as the files of a checkpoint have names of their own.
 """
 
 import contextlib
@@ -27,20 +27,15 @@ _logger = logging.getLogger("jaxlit")
 class FolderLock:
     """Holds a folder, which is created if it does not exist, until it is closed or the process ends.
 
-    The folder is for checkpoints, or `of_run`: there the first write raises if nothing can be written.
-
-    Attributes:
-        number: What no other training has in its claim.
-
-    Raises:
-        CheckpointError: Nothing can be written there, or another training holds it.
+    A CheckpointError is raised if another training holds it, or nothing can be written there. A folder `of_run` that
+    is on a disk need not be written: the first row raises. The `number` is in no other training's claim.
     """
 
     def __init__(self, folder: Place, *, of_run: bool = False) -> None:
         # Checkpoints may be in the run's folder itself, so the two have different locks.
         self.folder, self._path = folder, _lock_in(folder, of_run=of_run)
-        self.number, self.noted, self._is_claim = secrets.token_hex(8), dict[str, Any](), True
-        self._file: TextIO | None = None
+        self.number, self.noted = secrets.token_hex(8), dict[str, Any]()
+        self._file: TextIO | None = None  # that is locked; where there are no locks, there is a claim
         # Before the file is opened: closing it again would release the lock.
         if str(self._path) in _held:
             raise CheckpointError(
@@ -55,13 +50,9 @@ class FolderLock:
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                if not of_run:
-                    probe = self._path.with_name(f".probe-{secrets.token_hex(4)}")
-                    probe.write_bytes(b"\0" * 4096)
-                    probe.unlink()
-                self._file = self._path.open("a+")
-            self._is_claim = self._file is None or not self._locks(folder, self._file)
-            if self._is_claim:
+                file = self._path.open("a+")
+                self._file = file if self._locks(file) else file.close()
+            if self._file is None:
                 self.note(**read_claim(folder, of_run=of_run))
         except CheckpointError:
             raise
@@ -74,41 +65,39 @@ class FolderLock:
             ) from error
         _held[str(self._path)] = self
 
-    def _locks(self, folder: Place, file: TextIO) -> bool:
+    def _locks(self, file: TextIO) -> bool:
         """Return whether a folder on a disk is locked now; some file systems have no locks."""
         try:
             import fcntl
-        except ImportError:  # a system without such locks
-            return False
-        try:
+
             # Of the process: one that it has forked does not hold it as well.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:  # a system without such locks
+            return False
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
             holder = file.read(200).strip() or "another process"
             file.close()
             raise CheckpointError(
-                f"{folder} is in use by {holder}. Two trainings cannot write to one folder: end that one, or pass "
+                f"{self.folder} is in use by {holder}. Two trainings cannot write to one folder: end that one, or pass "
                 "another Trainer(default_root_dir=...)."
             ) from error
         except OSError as error:
             if (device := os.fstat(file.fileno()).st_dev) not in _without_locks:
                 _without_locks.add(device)
-                _logger.warning(
-                    "%s is on a file system without locks (%s): see to it that no other training writes there.",
-                    *(folder, error),
-                )
+                text = "%s is on a file system without locks (%s): see to it that no other training writes there."
+                _logger.warning(text, self.folder, error)
             return False
-        with contextlib.suppress(OSError):  # only for the message of another process
+        with contextlib.suppress(*[OSError] * (self._path.name == RUN_LOCK)):
             file.seek(0)
             file.truncate()
-            file.write(_holder())
+            file.write(_holder().ljust(4096))  # a full disk is known before the first step
             file.flush()
         return True
 
     def check(self) -> None:
         """Refuse a folder that another training has claimed meanwhile."""
-        claim = _read(self._path) if self._is_claim else {}
+        claim = _read(self._path) if self._file is None else {}
         if claim.get("number") not in (None, self.number):
             raise CheckpointError(
                 f"{self.folder} was taken by {claim.get('holder')}, which began later. Two trainings cannot write to "
@@ -118,7 +107,7 @@ class FolderLock:
     def note(self, **noted: Any) -> None:
         """Note something in the claim for those that begin after it; a lock has no notes."""
         self.noted |= noted
-        if self._is_claim:
+        if self._file is None:
             claim = {**self.noted, "number": self.number, "holder": _holder()}
             write(self._path, json.dumps(claim).encode())
 
@@ -151,7 +140,7 @@ def read_claim(folder: Place, *, of_run: bool = False) -> dict[str, Any]:
     path = _lock_in(folder, of_run=of_run)
     lock = _held.get(str(path))
     # To close a file that this process has locked would release the lock.
-    return _read(path) if lock is None or lock._is_claim else {}
+    return _read(path) if lock is None or lock._file is None else {}
 
 
 def _read(path: Place) -> dict[str, Any]:

@@ -5,6 +5,7 @@ imported to look up a name: it is looked up in the modules that are loaded, and 
 built, of jax, flax, optax and numpy.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -13,7 +14,7 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,7 @@ def match(
 ) -> tuple[dict[int, int], list[tuple[str, str, str]]]:
     """Return the index of the wanted array for each saved array, and (name, saved, wanted) of those that differ.
 
-    Names for which `skip` returns True are ignored. `cast` accepts floating-point arrays of another precision, as
-    precision="bf16-true" makes them.
+    Names that `skip` accepts are ignored. `cast` allows another precision, as precision="bf16-true" makes it.
     """
     unmatched = {name: i for i, (name, _, _) in enumerate(saved)}
     pairs, rows = {}, []
@@ -50,7 +50,9 @@ def match(
         if skip(name):
             continue
         i = unmatched.pop(name, None)
-        if i is not None and _fits(saved[i], wanted[k], cast):
+        dtypes = {wanted[k][2]} if i is None else {wanted[k][2], saved[i][2]}
+        fits = len(dtypes) == 1 or (cast and dtypes <= {"bfloat16", "float16", "float32", "float64"})
+        if i is not None and fits and saved[i][1] == wanted[k][1]:
             pairs[i] = k
         else:
             rows.append((name, "nothing" if i is None else _text(saved[i]), _text(wanted[k])))
@@ -90,10 +92,9 @@ def report(
     checkpoint: Checkpoint, rows: list[tuple[str, str, str]], owner: str, strict: bool, *, resumes: bool = False
 ) -> None:
     """Refuse a checkpoint whose arrays, the rows, differ from those of a model, the owner; if not strict, warn."""
-    if not rows:
-        return
-    if not strict:
-        _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, comparison(rows))
+    if not rows or not strict:
+        if rows:
+            _logger.warning("%s was loaded in part. Not taken from it:\n%s", checkpoint.path, comparison(rows))
         return
     optimizer = any(name == "the optimizer" or name.startswith("opt_state") for name, _, _ in rows)
     hint = "Build the model and the optimizer as they were. "
@@ -124,19 +125,16 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
         if isinstance(leaf.variable, nnx.RngState) and not draws:
             generators.add(name)
             continue
-        is_shape = isinstance(value, jax.ShapeDtypeStruct)
-        impl = impl_of(value) if is_key(value) else None
+        is_shape, impl = isinstance(value, jax.ShapeDtypeStruct), impl_of(value) if is_key(value) else None
         data = value if is_shape else jnp.asarray(value)
         if impl is not None:
-            data = jax.eval_shape(jax.random.key_data, value) if is_shape else jax.random.key_data(value)
+            data = jax.eval_shape(jax.random.key_data, data) if is_shape else jax.random.key_data(data)
         targets.append((leaf.place, data, impl))
         wanted.append((name, data.shape, str(data.dtype) if impl is None else f"key<{impl}>"))
 
-    def skip(name: str) -> bool:
-        return not name.startswith("module.") or name in generators
-
     # The weights of a new fit may fit in part, but trained ones mean nothing with others.
-    how: Any = {"strict": strict or not draws, "skip": skip, "cast": True}
+    how: Any = {"strict": strict or not draws, "cast": True}
+    how["skip"] = lambda name: not name.startswith("module.") or name in generators
     pairs, rows = match_base(checkpoint, checkpoint.weights, wanted, [x for _, x, _ in targets], {}, **how)
     name = type(module).__name__
     if rows and not pairs and not strict:
@@ -146,12 +144,9 @@ def load_variables(module: Any, checkpoint: Checkpoint, *, strict: bool, draws: 
             "nnx.update(model.part, nnx.state(loaded, nnx.Param))."
         )
     report(checkpoint, rows, name, strict)
-    specs = {}
-    for i, k in pairs.items():
-        _, data, _ = targets[k]
-        # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
-        placed = data.sharding if getattr(data, "committed", True) else None
-        specs[i] = None if placed is None else jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=placed)
+    specs = {i: targets[k][1] for i, k in pairs.items()}
+    # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
+    specs = {i: x if x.sharding is not None and getattr(x, "committed", True) else None for i, x in specs.items()}
     for i, array in checkpoint.arrays(specs).items():
         place, data, impl = targets[pairs[i]]
         array = jnp.asarray(array, data.dtype)
@@ -168,21 +163,14 @@ def load_numbers(module: Any, checkpoint: Checkpoint) -> None:
                 leaf.place.set_raw_value(decode(saved[leaf.name], type(module)))
 
 
-def _fits(saved: Spec, wanted: Spec, cast: bool) -> bool:
-    (_, shape, dtype), (_, wanted_shape, wanted_dtype) = saved, wanted
-    are_floats = all(x in ("bfloat16", "float16", "float32", "float64") for x in (dtype, wanted_dtype))
-    return shape == wanted_shape and (dtype == wanted_dtype or (cast and are_floats))
-
-
-def _text(spec: Iterable[Any]) -> str:
-    _, shape, dtype = spec
-    return f"{dtype}{list(shape)}"
+def _text(spec: Spec) -> str:
+    return f"{spec[2]}{list(spec[1])}"
 
 
 _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
-_MAKERS["partition"] = lambda entries: P(*entries)
+_MAKERS |= {"partition": lambda entries: P(*entries), "scalar": lambda parts: np.dtype(parts[0]).type(parts[1])}
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -191,11 +179,7 @@ class NotKeptError(Exception):
 
 
 def encode(x: Any) -> Any:
-    """Return a value as JSON.
-
-    Raises:
-        NotKeptError: It would come back as another.
-    """
+    """Return a value as JSON, or raise a NotKeptError if it would come back as another."""
     kind = type(x)  # exactly: a value of a subclass would come back as one of its base
     if issubclass(kind, dict) and kind is not dict:  # first: its keys may be attributes, and any other raises
         raise NotKeptError(f"{kind.__name__}(...)")
@@ -204,7 +188,7 @@ def encode(x: Any) -> Any:
     if isinstance(x, np.dtype):
         return _node("dtype", x.name)
     if issubclass(kind, (np.bool_, np.number)) and type(x.item()) in (bool, int, float):
-        return _node("scalar", encode(x.item()), dtype=x.dtype.name)
+        return _node("scalar", [x.dtype.name, encode(x.item())])
     if kind is float and not math.isfinite(x):
         return _node("float", str(x))
     if x is None or kind in (bool, int, float, str):
@@ -221,9 +205,12 @@ def encode(x: Any) -> Any:
     is_plain = dataclasses.is_dataclass(x) and not isinstance(x, (type, nnx.Module, int, float, str, list, tuple, dict))
     if is_plain and (name := _name_of(type(x))) is not None:
         fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
-        values = {key: encode(value) for key, value in fields.items()}
-        if _is_rebuilt_from(x, fields):
-            return _node("dataclass", values, name=name)
+        values, names = {key: encode(value) for key, value in fields.items()}, {f.name for f in dataclasses.fields(x)}
+        with contextlib.suppress(Exception):  # of the user's code
+            again = type(x)(**fields)
+            is_same = all(getattr(again, n) == getattr(x, n) for n in {*getattr(x, "__dict__", {}), *names})
+            if is_same and names == type(x).__dataclass_fields__.keys():  # it may take more than the fields
+                return _node("dataclass", values, name=name)
     # Functions and arrays are named; the repr of anything else may show a secret.
     is_named = isinstance(getattr(x, "__qualname__", None), str) or (hasattr(x, "shape") and hasattr(x, "dtype"))
     raise NotKeptError(shown(x) if is_named else f"{type(x).__name__}(...)")
@@ -235,12 +222,25 @@ def not_kept(text: str) -> dict[str, Any]:
 
 
 def decode(x: Any, cls: type) -> Any:
-    """Return the value of what `encode` or `not_kept` returned, an argument of the class that is built.
+    """Return the value of what `encode` or `not_kept` returned, for a class, or raise a NotKeptError."""
 
-    Raises:
-        NotKeptError: It was not kept, or its name now means nothing, or something else.
-    """
-    return _from_inside(x, functools.partial(_value_of, cls=cls))
+    def value_of(node: dict[str, Any]) -> Any:
+        value: Any = node.get(_VALUE)
+        try:
+            if (kind := node.get(_KIND)) is None:
+                return node
+            if kind == "name":
+                return _named(value, cls)  # "package.module:Class.method"
+            if kind in _MAKERS:
+                return _MAKERS[kind](value)
+            of = _named(node["name"], cls) if kind == "dataclass" else None
+            if isinstance(of, type) and dataclasses.is_dataclass(of):  # nothing else is called
+                return of(**value)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise NotKeptError(_dotted(value) if kind == "name" else shown(node)) from error
+        raise NotKeptError(value if kind == "not kept" else shown(node))
+
+    return _from_inside(x, value_of)
 
 
 def _from_inside(x: Any, hook: Callable[[dict[str, Any]], Any]) -> Any:
@@ -248,42 +248,19 @@ def _from_inside(x: Any, hook: Callable[[dict[str, Any]], Any]) -> Any:
     return json.loads(json.dumps(x), object_hook=hook)
 
 
-def _value_of(node: dict[str, Any], cls: type) -> Any:
-    """Return the value of a node, whose parts are values already."""
-    kind: Any = node.get(_KIND)
-    value: Any = node.get(_VALUE)
-    if kind is None:
-        return node
-    try:
-        if kind == "name":
-            return _named(value, cls)  # "package.module:Class.method"
-        if kind == "scalar" and issubclass(scalar := np.dtype(node["dtype"]).type, (np.bool_, np.number)):
-            return scalar(value)
-        if kind in _MAKERS:
-            return _MAKERS[kind](value)
-        if kind == "dataclass":
-            of = _named(node["name"], cls)
-            if isinstance(of, type) and dataclasses.is_dataclass(of):  # nothing else is called
-                return of(**value)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise NotKeptError(_dotted(value) if kind == "name" else shown(node)) from error
-    raise NotKeptError(value if kind == "not kept" else shown(node))
-
-
 def readable(x: Any) -> Any:
     """Return a value as JSON for people to read: "jax.nn.relu" for a function."""
+
+    def plain(node: dict[str, Any]) -> Any:
+        kind = node.get(_KIND)
+        value: Any = node if kind is None else node.get(_VALUE)
+        value = {str(key): item for key, item in value} if kind == "dict" else value
+        return _dotted(value) if kind == "name" else value
+
     try:
-        return _from_inside(encode(x), _plain)
+        return _from_inside(encode(x), plain)
     except NotKeptError as error:
         return str(error)
-
-
-def _plain(node: dict[str, Any]) -> Any:
-    """Return a node of `encode` without the marks that say what it was."""
-    value: Any = node.get(_VALUE)
-    if node.get(_KIND) == "dict":
-        return {str(key): item for key, item in value}
-    return node if _KIND not in node else _dotted(value) if node[_KIND] == "name" else value
 
 
 def _node(kind: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -303,9 +280,8 @@ def _name_of(x: Any) -> str | None:
 
 def _script() -> str:
     """Return how a name of `__main__` is saved: with the module that other programs import the script as."""
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    return f"__main__/{spec.name if spec is not None else Path(getattr(main, '__file__', '')).stem}"
+    spec, file = (getattr(sys.modules["__main__"], name, None) for name in ("__spec__", "__file__"))
+    return f"__main__/{Path(file or '').stem if spec is None else spec.name}"
 
 
 def _dotted(path: Any) -> str:
@@ -324,29 +300,14 @@ def _named(path: str, cls: type) -> Any:
     x = _look_up(module, name)
     # By the name of the value itself: a module may import functions of any other.
     known = None if x is None else _name_of(x)
-    if known is not None and _may_be_named(known.partition(":")[0].partition("/")[0], cls):
-        return x
+    if known is not None:
+        # A checkpoint may name values of a module of the user, of the class, or of a library of arrays.
+        place = known.partition(":")[0].partition("/")[0]
+        root, file = place.partition(".")[0], getattr(sys.modules[place], "__file__", None)
+        roots = {name.partition(".")[0] for name in (*_LIBRARIES, *(x.__module__ for x in cls.__mro__))}
+        is_of_users = root in {"__main__", *roots} or (file is not None and "-packages" not in file)
+        if is_of_users and root not in sys.stdlib_module_names and root != "jaxlit":
+            return x
     if isinstance(x, type) and module == "builtins":  # float as a dtype
         return x
     raise KeyError(path)
-
-
-def _may_be_named(module: str, cls: type) -> bool:
-    """Return whether a checkpoint may name values of a module: the user's, that of the class, or one of arrays."""
-    root, file = module.partition(".")[0], getattr(sys.modules[module], "__file__", None)
-    if root in sys.stdlib_module_names or root == "jaxlit":
-        return False
-    known = {"__main__", *(name.partition(".")[0] for name in (*_LIBRARIES, *(x.__module__ for x in cls.__mro__)))}
-    return root in known or (file is not None and "-packages" not in file)
-
-
-def _is_rebuilt_from(x: Any, fields: dict[str, Any]) -> bool:
-    """Return whether a dataclass's constructor rebuilds it from its fields, with those that are not compared."""
-    names = {field.name for field in dataclasses.fields(x)}
-    if type(x).__dataclass_fields__.keys() - names:  # the constructor takes more than the fields
-        return False
-    try:
-        rebuilt = type(x)(**fields)
-        return all(getattr(rebuilt, name) == getattr(x, name) for name in {*getattr(x, "__dict__", {}), *names})
-    except Exception:  # of the user's code
-        return False

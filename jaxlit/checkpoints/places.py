@@ -11,6 +11,8 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,83 +25,82 @@ _WAITS_S = (0.1, 0.5, 2.0)
 _logger = logging.getLogger("jaxlit")
 
 
+@dataclass(unsafe_hash=True)
 class RemotePath:
     """A path in a bucket, or in any other file system of fsspec.
 
     What reads raises FileNotFoundError, or a CheckpointError for whatever else the file system raises.
     """
 
-    def __init__(self, url: str, fs: Any = None, path: str = "") -> None:
-        self._url, self.fs, self.path = url.rstrip("/"), fs, path
-        if fs is None:
+    url: str
+    fs: Any = field(default=None, compare=False, repr=False)
+    path: str = field(default="", compare=False, repr=False)  # in the file system
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        if self.fs is None:
             from fsspec.core import url_to_fs
 
-            # Only the local file system, which others may wrap, has to be asked to make the folders of a file.
-            options = {x: {"auto_mkdir": True} for x in ("file", "local") if f"{x}://" in url}
-            self.fs, self.path = url_to_fs(url, **options)
+            self.fs, self.path = url_to_fs(self.url)
 
     def __str__(self) -> str:
-        return self._url
-
-    def __repr__(self) -> str:
-        return f"RemotePath({self._url!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemotePath) and self._url == other._url
-
-    def __hash__(self) -> int:
-        return hash(self._url)
+        return self.url
 
     def __truediv__(self, name: str) -> "RemotePath":
-        root = f"{self._url}//" if self._url.endswith(":") else f"{self._url}/"
+        root = f"{self.url}//" if self.url.endswith(":") else f"{self.url}/"
         return RemotePath(root + name, self.fs, f"{self.path.rstrip('/')}/{name}" if self.path else name)
 
     @property
     def name(self) -> str:
         """The last part of the path."""
-        return self._url.rpartition("/")[2]
+        return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
         """The folder that it is in."""
-        head, _, _ = self._url.rpartition("/")
+        head, _, _ = self.url.rpartition("/")
         return self if head.endswith("/") else RemotePath(head, self.fs, self.path.rstrip("/").rpartition("/")[0])
 
-    def exists(self) -> bool:
-        """Return whether there is a file or a folder."""
-        return self._ask("exists")
+    def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of the file system that reads."""
+        self.fs.invalidate_cache()  # other machines write there
+        try:
+            return getattr(self.fs, method)(self.path, *arguments, **named)
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as error:  # of any class: each file system has its own
+            raise CheckpointError(f"{self} cannot be read: {type(error).__name__}: {error}.") from error
 
-    def is_dir(self) -> bool:
-        """Return whether there is a folder."""
-        return self._ask("isdir")
-
-    def is_file(self) -> bool:
-        """Return whether there is a file."""
-        return self._ask("isfile")
+    exists = partialmethod(ask, "exists")
+    is_dir = partialmethod(ask, "isdir")
+    is_file = partialmethod(ask, "isfile")
+    read_bytes = partialmethod(ask, "cat_file")
 
     def stat(self) -> os.stat_result:
         """Return the size of a file, and no more."""
-        size = self._ask("info")["size"]
-        return os.stat_result((stat.S_IFREG, *(0,) * 5, size, *(0,) * 3))
+        return os.stat_result((stat.S_IFREG, *(0,) * 5, self.ask("info")["size"], *(0,) * 3))
 
     def iterdir(self) -> Iterator["RemotePath"]:
         """Return what is in a folder; nothing if there is no such folder."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in self._ask("ls", detail=False):
+            for path in self.ask("ls", detail=False):
                 yield self / path.rstrip("/").rpartition("/")[2]
-
-    def read_bytes(self) -> bytes:
-        """Return the content of a file."""
-        return self._ask("cat_file")
 
     def open(self, mode: str) -> Any:
         """Open a file, "rb" or "wb"."""
-        if mode == "rb":  # each read asks for as much as it needs
-            return self._ask("open", mode=mode, cache_type="none")
-        return self._new_file("open", mode)
+        # Each read asks for as much as it needs.
+        return self.ask("open", mode, cache_type="none") if mode == "rb" else self._new_file("open", mode)
 
-    def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Do nothing: `open` makes folders where there are any."""
+    def write_bytes(self, data: bytes) -> None:
+        """Write a file; in a bucket, a process that ends meanwhile leaves the old one or the new one."""
+        self._new_file("pipe_file", data)
+
+    def _new_file(self, method: str, argument: Any) -> Any:
+        try:
+            return getattr(self.fs, method)(self.path, argument)
+        except FileNotFoundError:  # a bucket has no folders; another file system may
+            self.fs.makedirs(self.parent.path, exist_ok=True)
+            return getattr(self.fs, method)(self.path, argument)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete a file."""
@@ -111,51 +112,15 @@ class RemotePath:
         with contextlib.suppress(Exception):  # of any class: a bucket may refuse it
             self.fs.rmdir(self.path)
 
-    def put(self, source: bytes | Path) -> None:
-        """Write a file; a process that ends meanwhile leaves the old one or the new one."""
-        if "file" in getattr(self.fs, "fs", self.fs).protocol:  # another one wraps the local file system
-            part = self.parent / f".{self.name.lstrip('.')}-{secrets.token_hex(4)}"
-            part._put(source)
-            self.fs.mv(part.path, self.path)
-        else:
-            self._put(source)
-
-    def _put(self, source: bytes | Path) -> None:
-        if isinstance(source, bytes):
-            self._new_file("pipe_file", source)
-            return
-        with source.open("rb") as data, self.open("wb") as file:
-            shutil.copyfileobj(data, file, 2**24)
-
-    def _new_file(self, method: str, *arguments: Any) -> Any:
-        try:
-            return getattr(self.fs, method)(self.path, *arguments)
-        except FileNotFoundError:  # a bucket has no folders; another file system may
-            self.fs.makedirs(self.parent.path, exist_ok=True)
-            return getattr(self.fs, method)(self.path, *arguments)
-
-    def fetch(self, path: Path) -> None:
-        """Copy a file to this machine."""
-        self._ask("get_file", str(path))  # whose name differs among file systems
-
     def remove(self) -> None:
         """Delete the folder."""
         # A recursive rm would take [1] in a name for a pattern. A store without folders refuses rmdir.
-        for path in self._ask("find"):
+        for path in self.ask("find"):
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(path)
         with contextlib.suppress(OSError):
             for folder, _, _ in self.fs.walk(self.path, topdown=False):
                 self.fs.rmdir(folder)
-
-    def _ask(self, method: str, *arguments: Any, **named: Any) -> Any:
-        self.fs.invalidate_cache()  # other machines write there
-        try:
-            return getattr(self.fs, method)(self.path, *arguments, **named)
-        except (FileNotFoundError, NotADirectoryError):
-            raise
-        except Exception as error:  # of any class: each file system has its own
-            raise CheckpointError(f"{self} cannot be read: {type(error).__name__}: {error}.") from error
 
 
 Place: TypeAlias = Path | RemotePath
@@ -177,16 +142,13 @@ def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
                 f"{owner}({name}=...) has a password in its URL, which would be printed. Give it to fsspec by the "
                 "environment or its configuration files."
             )
-        from fsspec.registry import get_filesystem_class, known_implementations
+        from fsspec.registry import get_filesystem_class
 
         for part in str(value).split("::"):
-            protocol = part.partition("://")[0]
             try:
-                get_filesystem_class(protocol)
+                get_filesystem_class(part.partition("://")[0])
             except (ImportError, ValueError) as error:
-                package = known_implementations.get(protocol, {"class": "fsspec"})["class"].split(".")[0]
-                remedy = "" if package == "fsspec" else f" Run `pip install {package}`."
-                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else remedy
+                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else ""
                 raise ArgumentError(f"{owner}({name}={str(value)!r}) cannot be opened: {error}.{remedy}") from error
     return value
 
@@ -206,11 +168,11 @@ def fetched(url: Any) -> Path:
     path = staging(str(url), "fetched")
     known = path.with_name(f".{path.name}.info")
     try:
-        info = repr(source._ask("info"))  # with its size, and its time or hash
+        info = repr(source.ask("info"))  # with its size, and its time or hash
         if not (path.exists() and known.exists() and known.read_text() == info):
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as part:
-                source.fetch(part)
+                source.ask("get_file", str(part))  # whose name differs among file systems
             known.write_text(info)
     except FileNotFoundError as error:
         raise CheckpointError(f"{url} cannot be read: there is no such file.") from error
@@ -228,7 +190,7 @@ def size_of(path: Place) -> int:
 def read_into(path: Place, offset: int, data: memoryview) -> int:
     """Read the bytes of a file from an offset on; return how many there were."""
     if isinstance(path, RemotePath):  # at once: file systems may open a file as one object for all threads
-        found = path._ask("cat_file", start=offset, end=offset + len(data))
+        found = path.ask("cat_file", start=offset, end=offset + len(data))
         data[: len(found)] = found
         return len(found)
     with path.open("rb") as file:
@@ -238,10 +200,7 @@ def read_into(path: Place, offset: int, data: memoryview) -> int:
 
 def write(path: Place, data: bytes) -> None:
     """Write a file completely or not at all, and put it onto the disk."""
-    if isinstance(path, RemotePath):
-        path.put(data)
-        return
-    with replacing(path) as part:
+    with replacing(path) if isinstance(path, Path) else contextlib.nullcontext(path) as part:
         patiently(part.write_bytes, data)
 
 

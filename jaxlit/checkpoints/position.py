@@ -7,11 +7,7 @@ from typing import Any
 
 @dataclass
 class Position:
-    """How far training is: where the arrays are, and what a checkpoint contains.
-
-    Training continues at one kind of place only: between two batches, or after an epoch. There a validation, and the
-    end of the epoch, may still have to be done.
-    """
+    """How far training is. It continues between two batches, or after an epoch: a validation may be left to do."""
 
     epoch: int = 0  # epochs finished
     batch_idx: int = 0  # batches of this epoch done
@@ -35,55 +31,19 @@ class Position:
         return self.epoch + self.cut
 
     def advance(self, data: Any, *, stepping: int, last: bool, batches: int = 1) -> None:
-        """Move after a dispatch of batches, in which the optimizer took `stepping` steps; nothing else counts them.
-
-        `data` is the loader's state after it, `last` whether it had the last batch of the epoch.
-        """
-        self.batch_idx = self.batch_idx + batches
-        self.total_batch_idx = self.total_batch_idx + batches
-        self.global_step = self.global_step + stepping
+        """Move after batches of `stepping` optimizer steps, maybe the epoch's last, to a state of the loader."""
+        self.batch_idx += batches
+        self.total_batch_idx += batches
+        self.global_step += stepping
         self.filled = 0 if stepping else self.filled + 1
-        self.validated = False
-        self.over = last
-        self.data = data
-
-    def end_batches(self, data: Any) -> None:
-        """End the epoch here; the loader may have more batches."""
-        self.over = True
-        self.data = data
+        self.validated, self.over, self.data = False, last, data
 
     def advance_epoch(self, data: Any) -> None:
         """Move before the next epoch, whose loader continues from `data`."""
-        self.epoch = self.epoch + 1
-        self.batch_idx = 0
-        self.over = False
-        self.data = data
-        self.first_step = self.global_step
-
-    def move_before(self, step: int, batch_idx: int, data: Any, *, filled: int = 0) -> None:
-        """Move before an earlier step and batch of this epoch, with the loader's state and the filled window then."""
-        self.total_batch_idx -= self.batch_idx - batch_idx
-        self.batch_idx = batch_idx
-        self.global_step = step
-        self.filled = filled
-        self.validated = True
-        self.over = False
-        self.data = data
-
-    def go_back(self, was: "Position") -> bool:
-        """Count optimizer steps from an earlier position on; the batches since then stay used.
-
-        Return whether that position was in this epoch: then its metrics continue.
-        """
-        self.global_step = was.global_step
-        self.filled = 0
-        within = was.epoch == self.epoch and not was.over
-        if not within:
-            self.first_step = was.global_step
-        return within
+        self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
+        self.data, self.first_step = data, self.global_step
 
 
-FORMAT = 3  # of state.json; one of another is refused
 # The fields of `Position` in state.json; `jaxlit.loop.snapshot` saves `data` as the loader's state, and not `cut`.
 POSITION = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled", "over", "validated")
 

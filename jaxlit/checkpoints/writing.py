@@ -1,8 +1,7 @@
 """Writes a checkpoint in the background, completely or not at all: `prepare`, `Saving.begin`, `Saving.wait`.
 
-Every process writes a file with its parts of the arrays and a small one with the size and hash of that, and sends
-process 0 a short message, as many hashes would be too much for the coordinator of jax. When all are there, process 0
-writes the manifest.
+Every process writes a file with its parts of the arrays, and sends process 0 its size and hash, or why it could not.
+When all have come, process 0 writes the manifest.
 """
 
 import contextlib
@@ -31,10 +30,7 @@ from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, NonFinite
 
 
 class Saving(Background[None]):
-    """A checkpoint that all processes write together, by a thread for which the end of the process waits.
-
-    `order` is a number larger than those of the checkpoints of the folder that were begun before.
-    """
+    """A checkpoint that all processes write together, by a thread for which the end of the process waits."""
 
     def __init__(self, path: Place, order: int) -> None:
         super().__init__("jaxlit-checkpoint", self._write, daemon=False)
@@ -46,27 +42,21 @@ class Saving(Background[None]):
         self._names = list[str]()  # of the arrays
         self._parts = dict[str, Any]()  # of them, those that this process stores
         self._failure: Exception | None = None
-        self._replaces: Iterable[Place] = ()
-        self._before: Callable[[], object] = lambda: None
-        self._judge: Callable[[Mapping[str, float]], object] | None = None
-        self._judged: Collection[str] = ()
 
     def begin(
         self,
         arrays: Iterable[jax.Array],
         replaces: Iterable[Place] = (),
-        before: Callable[[], object] | None = None,
-        judge: Callable[[Mapping[str, float]], object] | None = None,
+        before: Callable[[Mapping[str, float]], object] = lambda found: None,
         judged: Collection[str] = (),
     ) -> "Saving":
         """Begin to write; in several processes all must come here.
 
         The arrays, in the order of their names, may be overwritten as soon as this returns. `before` is called in
-        process 0 before this is a checkpoint, as is `judge` with how many infinities the arrays named in `judged` have,
-        NaN for a NaN; then others that it `replaces` are deleted.
+        process 0 before this is a checkpoint, with how many infinities the arrays named in `judged` have, NaN for a
+        NaN; then others that it `replaces` are deleted.
         """
-        self._replaces, self._before = replaces, before or self._before
-        self._judge, self._judged = judge, judged
+        self._replaces, self._before, self._judged = replaces, before, judged
         try:
             self._parts = own_parts(dict(zip(self._names, arrays, strict=True)))
         except Exception as error:
@@ -75,11 +65,9 @@ class Saving(Background[None]):
         return self
 
     def wait(self) -> None:
-        """Wait until it is written, and raise what went wrong; in several processes all must come here.
+        """Wait until it is written; in several processes all must come here.
 
-        Raises:
-            CheckpointError: It could not be written, at every call; what was there before is as it was.
-            NonFiniteError: A parameter is not finite, likewise.
+        At every call a CheckpointError is raised if it could not be written, a NonFiniteError if a parameter is none.
         """
         self.join()
         self.was_awaited = True
@@ -104,15 +92,17 @@ class Saving(Background[None]):
             entry = patiently(self._write_own)
             if jax.process_index() == 0:
                 self._seal(entry, found)
-                self._delete()
+                older = list[Place]()
+                with contextlib.suppress(Exception):  # what stays is never read
+                    older = [x for x in self.path.iterdir() if files.is_of_a_write(x) and x.name != self.folder.name]
+                files.clear(older, places.remove)
+                files.clear(self._replaces)
             else:
-                text = json.dumps({"files": entry, "infinities": found})
-                places.write(self._entry_of(jax.process_index()), text.encode())
-                send(self._topic, "")
+                send(f"saved/{self.folder.name}", json.dumps([entry, found]))
         except BaseException as error:
             if jax.process_index():  # process 0 is sent the reason
                 with contextlib.suppress(Exception):  # the error that led here is the one to raise
-                    send(self._topic, str(error).strip() or type(error).__name__)
+                    send(f"saved/{self.folder.name}", json.dumps(str(error).strip() or type(error).__name__))
             self.discard()
             raise
         finally:
@@ -137,18 +127,15 @@ class Saving(Background[None]):
 
     def _seal(self, entries: dict[str, Any], found: dict[str, float]) -> None:
         """Make it a checkpoint once the files of all processes are there."""
-        self._before()
         entries[f"{self.folder.name}/{STATE}"] = [len(self._text), hashlib.sha256(self._text).hexdigest()]
-        for process, problem in enumerate(received(self._topic) if jax.process_count() > 1 else (), 1):
-            if problem:
-                raise ProcessError(f"process {process}: {problem}")
-            own = files.read_json(entry := self._entry_of(process))
-            entries |= own["files"]
-            for name, n in own["infinities"].items():
+        texts = received(f"saved/{self.folder.name}") if jax.process_count() > 1 else ()
+        for process, message in enumerate(map(json.loads, texts), 1):
+            if isinstance(message, str):
+                raise ProcessError(f"process {process}: {message}")
+            entries |= message[0]
+            for name, n in message[1].items():
                 found[name] = found.get(name, 0) + n
-            entry.unlink()
-        if self._judge is not None:
-            self._judge(found)
+        self._before(found)
         places.write(self.folder / STATE, self._text)
         fsync(self.path)  # the folder's name, before the manifest has it
         check_claims(self.path)
@@ -157,21 +144,6 @@ class Saving(Background[None]):
             lock.note(newest=[self.path.name, *lock.noted.get("newest", ())][:2])
         files.seal(self.path, self.order, entries)
         fsync(self.path.parent)
-
-    def _delete(self) -> None:
-        """Delete what this checkpoint replaces; a failure loses nothing, and is a warning."""
-        older = list[Place]()
-        with contextlib.suppress(Exception):  # what stays is never read
-            older = [x for x in self.path.iterdir() if files.is_of_a_write(x) and x.name != self.folder.name]
-        files.clear(older, places.remove)
-        files.clear(self._replaces)
-
-    def _entry_of(self, process: int) -> Place:
-        return self.folder / f".entry_{process}.json"
-
-    @property
-    def _topic(self) -> str:
-        return f"saved/{self.folder.name}"
 
 
 def prepare(
@@ -188,15 +160,20 @@ def prepare(
     try:
         state = take()
         saving._names = [name for name, *_ in state["arrays"]]
-        saving._text = _as_json(state if leads else state["loaders"])
+        saving._text = json.dumps(state if leads else state["loaders"], separators=(",", ":")).encode()
+        if (size := len(saving._text)) > files.MOST_JSON:
+            raise CheckpointError(
+                f"The state without the arrays has {size} bytes as JSON, and only {files.MOST_JSON} are read. Keep "
+                "less in state_dict, and large hyperparameters in files."
+            )
         if leads:
             _check_path(saving.path)
-            try:
+            if isinstance(saving.folder, Path):  # elsewhere the first file makes it, if there are folders
                 saving.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise _unwritten(saving.path, error) from error
     except JaxlitError as error:
         problem = error
+    except OSError as error:
+        problem = _unwritten(saving.path, error)
     try:
         # The only agreement: the folder is made before it, so that its problem is known.
         names, have = zip(*agree_or_raise("a checkpoint begins", [saving.folder.name, has], problem), strict=True)
@@ -233,16 +210,6 @@ def _infinities(parts: Mapping[str, Any], judged: Collection[str]) -> dict[str, 
                     n = math.nan if np.isnan(chunk).any() else int(np.isinf(chunk).sum())
                     found[name] = found.get(name, 0) + n
     return found
-
-
-def _as_json(state: Mapping[str, Any]) -> bytes:
-    text = json.dumps(state, separators=(",", ":")).encode()
-    if len(text) > files.MOST_JSON:
-        raise CheckpointError(
-            f"The state without the arrays has {len(text)} bytes as JSON, and only {files.MOST_JSON} are read. "
-            "Keep less in state_dict, and large hyperparameters in files."
-        )
-    return text
 
 
 def _unwritten(path: Place, error: BaseException) -> JaxlitError:

@@ -258,7 +258,8 @@ class Engine:
     @property
     def training_table(self) -> Table:
         """The training metrics: of the step, or before it was traced those of a checkpoint."""
-        return self.pure.table("training") if "train_step" in self._programs else self._restored or Table([])
+        has_step = "train_step" in self._programs
+        return self.pure.traced["training", None].table if has_step else self._restored or Table([])
 
     @property
     def step_table(self) -> StepTable:

@@ -252,9 +252,10 @@ class State:
 
     def averaged(self) -> list[jax.Array]:
         """Return the parameters that evaluations compute, none where they see arrays of the state."""
+        if not self.spec.averages:
+            return []
         layout = self.spec.eval_layout
-        compute = self.spec.strategy.on_state(lambda leaves: jax.tree.leaves(layout.unflatten(leaves)[1]))
-        return compute(self.evaluated()) if self.spec.averages else []
+        return self.spec.strategy.on_state(lambda x: jax.tree.leaves(layout.unflatten(x)[1]))(self.evaluated())
 
     def use_averages(self) -> None:
         """Replace the parameters by those that evaluations compute, after training."""

@@ -61,8 +61,8 @@ def check_finite(run: Run, *, params: bool = False) -> None:
         )
 
 
-def judge_later(run: Run) -> Callable[[Mapping[str, float]], None]:
-    """Return what refuses the parameters as they are now, given how many infinities each has; for any thread."""
+def judge_later(run: Run, then: Callable[[], object]) -> Callable[[Mapping[str, float]], None]:
+    """Return what refuses the parameters as they are now, given how many infinities each has, or calls `then`."""
     step, unchecked, before = run.position.global_step, run.unchecked, run.engine.state.infinities_at_start
     text = _update_not_finite(run, step)
 
@@ -72,6 +72,7 @@ def judge_later(run: Run) -> Callable[[Mapping[str, float]], None]:
         if names := more_infinite(counts, before):
             raise NonFiniteError(text(names) + _FINITE)
         unchecked.finite_step = max(unchecked.finite_step, step)
+        then()
 
     return judge
 
@@ -100,11 +101,14 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
     load_engine(engine, Resume(to))
     was = Position(**to.state["position"])
     _logger.warning("%s Back to step %d of %s; the batches since then are left out.", why, was.global_step, to.path)
-    same_epoch = position.go_back(was)
+    # Optimizer steps count from there on; the batches since then stay used.
+    same_epoch = was.epoch == position.epoch and not was.over
+    position.global_step, position.filled = was.global_step, 0
     # The arrays count as their checkpoint does, but the batches since then stay used.
     engine.state.count_from(was.global_step, position.epoch, position.batch_idx)
     engine.clear_window()
     if not same_epoch:
+        position.first_step = was.global_step
         engine.clear_sums()
     run.results.history.clear(was.global_step)
     run.hooks.log.take_window()
@@ -174,7 +178,9 @@ def end_before_bad_step(run: Run, error: BaseException) -> None:
         checkpoint = read(resume.checkpoint.path)  # it may be deleted or damaged by now
         load_engine(engine, replace(resume, checkpoint=checkpoint))
         filled = checkpoint.state["position"]["filled"]
-    position.move_before(*start, filled=filled)
+    position.total_batch_idx -= position.batch_idx - start.batch_idx
+    position.global_step, position.batch_idx, position.data = start
+    position.filled, position.validated, position.over = filled, True, False
     run.hooks.log.forget(position.total_batch_idx)
     _forget_later(run)
     changed_arrays = None

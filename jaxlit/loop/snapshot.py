@@ -1,8 +1,6 @@
 """A training in a checkpoint: its state is taken from a run, and restored with the arrays of the engine."""
 
-import base64
 import logging
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -15,7 +13,7 @@ import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume, fitting
 from jaxlit.checkpoints.module_state import encode, match_base, report
-from jaxlit.checkpoints.position import FORMAT, POSITION
+from jaxlit.checkpoints.position import POSITION
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
@@ -29,56 +27,49 @@ from jaxlit.texts import NotJSONError, to_json
 
 # Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")
-_EXACT = {"callbacks", "datamodule", "loaders"}  # of which all comes back as it was
+_EXACT = {"callbacks", "datamodule", "loaders", "latest"}  # of which all comes back as it was
 _OF_CALLBACK = re.compile(r"""extras\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")\]""")
 _logger = logging.getLogger("jaxlit")
 
 
-def take(run: Run, *, ask: bool = True, weights_only: bool = False, trained_only: bool = False) -> dict[str, Any]:
+def take(
+    run: Run, arrays: Mapping[int, str], *, ask: bool = True, weights_only: bool = False, trained_only: bool = False
+) -> dict[str, Any]:
     """Return the state of a training as JSON values; waits for the device.
 
-    `ask` is whether `on_save_checkpoint` is called; `jaxlit.trainer.saver` documents the others.
+    `arrays` is what `stored` returns, `ask` whether `on_save_checkpoint` is called; see `jaxlit.trainer.saver`.
     """
-    engine = run.engine
-    strategy = run.engine.strategy
-    data = run.data.loaders.datamodule
+    engine, data, ask_for, at = run.engine, run.data.loaders.datamodule, run.hooks.ask, run.position
     entries = _entries(run)
-    ask_for = run.hooks.ask
     hparams, added = hparams_of(run.module).saved()
     states = {key: ask_for(c, "state_dict", c.state_dict) for key, c in run.hooks.keyed().items()}
     state = {
-        "format": FORMAT,
-        "global_step": run.position.global_step,
-        "epoch": run.position.epoch,
-        "position": {name: getattr(run.position, name) for name in POSITION},
+        "global_step": at.global_step,
+        "epoch": at.epoch,
+        "position": {name: getattr(at, name) for name in POSITION},
         "loaders": _loaders(run),
-        "arrays": [(name, *entries[i][1:]) for i, name in stored(run, weights_only, trained_only).items()],
+        "arrays": [(name, *entries[i][1:]) for i, name in arrays.items()],
         "optimizer": engine.state.spec.optimizer_kind,
         "metrics": [asdict(metric) for metric in engine.training_table.metrics],
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
-        "latest": _pack(run.results.latest),
+        "latest": None if run.results.latest is None else fetch(run.results.latest),
         "results": run.results.state_dict(),
         # What hooks have logged since the last row of the step or the epoch; those before a first batch run again.
-        "log": run.hooks.log.state_dict() if run.position.inside else {"window": [], "epoch": []},
+        "log": run.hooks.log.state_dict() if at.batch_idx or at.over else {"window": [], "epoch": []},
         # Without that of a callback that fails to return it and is disabled.
         "callbacks": {key: x for key, x in states.items() if x is not None},
         "datamodule": {} if data is None else ask_for(data, "state_dict", data.state_dict),
         "module": {"class": type(run.module).__name__, "hparams": hparams},
-        # For messages, and to refit what is held by replica: sums of another number of replicas are added up.
-        "strategy": strategy.describe().split("\n")[0],
         "accumulate": run.accumulation.batches,
-        "window_replicas": strategy.replica.stack_size,
         "processes": run.times.team.size,
     }
-    # Hyperparameters that the module's constructor does not take; the window that the Trainer was given, and that hooks
-    # have set for later epochs.
+    # Of hyperparameters those that the constructor does not take.
     optional: dict[str, Any] = {"added_hparams": added, "not_finite": run.unchecked.bad, "auto_size": run.auto_size}
     optional["hyperparams"] = engine.state.hyperparams_at_start
     optional["numbers"] = {name: encode(x) for name, x in engine.state.spec.numbers.items()}
-    argument = run.accumulation.argument
     later = run.accumulation.argument_at_end or run.settings.accumulate_grad_batches
-    if not argument == later == run.accumulation.batches:
-        optional["accumulate_set"] = [argument, later]
+    if not run.accumulation.argument == later == run.accumulation.batches:
+        optional["accumulate_set"] = [run.accumulation.argument, later]  # the Trainer's, and that of hooks
     optional["stopped"] = run.control.stop_reason or "trainer.should_stop" if run.control.is_final else ""
     optional["left_out"] = [(*entries[i], x) for i, x in engine.left_out().items()] if trained_only else []
     optional["evaluated"] = {} if weights_only else {entries[i][0]: entries[k][0] for i, k in _evaluated(run).items()}
@@ -121,87 +112,72 @@ def _loaders(run: Run) -> dict[str, Any]:
     """Return the states of this process's loaders."""
     if not run.data.train:
         return {"training": None}
-    source = run.data.training[0]
-    position = run.position
-    epoch = position.epoch
-    at = position.data
-    if position.over:  # nothing is left of this epoch: the loader begins the next
-        epoch = epoch + 1
-        at = source.between_epochs(at)
-    return {"training": {"idx": 0, "states": [source.state_dict(epoch, at)]}}
+    (source, _), position = run.data.train[0], run.position
+    # If nothing is left of this epoch, the loader begins the next.
+    at = source.between_epochs(position.data) if position.over else position.data
+    return {"training": {"idx": 0, "states": [source.state_dict(position.epoch + position.over, at)]}}
 
 
 def load_engine(engine: Engine, resume: Resume) -> None:
     """Give an engine the state of a checkpoint, whatever strategy and number of devices wrote it."""
-    with fitting(resume.checkpoint.path):
-        _load_engine(engine, resume)
-
-
-def _load_engine(engine: Engine, resume: Resume) -> None:
-    checkpoint = resume.checkpoint
-    reset_optimizer = resume.reset_optimizer
-    evaluates = engine.evaluates_only
-    filled = checkpoint.state["position"]["filled"]
-    saved = checkpoint.weights if evaluates else checkpoint.specs
-    wanted = engine.state.spec.entries
-    # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
-    same = {name for name, _, _ in {*saved} & {*wanted}}
-    saved_keys, wanted_keys = (
-        {key for name, _, _ in specs if (key := _callback_key(name))} for specs in (saved, wanted)
-    )
-
-    def skip(name: str) -> bool:
-        """Return whether an array is not read into its shards: it comes by way of the host, or stays as at step 0."""
-        if evaluates:
-            return not name.startswith("module.")
-        fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
-        fresh = fresh or (name.startswith("window.") and not filled) or name.startswith("evaluated.")
-        return (
-            fresh or (_is_bookkeeping(name) and name not in same) or _callback_key(name) in (saved_keys ^ wanted_keys)
+    checkpoint, reset_optimizer, evaluates = resume.checkpoint, resume.reset_optimizer, engine.evaluates_only
+    with fitting(checkpoint.path):
+        saved = checkpoint.weights if evaluates else checkpoint.specs
+        wanted = engine.state.spec.entries
+        # Bookkeeping of the same name and shape is read like all other arrays; of another shape it is converted.
+        same = {name for name, _, _ in {*saved} & {*wanted}}
+        saved_keys, wanted_keys = (
+            {key for name, _, _ in specs if (key := _callback_key(name))} for specs in (saved, wanted)
         )
 
-    arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
-    pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
-    kind = checkpoint.state.get("optimizer")
-    # The arrays of another optimizer may fit by name and shape, but mean something else.
-    if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
-        rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
-        pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
-        reset_optimizer = True
-    report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
-    # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
-    again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
-    pairs = {i: k for i, k in pairs.items() if _callback_key(wanted[k][0]) not in again}
-    extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
-    # Free the engine's arrays first: both states together may not fit into the devices' memory.
-    released = engine.state.release(pairs.values())
-    # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
-    target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
-    read = checkpoint.arrays(target)
-    arrays = {k: read[i] for i, k in pairs.items()}
-    # Of a run with 64 bits, or without them, they have another dtype.
-    arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
-    engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
-    if reset_optimizer:
-        engine.init_optimizer()
-    if not evaluates:
-        engine.init_extras(key for key in engine.extras if repr(key) in again)
-        for keys, text in (
-            (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
-            (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
-        ):
-            if keys:
-                _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
-        _check_counters(engine, checkpoint)
+        def skip(name: str) -> bool:
+            """Return whether an array is not read into its shards: it is read to the host, or stays as at step 0."""
+            if evaluates:
+                return not name.startswith("module.")
+            fresh = reset_optimizer and name.startswith(("opt_state", "loss_scale"))
+            fresh |= name.startswith("window.") and not checkpoint.state["position"]["filled"]
+            fresh |= name.startswith("evaluated.") or (_is_bookkeeping(name) and name not in same)
+            return fresh or _callback_key(name) in (saved_keys ^ wanted_keys)
+
+        arrays = engine.state.leaves, engine.left_out() if checkpoint.state.get("left_out") else {}
+        pairs, rows = match_base(checkpoint, saved, wanted, *arrays, strict=resume.strict, skip=skip, cast=evaluates)
+        kind = checkpoint.state.get("optimizer")
+        # The arrays of another optimizer may fit by name and shape, but mean something else.
+        if not (evaluates or reset_optimizer) and kind != engine.state.spec.optimizer_kind:
+            rows.insert(0, ("the optimizer", kind or "nothing", engine.state.spec.optimizer_kind or "nothing"))
+            pairs = {i: k for i, k in pairs.items() if not wanted[k][0].startswith("opt_state")}
+            reset_optimizer = True
+        report(checkpoint, rows, type(engine.module).__name__, resume.strict, resumes=not evaluates)
+        # With strict=False a callback's arrays may fit in part: those start again too, as a mixture would mean nothing.
+        again = {*(wanted_keys - saved_keys), *(key for name, _, _ in rows if (key := _callback_key(name)))}
+        pairs = {i: k for i, k in pairs.items() if _callback_key(wanted[k][0]) not in again}
+        extra = {} if evaluates else _bookkeeping(engine, checkpoint, same)
+        # Free the engine's arrays first: both states together may not fit into the devices' memory.
+        released = engine.state.release(pairs.values())
+        # Each array is read straight into its shards; None reads metrics, and windows of other replicas, to the host.
+        target: dict[int, Any] = {i: released[k] for i, k in pairs.items()} | dict.fromkeys(extra)
+        read = checkpoint.arrays(target)
+        arrays = {k: read[i] for i, k in pairs.items()}
+        # Of a run with 64 bits, or without them, they have another dtype.
+        arrays |= {k: fit(read[i]).astype(engine.state.spec.arrays[k].dtype) for i, (k, fit) in extra.items()}
+        engine.restore(arrays, None if evaluates else table_of(checkpoint.state["metrics"]))
+        if reset_optimizer:
+            engine.init_optimizer()
+        if not evaluates:
+            engine.init_extras(key for key in engine.extras if repr(key) in again)
+            for keys, text in (
+                (saved_keys - wanted_keys, "keeps the arrays of %s, which is not among the callbacks now."),
+                (wanted_keys - saved_keys, "has no arrays of %s: they start again, from the restored parameters."),
+            ):
+                if keys:
+                    _logger.warning(f"%s {text}", checkpoint.path, ", ".join(sorted(keys)))
 
 
 def load_callbacks(hooks: Hooks, state: Mapping[str, Any]) -> list[str]:
     """Give the callbacks and the DataModule their states; return the keys of states that no callback took."""
-    saved = dict(state["callbacks"])
-    known = hooks.keyed()
-    data = hooks.datamodule
-    owners = [(callback, saved[key]) for key, callback in known.items() if key in saved]
-    owners += [] if data is None else [(data, state["datamodule"])]
+    saved, known = dict(state["callbacks"]), hooks.keyed()
+    owners: list[Any] = [(callback, saved[key]) for key, callback in known.items() if key in saved]
+    owners += [] if hooks.datamodule is None else [(hooks.datamodule, state["datamodule"])]
     for owner, state_of_owner in owners:
         try:
             hooks.ask(owner, "load_state_dict", partial(owner.load_state_dict, state_of_owner))
@@ -218,9 +194,7 @@ def load_loader(source: Source, state: Mapping[str, Any]) -> None:
     """Make the training loader continue where the checkpoint was taken."""
     if (saved := state["loaders"]["training"]) is None:
         return
-    states = saved["states"]
-    before = state["processes"]
-    processes = jax.process_count()
+    states, before, processes = saved["states"], state["processes"], jax.process_count()
     if before == processes:  # each process continues with its share, the only one that was read
         source.load_state_dict(states[0])
         return
@@ -256,17 +230,14 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.hooks.trainer.accumulate_grad_batches = numbers[1]
     # First the names of steps' values: `load_state_dict` replaces those that epochs also have.
     if state["latest"] is not None:
-        run.results.latest = jnp.asarray(_unpack(state["latest"]))
+        run.results.latest = jnp.asarray(state["latest"].view())  # nothing else than an array has it
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
     run.hooks.log.load_state_dict(state["log"])
 
 
 def warn_of_hyperparams(run: Run, state: Mapping[str, Any]) -> None:
-    """Warn of hyperparameters that `configure_optimizers` has set since training began, and that it does not use.
-
-    A resume has the checkpoint's. One that a hook has set to the new value is used.
-    """
+    """Warn of hyperparameters that `configure_optimizers` has set since training began, and that are not used."""
     began = run.engine.state.hyperparams_at_start
     now = run.engine.state.hyperparams()
     saved = state.get("hyperparams") or {}
@@ -282,10 +253,7 @@ def warn_of_hyperparams(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def keeps_accumulation(argument: int, settings: Settings, state: Mapping[str, Any]) -> bool:
-    """Return whether training keeps the accumulate_grad_batches of its hooks: none has been given or set since.
-
-    If the Trainer was given 1, only a callback's `setup` makes room for windows, and sets their length again.
-    """
+    """Return whether training keeps the accumulate_grad_batches of hooks; after 1 a `setup` sets it again."""
     before, _ = state.get("accumulate_set") or (state["accumulate"], None)
     return 1 < before == argument == settings.accumulate_grad_batches
 
@@ -308,38 +276,6 @@ def _json(state: dict[str, Any], ours: Collection[str] = ()) -> dict[str, Any]:
         ) from None
 
 
-def _pack(array: Any) -> dict[str, Any] | None:
-    """Return a small array as JSON values, bit by bit; None of None."""
-    if array is None:
-        return None
-    # As text a float would be rounded; a resume has to be exact.
-    x = np.ascontiguousarray(fetch(array))
-    return {"shape": list(x.shape), "data": base64.b64encode(x.tobytes()).decode()}
-
-
-def _unpack(packed: Mapping[str, Any]) -> np.ndarray:
-    data = base64.b64decode(packed["data"])
-    shape = packed["shape"]
-    size = math.prod(shape)
-    if len(data) not in (4 * size, 8 * size):  # the file may be damaged, or made by hand
-        raise CheckpointError(
-            f"The checkpoint's state.json has {len(data)} bytes for an array of shape {tuple(shape)}."
-        )
-    return np.frombuffer(data, np.float32 if len(data) == 4 * size else np.float64).reshape(shape)
-
-
-def _check_counters(engine: Engine, checkpoint: Checkpoint) -> None:
-    position = checkpoint.state["position"]
-    stated = [position[k] for k in ("global_step", "epoch", "batch_idx")]
-    counted = engine.state.counters()
-    # Between epochs the arrays still count in the one before.
-    count = 3 if position["batch_idx"] or position["over"] else 1
-    if stated[:count] != counted[:count]:
-        raise CheckpointError(
-            f"{checkpoint.path} is at (step, epoch, batch) {stated[:count]}, but its arrays are at {counted[:count]}."
-        )
-
-
 def _callback_key(name: str) -> str | None:
     """Return the key, as `repr` writes it, of the callback that an array belongs to; None for all other arrays."""
     found = _OF_CALLBACK.match(name)
@@ -348,10 +284,14 @@ def _callback_key(name: str) -> str | None:
 
 def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict[int, Any]:
     """Return by index in the checkpoint the engine's place of each bookkeeping array, and how it is converted."""
-    state = checkpoint.state
-    replicas = engine.strategy.replica.stack_size
-    conversions = dict[int, Any]()
-    table = table_of(state["metrics"])
+    state, conversions = checkpoint.state, dict[int, Any]()
+    replicas, table = engine.strategy.replica.stack_size, table_of(state["metrics"])
+
+    def refit(ndim: int, x: np.ndarray) -> np.ndarray:
+        """Return a sum over the rows of a window, of which the first replica gets that of all."""
+        x = x.sum(0) if x.ndim > ndim else x
+        return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
+
     places = {name: k for k, (name, _, _) in enumerate(engine.state.spec.entries)}
     for i, (name, _, _) in enumerate(checkpoint.specs):
         of_window = name.startswith("window")
@@ -360,15 +300,10 @@ def _bookkeeping(engine: Engine, checkpoint: Checkpoint, same: set[str]) -> dict
             continue
         if name in _METRICS:
             conversions[i] = places[name], partial(table.refit, replicas=replicas if of_window else None)
-        elif name in places:  # a sum over the rows of a window: the first replica gets the sum of all
-            fit = partial(_refit, was=state["window_replicas"], replicas=replicas)
-            conversions[i] = places[name], fit
+        elif name in places:
+            ndim = len(engine.state.spec.arrays[places[name]].shape) - (replicas is not None)
+            conversions[i] = places[name], partial(refit, ndim)
     return conversions
-
-
-def _refit(x: np.ndarray, was: int | None, replicas: int | None) -> np.ndarray:
-    x = x if was is None else x.sum(0)
-    return x if replicas is None else np.stack([x, *[np.zeros_like(x)] * (replicas - 1)])
 
 
 def _is_bookkeeping(name: str) -> bool:

@@ -109,7 +109,7 @@ def train_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
 
         # on_train_batch_start: -1 skips the rest of the epoch.
         if step_hooks.start is not None and step_hooks.start(batch.host, batch.index):
-            position.end_batches(batch.position)
+            position.over, position.data = True, batch.position
             break
         if not shows_steps:  # the first batch compiles
             check_loader(run, batch.position if batch.count == 1 else batch.position[-1])
@@ -239,7 +239,7 @@ def end_batches(run: Run) -> None:
         if not position.batch_idx:
             raise source.empty()
         # The last batch was not marked: a limit may be smaller than what a checkpoint has seen.
-        position.end_batches(position.data)
+        position.over = True
     if limit is not None and position.batch_idx < limit and position.epoch == 0 and not run.settings.fast_dev_run:
         text = "%s gave %d batches where its length or limit_train_batches promises %d: the last one ended the epoch."
         _logger.warning(text, source.argument, position.batch_idx, limit)

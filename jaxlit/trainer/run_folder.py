@@ -18,7 +18,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
 from jaxlit.checkpoints.locks import RUN_LOCK, FolderLock, held, read_claim
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging
+from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging, write
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import error_of_all, once_per_node, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -28,16 +28,11 @@ from jaxlit.weights.loading import load_weights
 from jaxlit.weights.sources import is_weights_file
 
 _CLAIM = ".claim"  # of the newest run of this machine in the folder of a bucket
-_MOST_BYTES = 2**26  # of a file that is read at once
 _logger = logging.getLogger("jaxlit")
 
 
 class RunFolder:
-    """The folder of a Trainer's runs, made by the first write.
-
-    Args:
-        root: `Trainer(default_root_dir=...)`; None for a fresh `runs/<time>-<id>`.
-    """
+    """The folder of a Trainer's runs, made by the first write: its default_root_dir, or a fresh `runs/<time>-<id>`."""
 
     def __init__(self, root: str | Path | None) -> None:
         self._argument = root
@@ -61,47 +56,38 @@ class RunFolder:
             self.known = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         return self.known
 
-    def fetch(self) -> None:
-        """Fetch the rows of a run in a bucket, unless this machine has written last; in all processes together."""
-        if self.remote is not None:
-            once_per_node(self._fetch, f"fetching {self.remote}")
-
-    def _fetch(self) -> None:
-        assert self.remote is not None
-        assert self.root is not None
-        claim, mark = read_claim(self.remote, of_run=True), self.root / _CLAIM
-        if claim and not (mark.exists() and mark.read_text() == claim.get("number")):
-            for name in map(str, claim.get("files", ())):
-                path = self.root / name
-                if self.root in Path(os.path.normpath(path)).parents:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
-                        (self.remote / name).fetch(path)
-                        self._copied[name] = _version(path)
+    def fetch(self, remote: RemotePath) -> None:
+        """Fetch the rows of a run in a bucket, unless this machine has written last."""
+        claim, root, mark = read_claim(remote, of_run=True), self.path, self.path / _CLAIM
+        if not claim or (mark.exists() and mark.read_text() == claim.get("number")):
+            return
+        for name in map(str, claim.get("files", ())):
+            if root in Path(os.path.normpath(root / name)).parents:
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
+                    write(root / name, (remote / name).read_bytes())
+                    self._copied[name] = _version(root / name)
 
     def copy(self) -> None:
         """Copy the files of process 0 that have changed, without checkpoints, to the bucket; a failure is a warning."""
-        lock = self.remote and held(self.remote, of_run=True)
-        if not isinstance(self.remote, RemotePath) or lock is None or self.root is None:
+        if self.remote is None or (lock := held(self.remote, of_run=True)) is None:
             return
         try:
             with self._copying:
                 lock.check()
-                names = self._names()
-                if new := names - {*lock.noted.get("files", ())}:  # for the machine that fetches them
-                    lock.note(files=[*lock.noted.get("files", ()), *sorted(new)])
+                names, noted = self._names(), lock.noted.get("files", [])
+                if new := names.difference(noted):  # for the machine that fetches them
+                    lock.note(files=[*noted, *sorted(new)])
                 for name in sorted(names):
                     with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
-                        path = self.root / name
-                        version = _version(path)
-                        if version != self._copied.get(name):
-                            # At once where it may grow during the copy.
-                            (self.remote / name).put(path.read_bytes() if version[1] <= _MOST_BYTES else path)
+                        if (version := _version(self.path / name)) != self._copied.get(name):
+                            # At once: the file may grow during the copy.
+                            write(self.remote / name, (self.path / name).read_bytes())
                             self._copied[name] = version
         except Exception as error:  # of any class: each file system has its own
             _logger.warning(
                 "The rows of the run could not be copied to %s (%s: %s). They are in %s.",
-                *(self.remote, type(error).__name__, str(error).rstrip("."), self.root),
+                *(self.remote, type(error).__name__, str(error).rstrip("."), self.path),
             )
 
     def _names(self) -> set[str]:
@@ -130,12 +116,12 @@ class RunFolder:
         check.require(
             not self.root.is_file(), "default_root_dir", str(self._argument), "takes a folder", owner="Trainer"
         )
-        real = [Path(os.path.realpath(path)).parents for path in (path,) if isinstance(path, Path)]
-        inside = str(path).startswith(f"{self.remote}/") or any(Path(os.path.realpath(self.root)) in x for x in real)
-        continues = resume == "auto" or inside
+        is_inside = str(path).startswith(f"{self.remote}/")
+        if isinstance(path, Path):
+            is_inside = Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
+        continues = resume == "auto" or is_inside
         places = () if continues or self._is_ours else filter(None, (self.remote, self.root))
-        names = ("metrics.csv", FOLDER, *files)
-        used = [(place, name) for place in places for name in names if _is_used(place / name)]
+        used = [(at, name) for at in places for name in ("metrics.csv", FOLDER, *files) if _is_used(at / name)]
         if used and fitting:
             place, name = used[0]
             where = f", in {place}," if place is self.root and self.remote is not None else ""
@@ -148,14 +134,11 @@ class RunFolder:
     def hold(self) -> contextlib.ExitStack:
         """Keep other trainings out of a folder that was given, until this is closed; in all processes together."""
         with contextlib.ExitStack() as locks:
-            if self.root is None:  # a fresh one has a name that no other run has
-                return locks
             with error_of_all("the run's folder"):
-                if jax.process_index() == 0:
+                if self.root is not None and jax.process_index() == 0:  # a fresh one has a name that no other run has
                     locks.callback(FolderLock(self.root, of_run=True).close)
                     if self.remote is not None:
-                        lock = FolderLock(self.remote, of_run=True)
-                        locks.callback(lock.close)
+                        locks.callback((lock := FolderLock(self.remote, of_run=True)).close)
                         try:
                             self.root.mkdir(parents=True, exist_ok=True)
                             (self.root / _CLAIM).write_text(lock.number)
@@ -205,7 +188,8 @@ def resolve_checkpoint(
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
     if checkpoint is not None:
-        folder.fetch()  # after it: the rows that it has seen were there before
+        if folder.remote is not None:  # after it: the rows that it has seen were there before
+            once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
         log_taken(purpose, checkpoint, skipped)
     return checkpoint
 
@@ -224,28 +208,23 @@ def resolve_weights(
 
 
 def _newest(folders: list[Place], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen the most batches, as each folder counts its own order, and why not others.
-
-    For a resume those that have more than weights come first.
-    """
-    newest_of_folders = []
-    errors = list[CheckpointError]()
+    """Return the checkpoint that has seen most, for a resume none of weights only if it can be, and why not others."""
+    checkpoints, skipped, errors = list[Checkpoint](), list[str](), list[CheckpointError]()
     for folder in folders:
         try:
-            newest_of_folders.append(newest(folder))
+            checkpoint, reasons = newest(folder)
+            checkpoints += [] if checkpoint is None else [checkpoint]
+            skipped += reasons
         except CheckpointError as error:  # none of it verifies; another folder may have a good one
             errors.append(error)
-    checkpoints = [checkpoint for checkpoint, _ in newest_of_folders if checkpoint is not None]
     if errors and not checkpoints:
         raise errors[-1]
 
     def progress(checkpoint: Checkpoint) -> tuple[bool, int, int]:
-        state = checkpoint.state
         is_complete = not (resumes and checkpoint.weights_only)
-        return is_complete, state["position"]["total_batch_idx"], state["epoch"]
+        return is_complete, checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"]
 
-    skipped = [*(text for _, texts in newest_of_folders for text in texts), *map(str, errors)]
-    return max(checkpoints, key=progress, default=None), skipped
+    return max(checkpoints, key=progress, default=None), [*skipped, *map(str, errors)]
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -25,38 +25,22 @@ from jaxlit.trainer.run_folder import RunFolder
 class Saver:
     """Writes checkpoints of the fit that runs, or that ran last; `trainer.saver` in a hook.
 
-    Names `step_<8 digits>` in `<run>/checkpoints` are those that `resume` and `ckpt_path="last"` search for;
-    to continue from a checkpoint of another name, pass its path.
-
     `Trainer.save_checkpoint` writes one and waits. Here are its parts, for a callback that decides when a checkpoint is
     written, writes in the background, and says which are kept. In several processes every one must make the same calls.
-
-    Args:
-        fitted: Returns that fit, None if there is none.
-        folder: That of its run.
 
     Example:
         >>> import jaxlit as jl
         >>> class EveryHundred(jl.Callback):
-        ...     runs_last, saving, last = True, None, 0
-        ...     def on_fit_start(self, trainer, module):
-        ...         trainer.saver.check()
+        ...     runs_last = True
         ...     def on_safe_point(self, trainer, module, epoch_over, training_over):
-        ...         step = trainer.global_step
-        ...         if step % 100 == 0 and step != self.last:  # several batches may make one step
-        ...             self.finish(trainer)
-        ...             self.last, self.saving = step, trainer.saver.begin(f"kept/at_{step}")
-        ...     def teardown(self, trainer, module, stage):  # after an error, too
-        ...         self.finish(trainer)
-        ...     def finish(self, trainer):
-        ...         if self.saving is not None:
-        ...             saving, self.saving = self.saving, None
-        ...             saving.wait()
+        ...         if trainer.global_step % 100 == 0:
+        ...             saving = trainer.saver.begin(f"kept/at_{trainer.global_step}")
+        ...             saving.wait()  # or later: training continues meanwhile
         ...             trainer.saver.announce(self, saving.path)
     """
 
     def __init__(self, fitted: Callable[[], Run | None], folder: RunFolder) -> None:
-        self._fitted, self._folder = fitted, folder
+        self._fitted, self._folder = fitted, folder  # what returns the fit, None if there is none; that of its run
         self._open: list[Saving] = []  # not waited for yet
 
     @out_of_meshes
@@ -75,6 +59,7 @@ class Saver:
 
         Args:
             path: Its folder, or the URL of one; an older checkpoint there is replaced once the new one is complete.
+                `resume` and `ckpt_path="last"` search for `step_<8 digits>` in `<run>/checkpoints`.
             order: A number by which `resume` finds the newest of several in one folder; left out, one more than the
                 highest there, with those that are being written.
             weights_only: Leave out the optimizer's and all other arrays that are not the module's.
@@ -99,19 +84,21 @@ class Saver:
         if trained_only:
             run.compare_writes()  # here: all processes must hash the same arrays
         stored = snapshot.stored(run, weights_only, trained_only)  # before one of them may fail
-        take = partial(snapshot.take, run, weights_only=weights_only, trained_only=trained_only)
-        order = self._next_order(where) if order is None else order
+        take = partial(snapshot.take, run, stored, weights_only=weights_only, trained_only=trained_only)
+        if order is None:
+            newest = last_order(where.parent) if jax.process_index() == 0 else 0
+            order = max([newest, *(saving.order for saving in self._open if saving.path.parent == where.parent)]) + 1
         for saving in self._open:  # of two to one path the second deletes what the first has written
             if saving.path == where:
                 saving.join()
         saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
         spec = run.engine.state.spec
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
-        judge = judge_later(run) if run.settings.nan_policy in ("raise", "skip") else None
-        judged = {name for i, name in stored.items() if i in spec.evaluated_places or i >= len(spec.arrays)}
+        parameters = {*spec.evaluated_places, *range(len(spec.arrays), len(leaves))}
+        judged = [x for i, x in stored.items() if i in parameters and run.settings.nan_policy in ("raise", "skip")]
+        before = judge_later(run, self._folder.copy)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
-            arrays = [leaves[i] for i in stored]
-            saving.begin(arrays, [place_of(x) for x in replaces], self._folder.copy, judge, judged)
+            saving.begin([leaves[i] for i in stored], [place_of(x) for x in replaces], before, judged)
             saving.when_done(run.due.forget)
             self._open = [*(x for x in self._open if not x.was_awaited), saving]
             if run.settings.nan_policy == "rollback" and not weights_only:
@@ -131,47 +118,29 @@ class Saver:
             run.requested.append(save)
 
     def finish(self, first: BaseException | None) -> BaseException | None:
-        """Wait for the checkpoints that no call has waited for, and return the first error of all.
-
-        Args:
-            first: An error that came before.
-        """
+        """Wait for the checkpoints that no call has waited for; return the first error of all, or one from before."""
         while not_awaited := [saving for saving in self._open if not saving.was_awaited]:
             try:
                 not_awaited[0].wait()
             except Exception as error:
-                if first is None:
-                    first = error
-                else:
+                if first is not None:
                     add_note(first, f"A checkpoint that was begun before failed as well: {error!r}")
+                first = first or error
         self._open = []
         return first
 
     def when_written(self, then: Callable[[], object]) -> None:
-        """Call a function once no checkpoint is being written: now, or later in a thread.
-
-        Args:
-            then: The function, which for example unlocks a folder.
-        """
+        """Call a function, which for example unlocks a folder, once no checkpoint is being written; any thread may."""
         for saving in self._open:
             then = partial(saving.when_done, then)
         then()
 
     def check(self) -> None:
-        """Refuse now what could not be saved later: a callback's or a loader's state that is no JSON value.
-
-        Raises:
-            CheckpointError: Naming it.
-        """
-        snapshot.take(self._training(), ask=False)
+        """Raise a CheckpointError now for what could not be saved later: a state that is no JSON value."""
+        snapshot.take(self._training(), {}, ask=False)
 
     def check_finite(self) -> None:
-        """Look whether all steps and parameters are finite, as `nan_policy` says; it may go back to a checkpoint.
-
-        Raises:
-            CheckpointError: The policy is "rollback", and no training can be continued in this hook.
-            NonFiniteError: A step or a parameter is not finite, and the policy is to raise.
-        """
+        """Look whether all steps and parameters are finite; raise, or go back to a checkpoint, as `nan_policy` says."""
         if (run := self._fitted()) is None:
             return
         if not run.is_safe and run.settings.nan_policy == "rollback":
@@ -186,15 +155,7 @@ class Saver:
         return (run := self._fitted()) is None or not run.engine.state.not_finite()
 
     def announce(self, callback: Callback, path: str | Path | Place) -> None:
-        """Call `on_checkpoint_saved` of all callbacks: a checkpoint is complete on the disk.
-
-        Args:
-            callback: The one that wrote it.
-            path: Its folder, as the `path` of what `begin` returned.
-
-        Raises:
-            CheckpointError: There was no fit that could have written it.
-        """
+        """Call `on_checkpoint_saved` of all callbacks: the checkpoint that one of them wrote to a path is complete."""
         self._training().hooks("on_checkpoint_saved", callback, place_of(path))
 
     @property
@@ -211,9 +172,9 @@ class Saver:
     def position(self) -> tuple[Any, ...]:
         """A value for how far training is: two checkpoints of one position would be the same."""
         run = self._training()
-        position = run.position
+        at = run.position
         # One with `not_finite` is another one.
-        return (position.epoch, position.total_batch_idx, position.over, position.validated, run.unchecked.bad is None)
+        return (at.epoch, at.total_batch_idx, at.over, at.validated, run.unchecked.bad is None)
 
     @property
     def epoch(self) -> int:
@@ -243,11 +204,6 @@ class Saver:
                 saving.wait()
         run.tracing.deliver()
         return run
-
-    def _next_order(self, path: Place) -> int:
-        """Return an order that is higher than those in a folder; that of process 0 counts."""
-        newest = last_order(path.parent) if jax.process_index() == 0 else 0
-        return max([newest, *(saving.order for saving in self._open if saving.path.parent == path.parent)]) + 1
 
     def _training(self) -> Run:
         if (run := self._fitted()) is None:

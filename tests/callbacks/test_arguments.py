@@ -94,7 +94,7 @@ def test_a_wrong_argument_is_refused_by_name(argument: str, values: tuple[Any, .
         ("MLFlowLogger", {"save_dir": "a", "tracking_uri": "b"}, "save_dir.*tracking_uri.*two places"),
         ("MLFlowLogger", {"synchronous": True}, "synchronous.*thread"),
         ("MLFlowLogger", {"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix.*checkpoints/"),
-        ("ModelCheckpoint", {"filename": "{epoch:d"}, "filename.*brace"),
+        ("ModelCheckpoint", {"filename": "{epoch:d"}, "filename.*is no format"),
         ("ModelCheckpoint", {"save_top_k": 2}, "save_top_k.*without monitor"),
         ("ModelCheckpoint", {"save_top_k": 0, "save_last": False}, "keeps nothing"),
         ("Profiler", {"filename": "x"}, "filename.*dirpath="),

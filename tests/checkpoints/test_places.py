@@ -112,7 +112,7 @@ def test_a_write_is_complete_or_leaves_the_old_file(tmp_path: Path) -> None:
 def test_arrays_are_read_in_several_threads_from_one_file_in_memory(tmp_path: Path) -> None:
     """fsspec opens it as one object for all of them: where each reads would be where another one is."""
     path = RemotePath(f"memory://{tmp_path.name}/x")
-    path.put(b"".join(bytes([k]) * 1000 for k in range(64)))
+    path.write_bytes(b"".join(bytes([k]) * 1000 for k in range(64)))
     opened = [path.open("rb") for _ in range(2)]
     opened[0].seek(5000)
     data = [bytearray(1000) for _ in range(2)]

@@ -84,7 +84,7 @@ def test_arrays_may_be_deleted_once_write_returns(state):
     saving.wait()  # once more is no error
     checkpoint = files.read(Path("deep/er/mine"))
     np.testing.assert_array_equal(checkpoint.arrays({0: None})[0], expected)
-    assert checkpoint.state == state and files.order_of(checkpoint.path) == 7
+    assert state_of(checkpoint.path) == state and files.order_of(checkpoint.path) == 7
     assert names("deep/er") == ["mine"]
 
 
@@ -246,7 +246,7 @@ def test_what_is_not_finite_is_counted_before_it_is_a_checkpoint(state, dtype):
         saving = writing.prepare(Path("mine"), lambda: saved, 1)
         names = ["module.mask", "module.nan", "module.fine"]
         with refused:
-            saving.begin([*arrays, arrays[1]], judge=judge, judged=names).wait()
+            saving.begin([*arrays, arrays[1]], before=judge, judged=names).wait()
         assert (Path("mine") / files.MANIFEST).exists() == (len(seen) == 2)
     if dtype == "int8":
         assert seen == [{}, {}]

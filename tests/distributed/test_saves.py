@@ -20,7 +20,7 @@ from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files_of_checkpoints
-from jaxlit.checkpoints import places, writing
+from jaxlit.checkpoints import writing
 from jaxlit.checkpoints.safetensors import read_header
 from jaxlit.distributed.team import _MultiProcess, team
 from jaxlit.errors import DataError
@@ -107,7 +107,7 @@ def save_together():
     say("refused", error_of(lambda: train(shuffled(), save_after(1, "refused"), bad)))
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == 1:
-            patch.setattr(places, "write", raising(OSError(28, "No space left on device")))
+            patch.setattr(writing, "write_parts", raising(OSError(28, "No space left on device")))
         say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
     team().agree("it was refused", None)
     wide = trainer.module.wide

@@ -54,8 +54,8 @@ def state_of(path: str | Path) -> dict[str, Any]:
 
 
 def names(folder: str | Path = "run/checkpoints") -> list[str]:
-    """Return what is in a folder, but for its lock and the probe of a start that crashed."""
-    return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith((".lock", ".run-lock", ".probe-")))
+    """Return what is in a folder, but for its lock."""
+    return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith((".lock", ".run-lock")))
 
 
 # Forging: a manifest as documented, made here, so that only one thing about a checkpoint is wrong.
@@ -73,7 +73,7 @@ def seal(folder: Path, entries: dict[str, Any] | None = None, **changed: Any) ->
     """Write a manifest that fits the files, with some entries and members as told."""
     result = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
     files = {name: entry_of(path.read_bytes()) for name, path in result.items() if name != "MANIFEST.json"}
-    body = {"format": "jaxlit", "format_version": 2, "order": 1, "files": files | (entries or {})} | changed
+    body = {"format": "jaxlit", "format_version": 3, "order": 1, "files": files | (entries or {})} | changed
     body["digest"] = hashlib.sha256(canonical(body)).hexdigest()
     (folder / "MANIFEST.json").write_bytes(canonical(body))
 
