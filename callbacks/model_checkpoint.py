@@ -36,9 +36,10 @@ class ModelCheckpoint(Callback):
         dirpath: The folder; None for `checkpoints` in `trainer.run_dir`.
         filename: The part after `step_00000040` in a checkpoint's name: "{epoch}-{val/loss:.3f}" gives
             `step_00000040-epoch=3-val_loss=0.120`, with epochs from 0.
-        monitor: The metric that decides which are best, by its value at a checkpoint's step; None keeps the newest.
+        monitor: The metric that decides which are best, by its value at a checkpoint's step; None for the newest.
         mode: "min" if lower is better, else "max".
         save_top_k: How many of the best to keep, -1 for all.
+        keep_every_n_steps: Keep the first checkpoint of each so many optimizer steps for ever, besides; None for none.
         save_last: Write a checkpoint also if it is not among the best, so that a crash costs little.
         every_n_train_steps: Optimizer steps between checkpoints; None for none.
         every_n_epochs: Epochs between checkpoints. None, without `every_n_train_steps` and `train_time_interval`: one
@@ -72,6 +73,7 @@ class ModelCheckpoint(Callback):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         save_top_k: int = 1,
+        keep_every_n_steps: int | None = None,
         save_last: bool = True,
         every_n_train_steps: int | None = None,
         every_n_epochs: int | None = None,
@@ -85,20 +87,19 @@ class ModelCheckpoint(Callback):
         check_monitor("loss" if monitor is None else monitor, mode, owner=owner)
         check_filename(filename)
         self.save_top_k = check.integer("save_top_k", save_top_k, low=-1, owner=owner)
-        for name, value in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):
+        numbers = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
+        for name, value in (numbers | {"keep_every_n_steps": keep_every_n_steps}).items():
             check.integer(name, value, low=1, also=(None,), owner=owner)
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         interval = train_time_interval
         self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
-        if monitor is None and save_top_k > 1:
-            raise ArgumentError(f"{owner}(save_top_k={save_top_k}) ranks nothing without monitor. Pass monitor=.")
         if save_top_k == 0 and not save_last:
             raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing: set enable_checkpointing=False")
         self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
         self._has_no_trigger = every_n_epochs is every_n_train_steps is train_time_interval is None
-        self.every_n_train_steps = every_n_train_steps
+        self.every_n_train_steps, self.keep_every_n_steps = every_n_train_steps, keep_every_n_steps
         self.every_n_epochs = 1 if self._has_no_trigger else every_n_epochs
         self.save_on_exception = check.boolean("save_on_exception", save_on_exception, owner=owner)
         self.save_weights_only = check.boolean("save_weights_only", save_weights_only, owner=owner)
@@ -109,7 +110,9 @@ class ModelCheckpoint(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._kept = Kept(None if self.monitor is None else self.mode, self.save_top_k, save_last=self.save_last)
+        # Several that are ranked by no metric are by their steps.
+        mode = self.mode if self.monitor is not None else "max" if self.save_top_k > 1 else None
+        self._kept = Kept(mode, self.save_top_k, save_last=self.save_last, keep_every=self.keep_every_n_steps)
         self._step = 0  # of the last trigger by steps
         self._saved_at: Any = None
         self._resumed = self._fitting = self._has_validated = False
@@ -126,11 +129,11 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_score(self) -> float | None:
         """The best value of `monitor`."""
-        return self._kept.scores.get(self._kept.best)
+        return None if self.monitor is None else self._kept.scores.get(self._kept.best)
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """The value of each of the best checkpoints, by path."""
+        """The value of each of the best checkpoints, by path; without `monitor` the step."""
         return {self._path(name): score for name, score in self._kept.scores.items()}
 
     @property
@@ -258,7 +261,8 @@ class ModelCheckpoint(Callback):
             return
         self.finish(trainer)
         is_finite = trainer.nan_policy != "ignore" or trainer.saver.is_finite()
-        metrics, name, score = trainer.callback_metrics, self.monitor, None
+        metrics, name = trainer.callback_metrics, self.monitor
+        score = float(trainer.global_step) if name is None and self.save_top_k > 1 and is_finite else None
         if name is not None and is_finite:
             score = self._value(trainer, name)
             if name not in metrics and epoch_over and (self._has_validated or not trainer.num_val_batches):

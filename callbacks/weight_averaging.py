@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,13 +61,16 @@ class WeightAveraging(Callback):
         self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
         self._start = update_starting_at_step or 0
 
+    from_initial = False
+    """Whether the average begins with the weights before the first step that is averaged."""
+
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights; a pure function that a subclass may override.
 
         Args:
             average: The average so far, float32 or wider.
             weights: The weights, of the same dtype.
-            count: () int32, the number of arrays in the average, at least 1.
+            count: () int32, the number of arrays in the average; 0 only with `from_initial`.
         """
         return average + (weights - average) / (count + 1).astype(average.dtype)
 
@@ -106,7 +110,7 @@ class WeightAveraging(Callback):
             if not jnp.issubdtype(weights.dtype, jnp.inexact):
                 return weights
             mixed = jnp.where(is_due, self.average(average, weights, count), average)
-            return jnp.where(count == 0, weights, mixed)
+            return jnp.where((count == 0) & ~(is_due & self.from_initial), weights, mixed)
 
         average = jax.tree.map(averaged, arrays["average"], params)
         updated = {"average": average, "count": count + is_due}
@@ -126,10 +130,13 @@ class WeightAveraging(Callback):
 class EMA(WeightAveraging):
     """Compute an exponential moving average of the weights, which is used like that of `WeightAveraging`.
 
-    The average begins with the first weights; then it becomes `decay * average + (1 - decay) * weights`.
+    The average begins with the weights of the first step that is averaged, as Lightning's does; then it becomes `decay
+    * average + (1 - decay) * weights`. Loops of JAX often begin with the weights before that step: `from_initial=True`.
 
     Args:
-        decay: The share of the average that stays, in [0, 1).
+        decay: The share of the average that stays, in [0, 1); or a function of the number of averaged steps before,
+            () int32 from 0, for example `lambda n: jnp.minimum(0.999, (1 + n) / (10 + n))`.
+        from_initial: Begin with the weights before the first step that is averaged, such as the initial ones.
         **arguments: Those of `WeightAveraging`.
 
     Raises:
@@ -140,14 +147,19 @@ class EMA(WeightAveraging):
         >>> trainer = jl.Trainer(max_epochs=10, callbacks=jl.callbacks.EMA(0.999), logger=False)
     """
 
-    def __init__(self, decay: float = 0.999, **arguments: Any) -> None:
-        self.decay = check.number("decay", decay, low=0, owner="EMA")
-        check.require(self.decay < 1, "decay", decay, "takes a number below 1", owner="EMA")
+    def __init__(
+        self, decay: float | Callable[[jax.Array], Any] = 0.999, *, from_initial: bool = False, **arguments: Any
+    ) -> None:
+        self.decay = decay if callable(decay) else check.number("decay", decay, low=0, owner="EMA")
+        below = callable(self.decay) or self.decay < 1
+        check.require(below, "decay", decay, "takes a number below 1, or a function of a count", owner="EMA")
+        self.from_initial = check.boolean("from_initial", from_initial, owner="EMA")
         super().__init__(**arguments)
 
     def average(self, average: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         """Return the average with one more array of weights."""
-        return self.decay * average + (1 - self.decay) * weights
+        decay = self.decay(count) if callable(self.decay) else self.decay
+        return decay * average + (1 - decay) * weights
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ class Record(NamedTuple):
     step: int
     score: float | None  # the monitored value; None if it is not among the best
     is_finite: bool = True  # whether all of its parameters are
+    stays: bool = False  # whether it is kept whatever comes later
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Kept:
     mode: str | None = None  # "min" or "max" of the scores is best; None if the newest checkpoint is
     save_top_k: int = 1  # how many of the best stay; with -1 no checkpoint is deleted
     save_last: bool = True  # whether checkpoints that are not among the best are wanted
+    keep_every: int | None = None  # of so many steps the first checkpoint stays whatever comes later
     order: int = 0  # of the newest in its folder: larger for what is written later
     records: list[Record] = field(default_factory=list)  # the oldest first
     replaced: list[str] = field(default_factory=list)  # deleted once the newest is written
@@ -76,8 +78,11 @@ class Kept:
         elif len(scores := self.scores) >= self.save_top_k > 0:
             worst = (min if self.mode == "max" else max)(scores, key=lambda name: scores[name])
             self.records = [x._replace(score=None) if x.name == worst else x for x in self.records]
+        if (every := self.keep_every) is not None and new.step >= every:
+            new = new._replace(stays=all(x.step // every < new.step // every for x in self.records if x.stays))
         self.records = [*self.records, new]
         names = {new.name, *self.scores, *[x.name for x in self.records if x.is_finite][-1:]}
+        names |= {x.name for x in self.records if x.stays}
         self.records = [x for x in self.records if x.name in names]
         self.replaced = [] if self.save_top_k == -1 else [x.name for x in self._before if x.name not in names]
 
@@ -98,7 +103,7 @@ class Kept:
     def restore(self, state: Mapping[str, Any], existing: Collection[str]) -> None:
         """Restore the checkpoints that still exist; a crash may have come before the replaced ones were deleted."""
         rows = [row for row in state["checkpoints"] if row[0] in existing]
-        self.records = [Record(name, int(step), x if x is None else float(x), bool(y)) for name, step, x, y in rows]
+        self.records = [Record(str(name), int(step), x if x is None else float(x), *y) for name, step, x, *y in rows]
         is_written = [row[0] for row in rows[-1:]] == [row[0] for row in state["checkpoints"][-1:]]
         self.replaced = [name for name in state["replaced"] if name in existing and is_written]
 

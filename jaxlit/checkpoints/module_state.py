@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import logging
 import math
@@ -171,6 +172,7 @@ _KIND, _VALUE = "jaxlit", "value"
 DEFAULT = {_KIND: "default"}  # of an argument that had its default, and whose value is not kept
 _MAKERS: dict[Any, Callable[[Any], Any]] = {"dtype": np.dtype, "float": float, "tuple": tuple, "dict": dict}
 _MAKERS |= {"partition": lambda entries: P(*entries), "scalar": lambda parts: np.dtype(parts[0]).type(parts[1])}
+_MAKERS["omegaconf"] = lambda values: importlib.import_module("omegaconf").OmegaConf.create(values)
 _LIBRARIES = ("jax.nn", "jax.numpy", "jax.nn.initializers", "jax.lax", "numpy", "flax.nnx", "optax")  # public names
 
 
@@ -183,6 +185,11 @@ def encode(x: Any) -> Any:
     kind = type(x)  # exactly: a value of a subclass would come back as one of its base
     if issubclass(kind, dict) and kind is not dict:  # first: its keys may be attributes, and any other raises
         raise NotKeptError(f"{kind.__name__}(...)")
+    if is_omegaconf(x):
+        values = encode(sys.modules["omegaconf"].OmegaConf.to_container(x, resolve=True))
+        if "${" in json.dumps(values):  # a text that would be read as a reference
+            raise NotKeptError(f"{kind.__name__}(...)")
+        return _node("omegaconf", values)
     if (name := _name_of(x)) is not None:
         return _node("name", name)
     if isinstance(x, np.dtype):
@@ -216,6 +223,11 @@ def encode(x: Any) -> Any:
     raise NotKeptError(shown(x) if is_named else f"{type(x).__name__}(...)")
 
 
+def is_omegaconf(x: Any) -> bool:
+    """Return whether a value is a `DictConfig` or a `ListConfig`, whose attributes are its values."""
+    return type(x).__module__.startswith("omegaconf.")
+
+
 def not_kept(text: str) -> dict[str, Any]:
     """Return what is saved of a value that cannot be: how it is shown."""
     return _node("not kept", text)
@@ -236,7 +248,7 @@ def decode(x: Any, cls: type) -> Any:
             of = _named(node["name"], cls) if kind == "dataclass" else None
             if isinstance(of, type) and dataclasses.is_dataclass(of):  # nothing else is called
                 return of(**value)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, ImportError, KeyError, TypeError, ValueError) as error:
             raise NotKeptError(_dotted(value) if kind == "name" else shown(node)) from error
         raise NotKeptError(value if kind == "not kept" else shown(node))
 

@@ -6,6 +6,7 @@ as hyperparameters (`KeepsHparams`, also of DataModules); `TrainModule`; and how
 
 import argparse
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -21,7 +22,16 @@ import optax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.module_state import DEFAULT, NotKeptError, decode, encode, load_variables, not_kept, readable
+from jaxlit.checkpoints.module_state import (
+    DEFAULT,
+    NotKeptError,
+    decode,
+    encode,
+    is_omegaconf,
+    load_variables,
+    not_kept,
+    readable,
+)
 from jaxlit.checkpoints.places import place_of
 from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
@@ -254,6 +264,8 @@ def _copied(value: Any) -> Any:
         return type(value)(map(_copied, value))
     if type(value) is dict:
         return {key: _copied(x) for key, x in value.items()}
+    if is_omegaconf(value):
+        return copy.deepcopy(value)
     if not is_dataclass(value) or isinstance(value, (type, Enum)) or _not_kept(value) is not None:
         return value
     return replace(value, **{field.name: _copied(getattr(value, field.name)) for field in fields(value) if field.init})

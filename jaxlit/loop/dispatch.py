@@ -3,8 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ from jaxlit.data.prefetcher import Batch
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentError
 from jaxlit.loop.hooks import Hook
-from jaxlit.loop.results import Outputs, Row
+from jaxlit.loop.results import UNREAD_ITEM, LazyDict, Outputs, Row
 from jaxlit.loop.rows import rows_of_step
 from jaxlit.loop.run import Run
 
@@ -129,18 +128,26 @@ def check_size(size: int | str, window: int, whose: str = "accumulate_grad_batch
         )
 
 
-@dataclass(frozen=True, eq=False)
-class StepOutputs(Mapping[str, Any]):
-    """The `outputs` of one batch of a dispatch, on the host: they are read once for all of its batches."""
+class StepOutputs(LazyDict):
+    """The `outputs` of one batch of a dispatch, on the host: they are read once for all of its batches.
 
-    logs: Any  # the tables of the steps
-    loss: Any  # the losses of windows' batches; None where a step takes one batch
-    outputs: dict[str, Any]  # what else the steps returned
-    is_row: Any  # whether each output has one row for each row of the batch, a pytree like them
-    step: int = 0  # of the dispatch
-    batch: int = 0
+    `logs` are the tables of the steps, `loss` the losses of windows' batches, or None where a step takes one batch,
+    `outputs` what else the steps returned, and `is_row` whether each has one row for each row of the batch.
+    """
 
-    def __getitem__(self, name: str) -> Any:
+    def __init__(self, logs: Any, loss: Any, outputs: dict[str, Any], is_row: Any, step: int, batch: int) -> None:
+        self.logs, self.loss, self.outputs, self.is_row, self.step, self.batch = (
+            logs,
+            loss,
+            outputs,
+            is_row,
+            step,
+            batch,
+        )
+        dict.update(self, dict.fromkeys(("loss", *outputs), UNREAD_ITEM))
+
+    def read(self, name: str) -> Any:
+        """Return the part of the batch."""
         i = self.batch
         if name != "loss":
             return jax.tree.map(
@@ -150,12 +157,6 @@ class StepOutputs(Mapping[str, Any]):
             return fetch(self.loss)[..., i].mean()
         total, weight = fetch(self.logs)[self.step, :2, 0]
         return total / weight
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", *self.outputs))
-
-    def __len__(self) -> int:
-        return 1 + len(self.outputs)
 
 
 def take_step(run: Run, batch: Batch, ends: Hook | None) -> None:
@@ -214,8 +215,7 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
     if each is None and last is None:
         position.advance(batch.position[-1], stepping=steps, last=batch.is_last, batches=count)
         return _rows_without_hooks(run, logs, first, steps)
-    seen = StepOutputs(logs, loss, outputs, run.engine.outputs_with_rows)
-    failed = None
+    is_row, failed = run.engine.outputs_with_rows, None
     for k, (host, data) in enumerate(zip(batch.host, batch.position, strict=True)):
         is_last = k + 1 == count
         i = k // window
@@ -225,7 +225,7 @@ def take_steps(run: Run, batch: Batch, last: Hook | None) -> list[Row]:
         ends = last if i + 1 == steps else each
         if ends is not None and failed is None:
             try:
-                ends(replace(seen, step=i, batch=k), host, batch.index + k)
+                ends(StepOutputs(logs, loss, outputs, is_row, i, k), host, batch.index + k)
             except BaseException as error:  # the steps are taken: those after it have their rows
                 failed = error
         if not position.filled:

@@ -188,7 +188,44 @@ class Results:
         return any(metric.names & other.names for other in self._layout.metrics.metrics[1:])
 
 
-class Outputs(Mapping[str, Any]):
+UNREAD_ITEM: Any = object()
+
+
+class LazyDict(Mapping[str, Any], dict[str, Any]):  # type: ignore[misc]
+    """A dict, of whose values `read` gives those that are unread when they are asked for."""
+
+    def read(self, name: str) -> Any:
+        """Return a value."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Any:
+        if (value := dict.__getitem__(self, name)) is UNREAD_ITEM:
+            value = self[name] = self.read(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:  # also what has dict() read, in place of copying what is unread
+        return dict.__iter__(self)
+
+    def __len__(self) -> int:
+        return dict.__len__(self)
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def copy(self) -> dict[str, Any]:
+        """Return a dict with all values."""
+        return dict(self)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Remove a value and return it."""
+        self.get(name)  # reads it
+        return dict.pop(self, name, *default)
+
+
+class Outputs(LazyDict):
     """The `outputs` of a training step, device arrays; the loss is computed when it is asked for.
 
     `logs` is the step's table. If that is of a window, `loss` is the loss of the batch in each replica.
@@ -197,18 +234,11 @@ class Outputs(Mapping[str, Any]):
     def __init__(self, logs: jax.Array, loss: jax.Array | None, outputs: dict[str, Any]) -> None:
         self.logs = logs
         self._loss = loss
-        self._outputs = outputs
+        dict.update(self, {"loss": UNREAD_ITEM, **outputs})
 
-    def __getitem__(self, name: str) -> Any:
-        if name != "loss":
-            return self._outputs[name]
+    def read(self, name: str) -> Any:
+        """Return the loss."""
         return _loss_of(self.logs) if self._loss is None else self._loss.mean()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("loss", *self._outputs))
-
-    def __len__(self) -> int:
-        return 1 + len(self._outputs)
 
 
 class Logged(NamedTuple):

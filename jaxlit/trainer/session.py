@@ -303,8 +303,9 @@ class Session:
         self.loaders = loaders
         if loaders.datamodule is not None:
             loaders.datamodule.trainer = self._trainer
-        # Cleared now and not at the end of a run, whose metrics a program reads after it.
-        self.results.clear()
+        # Cleared now and not at the end of a run, whose metrics a program reads after it. A prediction has none.
+        if stage.method != "predict":
+            self.results.clear()
         self.media.begin()
         print_again()
         fits = stage.method == "fit"

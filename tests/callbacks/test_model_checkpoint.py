@@ -116,13 +116,17 @@ def test_the_best_and_the_newest_are_on_disk_after_each_epoch(mode, top_k, save_
     assert watch.written == sorted({int(x[5:]) for listing in expected for x in listing}), "each is written once"
 
 
-@pytest.mark.parametrize(("top_k", "left"), [(-1, [1, 2, 3]), (1, [3])])
-def test_without_a_monitor_the_newest_or_all_are_kept(top_k, left) -> None:
-    callback = ModelCheckpoint(save_top_k=top_k, every_n_epochs=1)
-    train(callback, epochs=3)
+@pytest.mark.parametrize(
+    ("top_k", "every", "left"),
+    [(-1, None, [1, 2, 3, 4, 5]), (1, None, [5]), (3, None, [3, 4, 5]), (2, 3, [3, 4, 5]), (1, 2, [2, 4, 5])],
+)
+def test_without_a_monitor_the_newest_or_all_are_kept(top_k, every, left) -> None:
+    callback = ModelCheckpoint(save_top_k=top_k, keep_every_n_steps=every, every_n_epochs=1)
+    train(callback, epochs=5)
     assert steps(listing(callback)) == left
-    assert callback.best_model_path == callback.last_model_path == str(Path("run/checkpoints", name(3)).absolute())
-    assert callback.best_model_score is None and callback.best_k_models == {}
+    assert callback.best_model_path == callback.last_model_path == str(Path("run/checkpoints", name(5)).absolute())
+    assert callback.best_model_score is None
+    assert sorted(callback.best_k_models.values()) == ([5 - k for k in range(top_k)][::-1] if top_k > 1 else [])
 
 
 def test_an_earlier_validation_does_not_score_a_later_step() -> None:

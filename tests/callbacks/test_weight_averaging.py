@@ -35,11 +35,19 @@ def by_hand(steps: int) -> list[list[np.ndarray]]:
     return result
 
 
-def ema(weights: list[Any], decay: float) -> list[np.ndarray]:
-    average = weights[0]
-    for w in weights[1:]:
-        average = [decay * a + (1 - decay) * b for a, b in zip(average, w, strict=True)]
+def ema(weights: list[Any], decay: Any, initial: Any = None) -> list[np.ndarray]:
+    average, weights = (weights[0], weights[1:]) if initial is None else (initial, weights)
+    for n, w in enumerate(weights, initial is None):
+        share = decay(n) if callable(decay) else decay
+        average = [share * a + (1 - share) * b for a, b in zip(average, w, strict=True)]
     return average
+
+
+def warm_up(n: Any) -> Any:
+    return (1 + n) / (10 + n)
+
+
+INITIAL = [np.asarray(Linear().kernel[...], np.float64), np.zeros(1)]
 
 
 def mean(weights: list[Any]) -> list[np.ndarray]:
@@ -53,6 +61,10 @@ def loss(params: list[np.ndarray]) -> float:
 AVERAGES: dict[str, Any] = {
     "ema": (lambda: EMA(0.9), lambda w: ema(w, 0.9)),
     "seldom": (lambda: EMA(0.5, update_every_n_steps=3, update_starting_at_step=6), lambda w: ema(w[6::3], 0.5)),
+    "initial": (lambda: EMA(0.9, from_initial=True), lambda w: ema(w, 0.9, INITIAL)),
+    "late": (lambda: EMA(0.9, from_initial=True, update_starting_at_step=6), lambda w: ema(w[6:], 0.9, w[5])),
+    "warm-up": (lambda: EMA(warm_up), lambda w: ema(w, warm_up)),
+    "initial warm-up": (lambda: EMA(warm_up, from_initial=True), lambda w: ema(w, warm_up, INITIAL)),
     "mean": (lambda: WeightAveraging(update_starting_at_epoch=2), lambda w: mean(w[20:])),
 }
 
@@ -63,6 +75,7 @@ AVERAGES: dict[str, Any] = {
         [(name, strategy) for name in AVERAGES for strategy in STRATEGIES],
         ("ema", "fsdp"),
         ("mean", "single"),
+        *((name, "single") for name in ("initial", "late", "warm-up", "initial warm-up")),
         full=[("seldom", "single"), ("ema", "pmap"), ("mean", "shard_map")],
     ),
 )

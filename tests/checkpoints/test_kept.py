@@ -239,3 +239,25 @@ def test_a_filename_that_is_no_format_is_refused():
     cases |= {"{epoch:d": "'}'|unmatched", "{}": "a pair of braces is empty", "a}": "Single '}'"}
     for filename, words in cases.items():
         refuses(ArgumentError, lambda filename=filename: check_filename(filename), words)
+
+
+@pytest.mark.parametrize(("mode", "top_k"), [(None, 1), ("min", 1), ("max", 5)])
+def test_one_of_so_many_steps_stays_for_ever(mode: Any, top_k: int) -> None:
+    steps = [3, 8, 11, 14, 19, 22, 31, 33, 39, 55, 58, 61]
+    forever = [11, 22, 31, 55, 61]  # the first from each 10 steps on, and none of the first 10
+    kept = Kept(mode, top_k, keep_every=10)
+    for i, step in enumerate(steps, 1):
+        kept.add(Record(f"step_{step}", step, float(step) if mode else None))
+        kept.written()
+        fresh = Kept(mode, top_k, keep_every=10)
+        fresh.restore(json.loads(json.dumps(kept.state())), [x.name for x in kept.records])
+        kept = fresh
+        best = [3] if mode == "min" else sorted(steps[:i])[-5:] if mode == "max" else []
+        expected = {*best, step, *(x for x in forever if x <= step)}
+        assert [x.step for x in kept.records] == sorted(expected)
+
+
+def test_a_state_from_before_there_were_such_is_restored() -> None:
+    kept = Kept("min", 2)
+    kept.restore({"checkpoints": [["a", 1, 2.0, True], ["b", 2, None, False]], "replaced": []}, ["a", "b"])
+    assert kept.records == [Record("a", 1, 2.0), Record("b", 2, None, is_finite=False)]

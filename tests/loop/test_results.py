@@ -174,3 +174,33 @@ def test_curves_whose_names_end_alike_share_a_picture(monkeypatch):
 )
 def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
     assert fit(Mean(), numbered(batches), **BARE, **arguments).history["loss"][0].tolist() == steps
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_outputs_of_a_step_are_a_dict_whose_loss_is_read_when_asked_for(k: int) -> None:
+    seen = list[Any]()
+
+    def look(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = float(outputs["loss"])
+        assert isinstance(outputs, dict) and list(outputs) == ["loss", "twice"] and len(outputs) == 2
+        for other in (dict(outputs), {**outputs}, outputs.copy(), outputs | {}, dict(outputs.items())):
+            assert {name: float(x) for name, x in other.items()} == {"loss": loss, "twice": 2 * loss}
+        outputs["mine"] = 3
+        assert outputs.pop("mine") == 3 and "mine" not in outputs and outputs.get("mine") is None
+        assert float(outputs.pop("loss")) == loss and "loss" not in outputs
+        seen.append(loss)
+
+    def step(self: Any, batch: Any) -> Any:
+        loss = jnp.mean(self.error(batch) ** 2)
+        return {"loss": loss, "twice": 2 * loss}
+
+    fit(module(step), numbered(4), None, hooks(on_train_batch_end=look), steps_per_execution=k, **BARE)
+    assert len(seen) == 4
+
+
+def test_a_prediction_leaves_the_metrics_of_the_fit() -> None:
+    made = module(predict_step=lambda self, batch: self.w[...])
+    trainer = fit(made, numbered(3), numbered(2), **BARE)
+    before = dict(trainer.callback_metrics)
+    trainer.predict(made, numbered(2))
+    assert dict(trainer.callback_metrics) == before and {"loss", "val"} <= before.keys()
