@@ -45,6 +45,7 @@ class Metric:
     reduce_fx: str = "mean"
     add_dataloader_idx: bool = True
     is_integer: bool = False  # whose bits are divided, see `Table`
+    of_rows: bool = False  # whether its value of a step is the mean of the steps since the last row
 
     @property
     def step_name(self) -> str:
@@ -84,7 +85,10 @@ def metric_of(caller: str, name: Any, **how: Any) -> Metric:
         raise LogError(f"self.log({name!r}, reduce_fx=...) must be one of {REDUCTIONS}, got {how['reduce_fx']!r}.")
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {caller}: there is no step there. Leave on_step out.")
-    options: dict = {"on_step": bool(by_step), "on_epoch": by_epoch}
+    of_rows = how.get("on_step") == "mean"
+    if of_rows and caller != "training_step":
+        raise LogError(f"self.log({name!r}, on_step='mean') in {caller}: log it in training_step.")
+    options: dict = {"on_step": bool(by_step), "on_epoch": by_epoch, "of_rows": of_rows}
     options |= {key: x if key == "reduce_fx" else bool(x) for key, x in how.items() if x is not None}
     metric = Metric(name, **options)
     if not metric.on_step and not metric.on_epoch:
@@ -243,7 +247,8 @@ class Table:
 
     Row 0 holds totals (the weighted sum of a mean, the sum, the minimum or the maximum so far), row 1
     the sum of weights. The sums of an epoch have two rows more, what rounding has cut off the first two:
-    without them a mean over a million batches is wrong in its third digit.
+    without them a mean over a million batches is wrong in its third digit. If a metric asks for them, two rows follow,
+    the table of the steps since the last row.
 
     Args:
         metrics: The metrics, one a column; an integer has four, for its bytes: float32 has the digits of each, also
@@ -258,6 +263,8 @@ class Table:
         kinds = [m.reduce_fx for m in metrics for _ in range(4 if m.is_integer else 1)]
         self._mean, self._min, self._max = (np.array([k == w for k in kinds], bool) for w in ("mean", "min", "max"))
         self._extreme, self.means = self._min | self._max, self._mean.tolist()
+        self._of_rows = np.array([m.of_rows for m in metrics for _ in range(4 if m.is_integer else 1)], bool)
+        self.has_row_means = bool(self._of_rows.any())
         self._extreme_totals = np.stack([self._extreme, np.zeros_like(self._extreme)])  # in a table
 
     @property
@@ -272,8 +279,8 @@ class Table:
         return table
 
     def empty_sums(self) -> np.ndarray:
-        """Return the sums of no batch, (4, num_metrics)."""
-        return np.concatenate([empty := self.empty(), np.zeros_like(empty)])
+        """Return the sums of no batch, (4, num_metrics), or (6, num_metrics) with those since the last row."""
+        return np.concatenate([empty := self.empty(), np.zeros_like(empty), *[empty] * self.has_row_means])
 
     def entry(self, values: Sequence[jax.Array], weights: Sequence[jax.Array], share: float = 1.0) -> jax.Array:
         """Return the table of one batch.
@@ -293,12 +300,13 @@ class Table:
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
         return jnp.stack([total, weight * share])
 
-    def add(self, sums: jax.Array, table: jax.Array) -> jax.Array:
-        """Return the sums, (4, num_metrics), with the table of one batch or window in them.
+    def add(self, sums: jax.Array, table: jax.Array, after_row: jax.Array | bool = False) -> jax.Array:
+        """Return the sums with the table of one batch or window in them.
 
-        What an addition rounds off is kept (Knuth's two-sum), and put back as soon as it counts.
+        What an addition rounds off is kept (Knuth's two-sum), and put back as soon as it counts. `after_row` is whether
+        the step is the first one after a row.
         """
-        old, lost = sums[:2], sums[2:]
+        old, lost = sums[:2], sums[2:4]
         new = self.combine(old, table)
         part = new - old
         lost = lost + ((old - (new - part)) + (table - part))
@@ -306,7 +314,14 @@ class Table:
         lost = lost - (total - new)
         # Nothing is rounded off an extreme. Of an infinity inf - inf would be, which is NaN.
         exact = ~jnp.isfinite(new) | self._extreme_totals
-        return jnp.concatenate([jnp.where(exact, new, total), jnp.where(exact, 0.0, lost)])
+        parts = [jnp.where(exact, new, total), jnp.where(exact, 0.0, lost)]
+        if self.has_row_means:
+            parts.append(self.combine(jnp.where(after_row, self.empty(), sums[4:]), table))
+        return jnp.concatenate(parts)
+
+    def of_row(self, table: jax.Array, sums: jax.Array) -> jax.Array:
+        """Return the table of a step with that of the steps since the last row for the metrics that ask for it."""
+        return jnp.where(self._of_rows, sums[4:], table) if self.has_row_means else table
 
     def combine(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Return the table of the batches of both."""
@@ -346,8 +361,8 @@ class Table:
         else:
             table = np.array(table, np.float64, ndmin=3)
             with np.errstate(invalid="ignore", divide="ignore"):
-                if table.shape[1] == 4:  # past an infinity or NaN there is nothing to put back
-                    table = table[:, :2] + np.where(np.isfinite(table[:, 2:]), table[:, 2:], 0.0)
+                if table.shape[1] > 2:  # past an infinity or NaN there is nothing to put back
+                    table = table[:, :2] + np.where(np.isfinite(table[:, 2:4]), table[:, 2:4], 0.0)
                 total, weight = self._joined(table)
                 values = np.where(self._mean, total / weight, total).tolist()
         return values if len(values) == len(self.metrics) else np.add.reduceat(values, self._ends[:-1]).tolist()

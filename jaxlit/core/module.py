@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequen
 from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Never, Self
+from typing import TYPE_CHECKING, Any, Literal, Never, Self
 
 import jax
 import optax
@@ -458,7 +458,7 @@ class TrainModule(KeepsHparams, nnx.Module):
         value: Any,
         prog_bar: bool = False,
         logger: bool | None = True,
-        on_step: bool | None = None,
+        on_step: bool | Literal["mean"] | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str = "mean",
         batch_size: Any = None,
@@ -476,8 +476,9 @@ class TrainModule(KeepsHparams, nnx.Module):
                 which the step's own share is logged: exact over batches of any size and over replicas.
             prog_bar: Show it in the progress bar.
             logger: Send it to `on_log`, and so to the loggers; None, Lightning's default, is True.
-            on_step: Log the value of every `log_every_n_steps`-th step. Default: in `training_step` and training
-                batch hooks. In validation and test it shows in `trainer.logged_metrics` and makes no row.
+            on_step: Log the value of every `log_every_n_steps`-th step, or in `training_step` "mean" for the mean of
+                the epoch's steps since the last row. Default: in `training_step` and training batch hooks. In
+                validation and test it shows in `trainer.logged_metrics` and makes no row.
             on_epoch: Log the value of the epoch. Default: everywhere else. With both, the names end in `_step` and
                 `_epoch`.
             reduce_fx: How an epoch adds up: "mean" (weighted by `batch_size`), "sum", "min" or "max". Where a step sees

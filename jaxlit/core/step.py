@@ -95,6 +95,7 @@ class TrainStep:
         new, updates = self._guarded_step(old, new, grads, table)
         seen = tuple(fn(grads, updates, params, new.opt_state) for fn in self.traced)
         rates = self.rates.values(old.opt_state, loss_of(table), old.step, old.epoch)
+        table = self.table.of_row(table, new.sums)
         return self.layout.flatten(new), self.logs(table, new, rates), *([seen] if self.traced else [])
 
     def diagnose(
@@ -230,7 +231,7 @@ class TrainStep:
         scale = old.loss_scale
         bad_step = old.bad_step
         loss = loss_of(table)
-        sums = self.table.add(old.sums, table)
+        sums = self.table.add(old.sums, table, self.table.has_row_means and old.step % self.options.log_every == 0)
         if policy == "ignore" and scale is None:
             fields, updates = self._changed_fields(self._optimize, old, new, grads, loss)
             return replace(new, **fields, sums=sums).advance(steps=1), updates

@@ -440,7 +440,9 @@ class Session:
             is_ours = False  # no buffer can be reused for other shards
         # It holds this module's arrays, which the first step overwrites.
         self._evaluates = None
-        options = step_options(settings, hooks, first_example(data))
+        every = settings.log_every_n_steps
+        every = self.control.log_every if isinstance(every, str) else every or 1
+        options = dataclasses.replace(step_options(settings, hooks, first_example(data)), log_every=every)
         precision = Precision(settings.precision)
         arguments = {"precision": precision, "debug": settings.debug, "take_ownership": is_ours}
         engine = Engine(module, self.strategy, options, **arguments)

@@ -1,5 +1,6 @@
 """The metrics as callbacks read them, and the rows that a Trainer keeps; test_results_recorded.py has Lightning's."""
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from kit.by_hand import mean
 from kit.journal import Rows, at_batch, hooks
 from kit.modules import Mean, logging, module
 from kit.refusals import refuses
-from kit.trainers import BARE, fit, make_trainer
+from kit.trainers import BARE, fit, make_trainer, splitting, thinned
 
 from jaxlit.errors import ArgumentError, LogError, LoggerError
 from jaxlit.loop.results import MOST, History
@@ -204,3 +205,56 @@ def test_a_prediction_leaves_the_metrics_of_the_fit() -> None:
     before = dict(trainer.callback_metrics)
     trainer.predict(made, numbered(2))
     assert dict(trainer.callback_metrics) == before and {"loss", "val"} <= before.keys()
+
+
+def mean_since_row(self: Any, batch: Any) -> Any:
+    self.log("last", batch["x"].mean())
+    self.log("mean", batch["x"].mean(), on_step="mean")
+    self.log("both", batch["x"].mean(), on_step="mean", on_epoch=True)
+    self.log("tokens", jnp.sum(batch["x"]).astype(jnp.int32), on_step="mean")
+    return jnp.mean(self.error(batch) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "k"),
+    thinned(list(itertools.product(["single", "fsdp", "shard_map"], [1, 2], [1, 3])), ("single", 1, 1), ("fsdp", 2, 1)),
+)
+def test_a_row_has_the_mean_of_the_steps_since_the_last(strategy: str, accumulate: int, k: int) -> None:
+    """Weighted by rows, of one epoch: the first row of the next begins anew."""
+    batches = sized(*[8, 16, 8, 8, 24, 8, 16, 8] * 2)
+    for i, batch in enumerate(batches):
+        batch["x"] = np.full_like(batch["x"], float(i))
+    rows, given = Rows(), {"log_every_n_steps": 3, "max_epochs": 2, "accumulate_grad_batches": accumulate}
+    given |= {"steps_per_execution": k * accumulate if k > 1 else 1, "strategy": splitting(strategy)}
+    fit(module(mean_since_row), batches, None, rows, **given, **BARE)
+    values = [(x["x"][0, 0], len(x["x"]), x["x"].sum()) for x in batches]
+    steps = [values[i : i + accumulate] for i in range(0, len(values), accumulate)]
+    each = len(steps)
+    expected = []
+    for step in range(3, 2 * each + 1, 3):
+        first = max(step - 3, each if step > each else 0)
+        seen = [x for i in range(first, step) for x in steps[i % each]]
+        weights = [n for _, n, _ in seen]
+        expected.append([np.average([x[j] for x in seen], weights=weights) for j in (0, 2)])
+    # Under shard_map each replica logs the sum of its own rows.
+    for name, column in (("mean", 0), ("both_step", 0), *[("tokens", 1)] * (strategy != "shard_map")):
+        np.testing.assert_allclose(rows.of(name), [x[column] for x in expected], rtol=1e-6)
+    last = [np.average([x for x, *_ in s], weights=[n for _, n, _ in s]) for s in [*steps, *steps][2::3]]
+    np.testing.assert_allclose(rows.of("last"), last, rtol=1e-6)
+    whole = np.average([x for x, *_ in values], weights=[n for _, n, _ in values])
+    np.testing.assert_allclose(rows.of("both_epoch"), [whole, whole], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strategies", [("single", "fsdp"), ("shard_map", "single")])
+def test_a_resume_continues_the_mean_of_a_row(strategies: tuple[str, str]) -> None:
+    rows, save = Rows(), at_batch(6, lambda t, m: t.save_checkpoint("kept"))
+    given: Any = {"log_every_n_steps": 9, "limit_train_batches": 9} | BARE
+    fit(module(mean_since_row), numbered(9), None, save, **given | {"strategy": strategies[0]})
+    fit(module(mean_since_row), numbered(9), None, rows, ckpt_path="kept", **given | {"strategy": strategies[1]})
+    assert rows.of("mean") == [pytest.approx(5.0)]  # of 1 to 9, not of 8 and 9
+
+
+def test_a_mean_of_rows_is_for_training_steps() -> None:
+    step = lambda self, batch: self.log("x", 1.0, on_step="mean")  # noqa: E731
+    words = r"self.log\('x', on_step='mean'\) in validation_step: log it in training_step"
+    refuses(LogError, lambda: fit(module(validation_step=step), numbered(2), numbered(2), **BARE), words)

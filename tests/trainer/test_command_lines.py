@@ -28,7 +28,7 @@ def slope_by_hand(lr: float, epochs: int) -> float:
 @pytest.mark.parametrize("package", needing("hydra"))
 def test_a_config_of_hydra_becomes_the_arguments(package: str, tmp_path: Path) -> None:
     code = recipe(PAGE, package)
-    whole = '    jl.Trainer(**config.trainer).fit(Line(**config.model), data, data)\n'
+    whole = "    jl.Trainer(**config.trainer).fit(Line(**config.model), data, data)\n"
     assert whole in code
     kept = TOLD.replace("\n", "\n    ").rstrip(" ")
     (tmp_path / "conf").mkdir()
