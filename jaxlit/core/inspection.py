@@ -31,6 +31,7 @@ from jaxlit.programs.jaxpr import CONSTANT, LINEAR, ROWS, dependence, growing
 from jaxlit.texts import is_key, leaf_name, listed, named_leaves
 
 _logger = logging.getLogger("jaxlit")
+_warned_of = set[str]()
 
 
 def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = False) -> None:
@@ -116,12 +117,17 @@ def _warn_of_gradients(pure: PureModule, reached: Sequence[bool], args: Sequence
         number = f"{len(unused)} of {len(paths)} parameters"
         if len(unused) == len(paths):
             number = "any parameter: nothing is trained"
-        part = re.sub(r"\[.*", "", [unused[0], *unused[0].split(".")[-2:-1]][-1])
-        _logger.warning(
+        *_, leaf = around = unused[0].split(".")
+        is_shared = any(path.split(".")[-1] == leaf for path, is_used in zip(paths, used, strict=False) if is_used)
+        part = re.sub(r"\[.*", "", around[-2] if is_shared and len(around) > 1 else leaf)
+        text = (
             f"The loss of {pure.name}.training_step does not depend on {number}. The gradient is zero: "
             f"{listed(unused)}. Call the layer in the step, or leave it out of training: "
             f"jl.Optimizer(tx, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains({part!r}))))."
         )
+        if text not in _warned_of or len(unused) == len(paths):  # a public model may have some: once for several fits
+            _logger.warning(text)
+        _warned_of.add(text)
     leaves, arrays = pure.leaves(*args[:3]), jax.tree.leaves(args[:3])
     plain = [
         leaf
