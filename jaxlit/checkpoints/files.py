@@ -272,7 +272,7 @@ def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
 
 
 def remove(path: Place) -> None:
-    """Delete a checkpoint, and no file of others; a crash meanwhile leaves nothing that a resume reads."""
+    """Delete a checkpoint with what a user has in its `files`; a crash meanwhile leaves nothing that a resume reads."""
     if path.is_dir():
         (path / MANIFEST).unlink(missing_ok=True)
         for left in [x for x in path.iterdir() if is_of_a_write(x)]:
@@ -297,8 +297,8 @@ def sweep(folder: Place) -> None:
 
 
 def is_of_a_write(path: Place) -> bool:
-    """Return whether a name in a checkpoint's folder is one that writing makes, before the manifest."""
-    return re.fullmatch(r"data-[0-9a-f]{8}|\.MANIFEST.*", path.name) is not None
+    """Return whether a name in a checkpoint's folder is one that writing makes, before the manifest, or a user's."""
+    return re.fullmatch(r"data-[0-9a-f]{8}|files|\.MANIFEST.*", path.name) is not None
 
 
 def seal(folder: Place, order: int, files: Mapping[str, Any]) -> None:

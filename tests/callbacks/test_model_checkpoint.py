@@ -473,3 +473,19 @@ def test_two_that_name_the_epoch_leave_no_folder_behind(at: str) -> None:
     assert [sorted(path.name for path in Path(folder).glob("step_*")) for folder in "ab"] == [
         [f"{name(4)}-epoch=1"]
     ] * 2
+
+
+def test_files_of_the_users_go_with_their_checkpoint_and_others_stay() -> None:
+    def write(trainer: Any, module: Any, callback: Any, path: Path) -> None:
+        (path / "files" / "deep").mkdir(parents=True)
+        (path / "files" / "deep" / "norm.json").write_text(f"{trainer.global_step}")
+        if trainer.global_step == 2:
+            (path / "notes.txt").write_text("mine")
+
+    train(hooks(on_checkpoint_saved=write), ModelCheckpoint(every_n_epochs=1), epochs=4)
+    left = sorted(str(x.relative_to("run/checkpoints")) for x in Path("run/checkpoints").rglob("*") if x.suffix)
+    kept = [x for x in left if "MANIFEST" not in x and "data-" not in x]
+    assert kept == ["step_00000002/notes.txt", "step_00000004/files/deep/norm.json"]
+    assert Path("run/checkpoints", kept[1]).read_text() == "4"
+    resumed = fit(Mean(), numbered(1), max_epochs=5, default_root_dir="run", resume="auto")
+    assert resumed.global_step == 5, "what is not in the manifest is never read"
