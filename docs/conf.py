@@ -27,6 +27,8 @@ suppress_warnings = ["ref.python"]  # a type that is public in two rooms has two
 
 html_theme = "furo"
 html_title = f"jaxlit {release}"
+html_search_scorer = str(site_pages.DOCS / "site_scorer.js")
+html_extra_path = ["generated/llms.txt", "generated/llms-full.txt"]
 html_static_path = html_css_files = ["site.css"]
 html_theme_options = {"light_css_variables": {"code-font-size": "80%"}}
 html_copy_source = html_show_sourcelink = html_show_copyright = False

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,32 @@ def write_all():
 
     for path in (ROOT / "examples").glob("*.ipynb"):
         shutil.copy(path, page_of(f"examples/{path.name}"))
+    write_for_language_models()
+
+
+def write_for_language_models():
+    """Write `llms.txt`, the index in the form of llmstxt.org, and `llms-full.txt`, the text of all its pages."""
+    index = (DOCS / "index.md").read_text()
+    links, pages = [f"# jaxlit\n\n> {index.splitlines()[2]}"], {}
+    for heading, section in re.findall(r"^## (.*)\n((?s:.*?))(?=^## |\Z)", index, re.M):
+        entries = re.findall(r"^- \[(.*?)\]\((.*?)\): (.+(?:\n  .+)*)", section, re.M)
+        links += [f"\n## {heading}\n"] * bool(entries)
+        for title, path, text in entries:
+            page = re.sub(r"\.(md|ipynb)", ".html", relinked(f"]({path})", DOCS / "index.md", DOCS)[2:-1])
+            summary = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", " ".join(text.split()))
+            links.append(f"- [{title}]({page}): {summary}")
+            pages.setdefault(path.partition("#")[0], page)
+    (GENERATED / "llms.txt").write_text("\n".join(links) + "\n")
+    texts = [f"Page: {page}\n\n{as_markdown((DOCS / path).resolve())}" for path, page in pages.items()]
+    (GENERATED / "llms-full.txt").write_text("\n\n".join(texts))
+
+
+def as_markdown(path):
+    """Return the text of a page, or the cells of a notebook."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = [("".join(x["source"]), x["cell_type"]) for x in json.loads(path.read_text())["cells"]]
+    return "\n\n".join(text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in cells)
 
 
 def page_of(path):

@@ -1,4 +1,4 @@
-"""The commands of `python -m jaxlit`: `plan`, what a training step takes; `doctor`, what a bug report needs to know."""
+"""The commands of `jaxlit`, or `python -m jaxlit`: `plan`, what a step takes; `doctor`, what a bug report needs."""
 
 import argparse
 import importlib
@@ -23,9 +23,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "wandb")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m jaxlit", description="Training with jaxlit, from a shell.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    plan = commands.add_parser("plan", help="what a training step takes, before anything is trained")
+    description = "Commands around a training with jaxlit. `jaxlit COMMAND --help` shows the options of a command."
+    epilog = "A training itself is a Python script: docs/scripts.md shows one with a command line of its own."
+    parser = argparse.ArgumentParser(prog="jaxlit", description=description, epilog=epilog)
+    parser.add_argument("--version", action="version", version=f"jaxlit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    example = "Example: jaxlit plan train.py:make --devices 8,64 --strategies ddp,fsdp"
+    plan = commands.add_parser("plan", help="memory and time of a step, before anything is trained", epilog=example)
     plan.add_argument("target", help="train.py:function, which returns (trainer, model, data)")
     plan.add_argument("--devices", type=_counts, help="how many, for example 8,64,512 (default: those that are here)")
     plan.add_argument("--strategies", type=lambda text: text.strip("[]").split(","), help="for example ddp,fsdp")
@@ -64,21 +68,19 @@ def _called(target: str) -> Any:
     path, _, name = target.rpartition(":") if ":" in target else (target, "", "")
     if not path or not name:
         raise ArgumentError(
-            f"python -m jaxlit plan takes a file and a function in it, such as {path or 'train.py'}:{name or 'make'}, "
+            f"jaxlit plan takes a file and a function in it, such as {path or 'train.py'}:{name or 'make'}, "
             f"got {target!r}."
         )
     if not Path(path).is_file():
-        raise ArgumentError(f"python -m jaxlit plan: there is no file {path!r} in {Path.cwd()}.")
+        raise ArgumentError(f"jaxlit plan: there is no file {path!r} in {Path.cwd()}.")
     # As when the file is run: what is next to it can be imported, also by the process that simulates devices.
     sys.path.insert(0, str(Path(path).resolve().parent))
     module = importlib.import_module(Path(path).stem)
     if not callable(function := getattr(module, name, None)):
-        raise ArgumentError(f"python -m jaxlit plan: {path} has no function {name!r}.")
+        raise ArgumentError(f"jaxlit plan: {path} has no function {name!r}.")
     result = function()
     if not (isinstance(result, tuple) and len(result) == 3):
-        raise ArgumentError(
-            f"python -m jaxlit plan: {name}() has to return (trainer, model, data), got {result!r:.80}."
-        )
+        raise ArgumentError(f"jaxlit plan: {name}() has to return (trainer, model, data), got {result!r:.80}.")
     return result
 
 

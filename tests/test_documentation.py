@@ -12,7 +12,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-from kit.pages import DOCS, PAGES, blocks
+from kit.pages import DOCS, PAGES, blocks, blocks_before, needing, recipe, recipes, run_script
 from kit.trainers import thinned
 
 import jaxlit as jl
@@ -107,6 +107,34 @@ def page_text(page: str) -> str:
 def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))  # where a run in a bucket is written
     exec("\n".join(blocks(page)), {})
+
+
+PACKAGES = {"metrics.md": ["metrax", "clu"], "weights.md": ["jax2onnx", "qwix"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("package", needing(*(name for names in PACKAGES.values() for name in names)))
+def test_a_block_that_needs_a_package_runs(package: str, tmp_path: Path) -> None:
+    (page,) = (page for page, names in PACKAGES.items() if package in names)
+    assert list(recipes(page)) == PACKAGES[page]
+    printed = run_script(tmp_path / "train.py", "\n".join([*blocks_before(page, package), recipe(page, package)]))
+    if package == "qwix":
+        (table,) = re.findall(r"^\| a step computes in \| loss \|\n\|---\|---:\|\n((?:\|.*\n)+)", page_text(page), re.M)
+        rows = dict(row.strip("| ").split(" | ") for row in table.splitlines())
+        found = dict(re.findall(r"^(.*) \| (\d\.\d+)$", printed, re.M))
+        assert {name: float(x) for name, x in found.items()} == pytest.approx(
+            {name: float(x) for name, x in rows.items()}, rel=0.02
+        )
+
+
+def test_the_index_says_what_is_exact_as_the_pages_do() -> None:
+    section = page_text("index.md").partition("## Is it exact?\n")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 10
+    for compared, result, see in rows:
+        text = " ".join("".join(page_text(page) for page in re.findall(r"\((\w+\.md)", see)).split())
+        assert text, compared
+        assert [x for x in re.findall(r"1e-\d+|\d+ of \d+|2\^\d+|`[^`]+`", result) if x not in text] == []
 
 
 def test_pages_are_short() -> None:

@@ -1,4 +1,4 @@
-"""python -m jaxlit: the same as the Trainer's methods, from a shell."""
+"""jaxlit plan: the same as the Trainer's methods, from a shell."""
 
 import json
 import os
@@ -50,6 +50,16 @@ def test_a_plan_is_printed_and_drawn(script: Path, capsys: pytest.CaptureFixture
     ]
     assert {row["parameters"] for row in rows if row["strategy"] == "ddp"} == {4 * (64 * 64 + 64)}
     assert picture.stat().st_size > 0
+
+
+def test_the_help_names_the_commands_and_where_a_training_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("usage: jaxlit ")
+    for words in ("plan memory and time of a step", "doctor versions and devices", "COMMAND --help", "docs/scripts.md"):
+        assert words in printed
 
 
 @pytest.mark.full

@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
+import jaxlit as jl
+
 pytestmark = [pytest.mark.smoke, pytest.mark.full]
 
 ROOT = Path(__file__).resolve().parents[1]
 # Folder in the checkout -> package that it ships as.
 PACKAGES = {"jaxlit": "jaxlit", "strategies": "jaxlit.strategies", "callbacks": "jaxlit.callbacks"}
+
+
+PLANNED = """import jaxlit as jl
+from jaxlit.testing import Line, line_data
+def make():
+    return jl.Trainer(max_steps=1, logger=False), jl.lazy(Line), line_data()
+"""
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -82,6 +91,21 @@ def test_the_wheel_is_imported_and_nothing_else_installed(wheel: Path, tmp_path:
     files = json.loads(run(python, "-I", "-c", code, cwd=tmp_path))
     assert [Path(file).parent for file in files] == [site.joinpath(*x.split(".")) for x in PACKAGES.values()]
     assert {path.name for path in site.iterdir() if path.suffix != ".dist-info"} == {"jaxlit", "borrowed.pth"}
+
+
+def test_the_wheel_puts_jaxlit_on_the_path(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path)
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=tmp_path)
+    path = os.pathsep.join([str(python.parent), os.environ["PATH"]])
+    command = shutil.which("jaxlit", path=path)
+    assert command is not None
+    assert Path(command).parent == python.parent
+    assert run(command, "--version", cwd=tmp_path) == f"jaxlit {jl.__version__}\n"
+    assert run(command, "doctor", cwd=tmp_path) == run(python, "-m", "jaxlit", "doctor", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(PLANNED)
+    plan = ("plan", "train.py:make", "--devices", "4", "--strategies", "ddp", "--json")
+    (row,) = json.loads(run(command, *plan, cwd=tmp_path, JAX_PLATFORMS="cpu"))
+    assert row["devices"] == 4
 
 
 def added_by(code: str, folder: Path) -> list[str]:

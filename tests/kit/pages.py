@@ -26,6 +26,11 @@ def block_with(page: str, text: str) -> str:
     return result
 
 
+def blocks_before(page: str, package: str) -> list[str]:
+    """Return the blocks of a page before the one that needs a package."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text().partition(f"```python {package}\n")[0], re.S)
+
+
 def recipe(page: str, package: str) -> str:
     """Return the block of a page that needs a package."""
     return recipes(page)[package]
