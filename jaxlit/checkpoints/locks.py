@@ -88,11 +88,17 @@ class FolderLock:
                 text = "%s is on a file system without locks (%s): see to it that no other training writes there."
                 _logger.warning(text, self.folder, error)
             return False
-        with contextlib.suppress(*[OSError] * (self._path.name == RUN_LOCK)):
-            file.seek(0)
-            file.truncate()
-            file.write(_holder().ljust(4096))  # a full disk is known before the first step
+        try:
+            file.write(" " * 8192)  # more than is there: a full disk is known before the first step
             file.flush()
+            file.truncate(0)
+            file.write(_holder())
+            file.flush()
+        except OSError:
+            if self._path.name != RUN_LOCK:
+                with contextlib.suppress(OSError):
+                    file.close()  # now: closed later, it would release a lock of this process
+                raise
         return True
 
     def check(self) -> None:

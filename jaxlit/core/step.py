@@ -327,10 +327,10 @@ class TrainStep:
             clipped = jax.tree.map(_like, grads, clipped)
         update = partial(updates_of, self.options.optimizer.tx, owner=f"{self.pure.name}.configure_optimizers")
         updates, opt_state = (self.rates.update or update)(clipped, opt_state, params, loss)
-        updates = keep_held(self.held, jax.tree.map(jnp.zeros_like, updates), updates)
+        if self.held:
+            updates = keep_held(self.held, jax.tree.map(jnp.zeros_like, updates), updates)
         opt_state = keep_held_state(self.options.parts, self.held, old, opt_state)
-        params = keep_held(self.held, params, optax.apply_updates(params, updates))  # adding zeros loses a sign of zero
-        return jax.tree.map(_like, old, opt_state), (params, updates)
+        return jax.tree.map(_like, old, opt_state), (optax.apply_updates(params, updates), updates)
 
     def logs(self, table: jax.Array, state: TrainState, rates: Sequence[jax.Array] = ()) -> jax.Array:
         """Return a table as it leaves a step, with the rates of an optimizer step."""

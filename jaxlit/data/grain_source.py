@@ -4,6 +4,7 @@ import copy
 import hashlib
 import logging
 import sys
+import threading
 from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,11 @@ from jaxlit.data.source import ENDLESS, Source, length_of, reached
 _logger = logging.getLogger("jaxlit")
 # A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
 _THREADS, _AHEAD = 16, 16
+# The stages that begin another epoch by `set_state`; others keep something of the epoch in which they were made.
+_SET_BACK = {
+    f"{name}IterDataset" for name in ("WithOptions", "Batch", "Map", "Filter", "Limit", "ThreadPrefetch", "Zip")
+}
+_SET_BACK |= {f"{name}IterDataset" for name in ("Mixed", "FirstFitPack", "BestFitPack", "ConcatThenSplit", "Rebatch")}
 
 
 class GrainSource(Source):
@@ -27,7 +33,8 @@ class GrainSource(Source):
     def __init__(self, loader: Any, argument: str, **how: Any) -> None:
         super().__init__(loader, argument, **how)
         self._kind = kind_of(loader)
-        self._kept: Any = None  # an iterator that ended or was left, and its worker processes
+        self._kept: Any = None  # an iterator that ended or was left,
+        self._pids = set[int]()  # and the worker processes that were there
         from absl import flags
 
         if not flags.FLAGS.is_parsed():  # worker processes read absl's flags, also where absl did not start the program
@@ -94,7 +101,10 @@ class GrainSource(Source):
             keeps = False
             raise
         finally:
-            iterator, self._kept = (self._kept, iterator) if keeps else (iterator, self._kept)
+            if keeps:
+                from jaxlit.data.grain_workers import alive
+
+                iterator, self._kept, self._pids = self._kept, iterator, alive()
             if hasattr(iterator, "close"):  # stops its threads and processes
                 iterator.close()
 
@@ -109,7 +119,13 @@ class GrainSource(Source):
         begun = iter(_dataset_at(dataset, epoch, step=int(self._may_continue)))
         if (kept := self._kept) is None:
             return begun, at
-        self._kept, at = None, at or begun.get_state()
+        from jaxlit.data.grain_workers import alive
+
+        self._kept = None
+        if not self._pids <= alive():  # one was killed, which may hold a lock for ever
+            threading.Thread(target=kept.close, daemon=True).start()
+            return begun, at
+        at = at or begun.get_state()
         begun.close()
         return kept, at
 
@@ -122,10 +138,10 @@ class GrainSource(Source):
 
     @cached_property
     def _keeps_workers(self) -> bool:
-        """Whether worker processes stay from epoch to epoch: all that an epoch changes is in them."""
+        """Whether worker processes stay from epoch to epoch: what comes after them can be set back, and has no seed."""
         here = reached(self.loader, lambda stage: [] if _are_workers(stage) else _sources_of(stage))
-        changes = (kind_of(x) == "MapDataset" or isinstance(vars(x).get("_seed"), (int, np.integer)) for x in here)
-        return self._kind == "IterDataset" and any(map(_are_workers, here)) and not any(changes)
+        workers = [x for x in here if _are_workers(x)]
+        return bool(workers) and all(x in workers or type(x).__name__ in _SET_BACK for x in here)
 
     def may_start(self, at: Any) -> bool:
         """Return whether `at` is the state of such an iterator."""

@@ -126,6 +126,11 @@ class _End:
 _END = _End()
 
 
+def alive() -> set[int]:
+    """Return the worker processes of grain that this process has now."""
+    return {x.pid or 0 for x in multiprocessing.active_children() if x.name.startswith("grain-process-prefetch")}
+
+
 def _end_after(parent: Any) -> None:
     parent.join()
     os._exit(1)

@@ -71,7 +71,8 @@ def judge_later(run: Run, then: Callable[[], object]) -> Callable[[Mapping[str, 
         counts = {name.removeprefix("evaluated.").removeprefix("module."): n for name, n in found.items()}
         if names := more_infinite(counts, before):
             raise NonFiniteError(text(names) + _FINITE)
-        unchecked.finite_step = max(unchecked.finite_step, step)
+        if found:
+            unchecked.finite_step = max(unchecked.finite_step, step)
         then()
 
     return judge

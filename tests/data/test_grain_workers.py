@@ -7,12 +7,13 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grain
 import pytest
-from kit.grain_rows import ROWS, add_noise, everything, is_no_fifth, nothing, shuffled, with_pid
+from kit.grain_rows import BATCH, ROWS, add_noise, everything, first_of, is_no_fifth, nothing, shuffled, with_pid
 from kit.journal import Batches
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
@@ -20,7 +21,7 @@ from kit.trainers import fit
 
 from jaxlit.data.loaders import source_of
 
-TWO = grain.MultiprocessingOptions(num_workers=2)
+ONE, TWO = (grain.MultiprocessingOptions(num_workers=n) for n in (1, 2))
 
 
 def rows(worker: slice = slice(None), epoch: int = 0) -> Any:
@@ -41,7 +42,7 @@ def drawn(source: Any, epoch: int, count: int | None = None) -> tuple[list[dict[
     draws = source.epoch(epoch)
     batches, at = zip(*itertools.islice(draws, count), strict=True)
     draws.close()
-    found = [everything(batch) for batch in batches]
+    found = [{"pid": 0, **everything(batch)} for batch in batches]
     state = json.loads(json.dumps(source.state_dict(epoch, at[-1])))
     return [{**batch, "pid": 0} for batch in found], {batch["pid"] for batch in found}, state
 
@@ -101,6 +102,45 @@ def test_a_seed_outside_of_the_workers_changes_by_epoch() -> None:
     source = source_of(rows().mp_prefetch(TWO).seed(5).random_map(add_noise), "loader")
     noises = [[batch["noise"] for batch in drawn(source, epoch)[0]] for epoch in (0, 1, 0)]
     assert noises[0] != noises[1] and noises[0] == noises[2]
+    source.close()
+
+
+def interleaved() -> Any:
+    each = [shuffled(seed).to_iter_dataset().mp_prefetch(ONE) for seed in range(3)]
+    return grain.experimental.InterleaveIterDataset(each, cycle_length=2).batch(BATCH)
+
+
+ABOVE: dict[str, Callable[[], Any]] = {
+    "interleave": interleaved,
+    "repeat": lambda: grain.experimental.RepeatIterDataset(rows().mp_prefetch(ONE), num_epochs=2),
+    "cache": lambda: grain.experimental.CacheIterDataset(rows().mp_prefetch(ONE)),
+    "zip": lambda: grain.experimental.ZipIterDataset([rows().mp_prefetch(ONE), rows().mp_prefetch(ONE)]).map(first_of),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ABOVE)
+def test_a_stage_after_the_workers_sees_each_epoch_as_if_it_were_the_first(kind: str) -> None:
+    kept, alone = source_of(ABOVE[kind](), "loader"), list[Any]()
+    for epoch in range(3):
+        source = source_of(ABOVE[kind](), "loader")
+        alone.append(drawn(source, epoch)[0])
+        source.close()
+    assert [drawn(kept, epoch)[0] for epoch in range(3)] == alone
+    assert alone[0] != alone[1]
+    kept.close()
+
+
+@pytest.mark.full
+def test_a_worker_that_dies_between_epochs_is_replaced() -> None:
+    source = source_of(rows().mp_prefetch(TWO), "loader")
+    _, pids, _ = drawn(source, 0)
+    ends = os.pidfd_open(min(pids))
+    os.kill(min(pids), signal.SIGKILL)
+    assert select.select([ends], [], [], 60)[0] == [ends]
+    os.close(ends)
+    found, others, _ = drawn(source, 1)
+    assert found == by_hand(1) and not others & pids and len(others) == 2
     source.close()
 
 

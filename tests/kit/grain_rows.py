@@ -49,3 +49,7 @@ def with_pid(record: Any) -> Any:
 
 def nothing(record: Any) -> bool:
     return False
+
+
+def first_of(pair: Any) -> Any:
+    return pair[0]
