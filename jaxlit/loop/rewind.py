@@ -71,7 +71,7 @@ def judge_later(run: Run, then: Callable[[], object]) -> Callable[[Mapping[str, 
         counts = {name.removeprefix("evaluated.").removeprefix("module."): n for name, n in found.items()}
         if names := more_infinite(counts, before):
             raise NonFiniteError(text(names) + _FINITE)
-        if found:
+        if run.settings.nan_policy in ("raise", "skip"):  # else nothing was looked at
             unchecked.finite_step = max(unchecked.finite_step, step)
         then()
 

@@ -95,7 +95,7 @@ def test_a_wrong_argument_is_refused_by_name(argument: str, values: tuple[Any, .
         ("MLFlowLogger", {"synchronous": True}, "synchronous.*thread"),
         ("MLFlowLogger", {"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix.*checkpoints/"),
         ("ModelCheckpoint", {"filename": "{epoch:d"}, "filename.*is no format"),
-        ("ModelCheckpoint", {"save_top_k": 2}, "save_top_k.*without monitor"),
+        ("ModelCheckpoint", {"keep_every_n_steps": 0}, "keep_every_n_steps"),
         ("ModelCheckpoint", {"save_top_k": 0, "save_last": False}, "keeps nothing"),
         ("Profiler", {"filename": "x"}, "filename.*dirpath="),
         ("ThroughputMonitor", {"separator": "|"}, "separator"),
