@@ -10,7 +10,7 @@ from kit.pages import block_with, needing, recipe, recipes, run_script
 PAGE = "scripts.md"
 TOLD = """
 import json
-trainer, module = jl.Trainer(**given["trainer"]), Line(**given["model"])
+trainer, module = jl.Trainer(**config.trainer), Line(**config.model)
 trainer.fit(module, data)
 print(json.dumps([module.hparams, float(module.slope[...]), trainer.max_epochs, type(trainer.strategy).__name__]))
 """
