@@ -138,8 +138,8 @@ def test_what_a_method_cannot_take_is_in_the_folder(caplog):
     log = hooks(on_train_end=lambda t, m: t.logger.log_text("note", "hello", step=3))
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(Mean(), numbered(1), None, log, logger=Narrow(), default_root_dir="run")
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert re.search(r"Narrow\.log_text failed: .*'step'.*It is kept", told)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.search(r"Narrow\.log_text failed: .*'step'.*It is kept", message)
     assert Path("run/media/note/3.txt").read_text() == "hello"
 
 
@@ -198,8 +198,8 @@ def test_a_wrong_call_is_a_warning_that_names_the_arguments(logger, name, args, 
     with caplog.at_level(logging.WARNING, "jaxlit"):
         fit(module, numbered(2), None, wrong, logger=loggers, default_root_dir="run")
     assert float(module.w[0]) == mean([[1], [2]])
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert re.search(f"{logger.__name__}.{name} failed: .*{words}", told)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert re.search(f"{logger.__name__}.{name} failed: .*{words}", message)
     refuses((ArgumentError, TypeError), lambda: fit(Mean(), numbered(1), None, wrong, fast_dev_run=True), words)
 
 

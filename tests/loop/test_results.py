@@ -220,7 +220,7 @@ def mean_since_row(self: Any, batch: Any) -> Any:
     thinned(list(itertools.product(["single", "fsdp", "shard_map"], [1, 2], [1, 3])), ("single", 1, 1), ("fsdp", 2, 1)),
 )
 def test_a_row_has_the_mean_of_the_steps_since_the_last(strategy: str, accumulate: int, k: int) -> None:
-    """Weighted by rows, of one epoch: the first row of the next begins anew."""
+    """Weighted by rows, of one epoch: the first row of the next has none of them."""
     batches = sized(*[8, 16, 8, 8, 24, 8, 16, 8] * 2)
     for i, batch in enumerate(batches):
         batch["x"] = np.full_like(batch["x"], float(i))

@@ -96,9 +96,9 @@ def test_both_dims_are_found_where_a_scan_runs_in_a_scan() -> None:
 @pytest.mark.parametrize("fn", thinned([*SCANS, *OTHERS], *SCANS[:1], *OTHERS[:2]))
 def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[..., Any]) -> None:
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
-    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
-    placed = jax.device_put(w, lies[0]), jax.device_put(x, NamedSharding(mesh, P("data")))
-    step = jax.jit(jax.value_and_grad(by_layer(fn, [lies, None], None)), out_shardings=(None, lies[0]))
+    shardings = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    placed = jax.device_put(w, shardings[0]), jax.device_put(x, NamedSharding(mesh, P("data")))
+    step = jax.jit(jax.value_and_grad(by_layer(fn, [shardings, None], None)), out_shardings=(None, shardings[0]))
     loss, grads = step(*placed)
     wanted = jax.value_and_grad(fn)(w, x)
     np.testing.assert_allclose(loss, wanted[0], rtol=1e-5)
@@ -112,8 +112,8 @@ def test_one_layer_is_gathered_at_a_time_and_no_number_changes(fn: Callable[...,
 @pytest.mark.parametrize("fn", [plain, one_by_one])
 def test_an_array_that_is_returned_as_it_was_is_not_gathered(fn: Callable[..., Any]) -> None:
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
-    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
-    returned = jax.make_jaxpr(by_layer(lambda w, x: (fn(w, x), jax.jit(jnp.array)(w)), [lies, None]))(w, x).jaxpr
+    shardings = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    returned = jax.make_jaxpr(by_layer(lambda w, x: (fn(w, x), jax.jit(jnp.array)(w)), [shardings, None]))(w, x).jaxpr
     assert returned.outvars[1] is returned.invars[0]
 
 
@@ -126,8 +126,8 @@ def test_arrays_without_a_gradient_are_scanned(dtype: Any, whole: bool) -> None:
 
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
     w = (4 * w).astype(dtype)
-    lies = NamedSharding(mesh, P() if whole else P(None, None, "data")), NamedSharding(mesh, P())
-    result = jax.jit(jax.grad(by_layer(shifted, [lies, None], NOTHING), 1))(jax.device_put(w, lies[0]), x)
+    shardings = NamedSharding(mesh, P() if whole else P(None, None, "data")), NamedSharding(mesh, P())
+    result = jax.jit(jax.grad(by_layer(shifted, [shardings, None], NOTHING), 1))(jax.device_put(w, shardings[0]), x)
     np.testing.assert_allclose(result, jax.grad(shifted, 1)(w, x), rtol=1e-5)
 
 
@@ -137,10 +137,10 @@ NOTHING = jax.checkpoint_policies.nothing_saveable
 @pytest.mark.parametrize(("fn", "policy"), [(plain, None), (plain, NOTHING), (computed_again, None)])
 def test_what_was_gathered_is_not_kept_for_the_backward_pass(fn: Callable[..., Any], policy: Any) -> None:
     mesh, (w, x) = jl.sharding.mesh({"data": 8}), arguments()
-    lies = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
-    _, pullback = jax.vjp(by_layer(fn, [lies, None], policy), jax.device_put(w, lies[0]), x)
+    shardings = NamedSharding(mesh, P(None, None, "data")), NamedSharding(mesh, P())
+    _, pullback = jax.vjp(by_layer(fn, [shardings, None], policy), jax.device_put(w, shardings[0]), x)
     kept = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", ()) == w.shape]
-    assert all(leaf.sharding.is_equivalent_to(lies[0], 3) for leaf in kept)
+    assert all(leaf.sharding.is_equivalent_to(shardings[0], 3) for leaf in kept)
     activations = [leaf for leaf in jax.tree.leaves(pullback) if getattr(leaf, "shape", ()) == (LAYERS, *x.shape)]
     few = fn is computed_again or policy is NOTHING
     assert len(activations) == 1 if few else len(activations) > 1  # what goes into a layer; what is made in it
