@@ -133,7 +133,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def best_k_models(self) -> dict[str, float]:
-        """The value of each of the best checkpoints, by path; without `monitor` the step."""
+        """The value of each of the best checkpoints, by path; the step of each of several without `monitor`."""
         return {self._path(name): score for name, score in self._kept.scores.items()}
 
     @property
@@ -269,7 +269,7 @@ class ModelCheckpoint(Callback):
                 raise no_such_metric("ModelCheckpoint", name, metrics)
             if name in metrics and due:
                 self._had_value.add(metrics.step(name) in (None, trainer.global_step))
-        if not (forced or self._kept.wants(score)):
+        if not (forced or self._kept.wants(score, trainer.global_step)):
             return
         try:
             suffix = ""

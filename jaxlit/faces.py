@@ -171,22 +171,17 @@ _short.maxstring = _short.maxother = 80
 class Configured:
     """The base of callbacks and strategies, whose attributes are called as the constructor's arguments."""
 
-    _called_with: Mapping[str, Any] = {}
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse an argument that the constructor does not have, with what takes its place."""
         refuse_unknown(cls, args, kwargs)
-        self = super().__new__(cls)
-        names = [*inspect.signature(cls.__init__).parameters][1:]
-        self._called_with = {**dict(zip(names, args, strict=False)), **kwargs}
-        return self
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         """Return the call that makes such an object, without arguments that have their defaults."""
         texts = list[str]()
         for x in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
             value = vars(self).get(x.name)
-            value = value if isinstance(value, _PLAIN) else self._called_with.get(x.name)
+            value = getattr(value, "given", value)  # rules
             if isinstance(value, _PLAIN) and value != x.default and (value or x.default is not None):
                 is_first = x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty
                 texts.append(_short.repr(value) if is_first else f"{x.name}={_short.repr(value)}")

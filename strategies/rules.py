@@ -41,12 +41,12 @@ class Rules:
     """
 
     def __init__(self, rules: Mapping[str, Any] | None = None, *, owner: str = "Rules") -> None:
-        self.owner, self._rules = owner, rules or {}
+        self.owner, self.given = owner, rules or {}
         self.paths: dict[re.Pattern[str], P] = {}
         self.names: dict[str, tuple[str, ...]] = {}
         if not isinstance(rules, Mapping | None):
             raise ArgumentTypeError(f"{owner}(rules=...) takes a dict of paths or names of dims, got {shown(rules)}.")
-        for key, value in self._rules.items():
+        for key, value in self.given.items():
             if not isinstance(key, str):
                 raise ArgumentTypeError(f"{owner}(rules=...) has a key that is no str: {key!r}.")
             if isinstance(value, MutableSequence):  # from YAML or a command line, which have no partitions or tuples
@@ -74,7 +74,7 @@ class Rules:
                 )
 
     def __repr__(self) -> str:
-        return f"Rules({self._rules})"
+        return f"Rules({self.given})"
 
     def check(self, mesh: Mesh, paths: Sequence[str], names: Iterable[P] = ()) -> None:
         """Refuse rules that name no axis of the mesh, or a path that no array has.

@@ -35,6 +35,7 @@ class SequenceParallel(Strategy):
 
     def __init__(self, *, seq: int = -1, data: int = 1, axis_types: Literal["auto", "explicit"] = "auto") -> None:
         self.axis_types = check.one_of("axis_types", axis_types, AXIS_TYPES, owner=type(self).__name__)
+        self.seq, self.data = seq, data
         self.use_mesh({"data": data, "seq": seq})
 
     def batch_spec(self, x: Any) -> P:

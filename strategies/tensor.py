@@ -49,6 +49,7 @@ class TensorParallel(FSDP):
         remat: bool | str = False,
         axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
+        self.tp, self.fsdp, self.data = tp, fsdp, data
         mesh = {"data": data, "fsdp": fsdp, "tp": tp}
         if axis_types == "explicit" and data == 1:
             del mesh["data"]  # models of that kind call the rows P("fsdp"), not P(("data", "fsdp"))

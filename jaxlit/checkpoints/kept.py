@@ -62,9 +62,18 @@ class Kept:
         as_good = [x for x in self.scores.values() if (x >= score if self.mode == "max" else x <= score)]
         return self.save_top_k == -1 or len(as_good) < self.save_top_k
 
-    def wants(self, score: float | None) -> bool:
+    def wants(self, score: float | None, step: int) -> bool:
         """Return whether a checkpoint with this score is worth writing if training continues."""
-        return self.mode is None or self.save_last or self.is_best(score)
+        return self.mode is None or self.save_last or self.is_best(score) or self.is_to_stay(step)
+
+    def is_to_stay(self, step: int) -> bool:
+        """Return whether a checkpoint at a step stays whatever comes later."""
+        every = self.keep_every
+        return (
+            every is not None
+            and all(x.step // every < step // every for x in self.records if x.stays)
+            and step >= every
+        )
 
     def add(self, new: Record) -> None:
         """Add a checkpoint that begins to be written; one of the same name is overwritten."""
@@ -78,9 +87,7 @@ class Kept:
         elif len(scores := self.scores) >= self.save_top_k > 0:
             worst = (min if self.mode == "max" else max)(scores, key=lambda name: scores[name])
             self.records = [x._replace(score=None) if x.name == worst else x for x in self.records]
-        if (every := self.keep_every) is not None and new.step >= every:
-            new = new._replace(stays=all(x.step // every < new.step // every for x in self.records if x.stays))
-        self.records = [*self.records, new]
+        self.records = [*self.records, new := new._replace(stays=self.is_to_stay(new.step))]
         names = {new.name, *self.scores, *[x.name for x in self.records if x.is_finite][-1:]}
         names |= {x.name for x in self.records if x.stays}
         self.records = [x for x in self.records if x.name in names]

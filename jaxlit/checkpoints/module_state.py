@@ -186,7 +186,10 @@ def encode(x: Any) -> Any:
     if issubclass(kind, dict) and kind is not dict:  # first: its keys may be attributes, and any other raises
         raise NotKeptError(f"{kind.__name__}(...)")
     if is_omegaconf(x):
-        values = encode(sys.modules["omegaconf"].OmegaConf.to_container(x, resolve=True))
+        try:
+            values = encode(sys.modules["omegaconf"].OmegaConf.to_container(x, resolve=True))
+        except Exception as error:  # a reference to what is not there
+            raise NotKeptError(f"{kind.__name__}(...)") from error
         if "${" in json.dumps(values):  # a text that would be read as a reference
             raise NotKeptError(f"{kind.__name__}(...)")
         return _node("omegaconf", values)

@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
+from jaxlit.checkpoints.module_state import is_omegaconf
 from jaxlit.core.module import Hparams
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
@@ -221,6 +222,8 @@ def _hidden(value: Any) -> Iterator[tuple[Any, list[nnx.Variable]]]:
             continue
         seen[id(value), inside] = value  # also to keep it, as another object could get its id
         parts: Iterable[Any] = ()
+        if is_omegaconf(value):
+            continue  # it holds no module, and reading a value that is missing raises
         if isinstance(value, (Mapping, *CONTAINERS)):
             parts = value.values() if isinstance(value, Mapping) else value
         elif isinstance(value, (nnx.Variable, nnx.Pytree)):

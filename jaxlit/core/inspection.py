@@ -4,6 +4,7 @@ First what a training or an evaluation step writes; then, from the results on on
 each of n replicas computes becomes what one device computes, with refusals of what cannot.
 """
 
+import contextlib
 import itertools
 import logging
 import re
@@ -29,6 +30,7 @@ from jaxlit.programs import jaxpr
 from jaxlit.programs.costs import Flops, count_flops
 from jaxlit.programs.jaxpr import CONSTANT, LINEAR, ROWS, dependence, growing
 from jaxlit.texts import is_key, leaf_name, listed, named_leaves
+from jaxlit.variables import is_array
 
 _logger = logging.getLogger("jaxlit")
 _warned_of = set[str]()
@@ -84,28 +86,30 @@ def inspect_step(pure: PureModule, replica: Replica, *args: Any, twice: bool = F
 
 def _first_wide_layer(pure: PureModule, replica: Replica, args: Any) -> str:
     """Return the path and class of the first layer that gives float32 without having received it, "" for none."""
+    if sys.getprofile() is not None:  # one that runs cannot always be put back
+        return ""
     names, inputs, found = dict[int, str](), dict[Any, list[Any]](), list[str]()
 
     def floats(x: Any) -> list[Any]:
-        return [y.dtype for y in jax.tree.leaves(x) if jnp.issubdtype(getattr(y, "dtype", int), jnp.floating)]
+        return [y.dtype for y in jax.tree.leaves(x) if is_array(y) and jnp.issubdtype(y.dtype, jnp.floating)]
 
     def watch(frame: Any, event: str, result: Any) -> None:
         layer = frame.f_locals.get("self") if frame.f_code.co_name in ("__call__", "training_step") else None
-        if not isinstance(layer, nnx.Module):
-            return
-        if event == "call":
-            if not names:
+        if event == "call" and isinstance(layer, nnx.Module):
+            if not names:  # of the module itself, whose step begins
                 names.update((id(x), leaf_name(path)) for path, x in nnx.iter_graph(layer, graph=True))
             inputs[frame] = floats([x for name, x in frame.f_locals.items() if name != "self"])
-        elif event == "return" and jnp.float32 in floats(result) and jnp.float32 not in inputs.pop(frame):
-            found.append(f"{names.get(id(layer))} ({type(layer).__name__})" if names.get(id(layer)) else "")
+        elif event == "return" and frame in inputs:
+            is_first = jnp.float32 in floats(result) and jnp.float32 not in inputs.pop(frame)
+            path = names.get(id(layer), "a layer")  # a transformation of nnx calls a copy
+            found.extend([f"{path} ({type(layer).__name__})"] * (is_first and path != ""))
 
-    before = sys.getprofile()
-    sys.setprofile(watch)  # of one more trace; an inner layer returns first
-    try:
-        jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args)
-    finally:
-        sys.setprofile(before)
+    with contextlib.suppress(Exception):  # it only adds to a warning
+        try:
+            sys.setprofile(watch)  # of one more trace; an inner layer returns first
+            jax.make_jaxpr(partial(pure.run, "training", replica, None))(*args)
+        finally:
+            sys.setprofile(None)
     return next(iter(found), "")
 
 

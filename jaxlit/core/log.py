@@ -86,6 +86,8 @@ def metric_of(caller: str, name: Any, **how: Any) -> Metric:
     if how.get("on_step") and by_step is None:
         raise LogError(f"self.log({name!r}, on_step=True) in {caller}: there is no step there. Leave on_step out.")
     of_rows = how.get("on_step") == "mean"
+    if isinstance(how.get("on_step"), str) and not of_rows:
+        raise LogError(f"self.log({name!r}, on_step={how['on_step']!r}) takes a bool or 'mean'.")
     if of_rows and caller != "training_step":
         raise LogError(f"self.log({name!r}, on_step='mean') in {caller}: log it in training_step.")
     options: dict = {"on_step": bool(by_step), "on_epoch": by_epoch, "of_rows": of_rows}
@@ -300,11 +302,14 @@ class Table:
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
         return jnp.stack([total, weight * share])
 
-    def add(self, sums: jax.Array, table: jax.Array, after_row: jax.Array | bool = False) -> jax.Array:
+    def begin_row(self, sums: jax.Array, after_row: jax.Array) -> jax.Array:
+        """Return the sums, with no step since the last row if the step that begins is the first `after_row`."""
+        return jnp.concatenate([sums[:4], jnp.where(after_row, self.empty(), sums[4:])])
+
+    def add(self, sums: jax.Array, table: jax.Array) -> jax.Array:
         """Return the sums with the table of one batch or window in them.
 
-        What an addition rounds off is kept (Knuth's two-sum), and put back as soon as it counts. `after_row` is whether
-        the step is the first one after a row.
+        What an addition rounds off is kept (Knuth's two-sum), and put back as soon as it counts.
         """
         old, lost = sums[:2], sums[2:4]
         new = self.combine(old, table)
@@ -316,7 +321,7 @@ class Table:
         exact = ~jnp.isfinite(new) | self._extreme_totals
         parts = [jnp.where(exact, new, total), jnp.where(exact, 0.0, lost)]
         if self.has_row_means:
-            parts.append(self.combine(jnp.where(after_row, self.empty(), sums[4:]), table))
+            parts.append(self.combine(sums[4:], table))
         return jnp.concatenate(parts)
 
     def of_row(self, table: jax.Array, sums: jax.Array) -> jax.Array:

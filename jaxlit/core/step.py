@@ -231,7 +231,9 @@ class TrainStep:
         scale = old.loss_scale
         bad_step = old.bad_step
         loss = loss_of(table)
-        sums = self.table.add(old.sums, table, self.table.has_row_means and old.step % self.options.log_every == 0)
+        if self.table.has_row_means:  # first: also a step that is left out follows a row
+            old = replace(old, sums=self.table.begin_row(old.sums, old.step % self.options.log_every == 0))
+        sums = self.table.add(old.sums, table)
         if policy == "ignore" and scale is None:
             fields, updates = self._changed_fields(self._optimize, old, new, grads, loss)
             return replace(new, **fields, sums=sums).advance(steps=1), updates

@@ -18,11 +18,21 @@ from jaxlit.data.source import ENDLESS, Source, length_of, reached
 _logger = logging.getLogger("jaxlit")
 # A MapDataset is read by threads of grain's, whose default of 500 batches ahead would fill the memory.
 _THREADS, _AHEAD = 16, 16
-# The stages that begin another epoch by `set_state`; others keep something of the epoch in which they were made.
-_SET_BACK = {
-    f"{name}IterDataset" for name in ("WithOptions", "Batch", "Map", "Filter", "Limit", "ThreadPrefetch", "Zip")
-}
-_SET_BACK |= {f"{name}IterDataset" for name in ("Mixed", "FirstFitPack", "BestFitPack", "ConcatThenSplit", "Rebatch")}
+# The stages that begin another epoch by `set_state`. Others keep something of the epoch in which they were made: a
+# seed, which packing has, or the state at its beginning.
+_NAMES = (
+    "WithOptions",
+    "Batch",
+    "Rebatch",
+    "ConcatThenSplit",
+    "Map",
+    "Filter",
+    "Limit",
+    "ThreadPrefetch",
+    "Zip",
+    "Mixed",
+)
+_SET_BACK = {f"{name}IterDataset" for name in _NAMES}
 
 
 class GrainSource(Source):
@@ -138,7 +148,7 @@ class GrainSource(Source):
 
     @cached_property
     def _keeps_workers(self) -> bool:
-        """Whether worker processes stay from epoch to epoch: what comes after them can be set back, and has no seed."""
+        """Whether worker processes stay from epoch to epoch: what comes after them can be set back."""
         here = reached(self.loader, lambda stage: [] if _are_workers(stage) else _sources_of(stage))
         workers = [x for x in here if _are_workers(x)]
         return bool(workers) and all(x in workers or type(x).__name__ in _SET_BACK for x in here)

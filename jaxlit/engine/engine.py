@@ -181,10 +181,19 @@ class Engine:
         """Have steps leave out the gradients of the parts that an epoch, which begins or is resumed, does not train."""
         assert self.training is not None
         held = held_in(self.training.options.parts, epoch)
-        if held != self.training.held:
-            self.training = replace(self.training, held=held)
-            if "train_step" in self._programs:
-                self._build_steps(self.training)
+        self._use(replace(self.training, held=held), held != self.training.held)
+
+    def log_every(self, steps: int) -> None:
+        """Have means since the last row be of so many steps, from the next row on."""
+        if (training := self.training) is not None and steps not in (0, training.options.log_every):
+            options = replace(training.options, log_every=steps)
+            self._use(replace(training, options=options), self.training_table.has_row_means)
+
+    def _use(self, training: Training, other: bool) -> None:
+        """Take steps of another training, whose programs are others if so said."""
+        self.training = training
+        if other and "train_step" in self._programs:
+            self._build_steps(training)
 
     def _train(self, program: CompiledProgram, batch: Any) -> list:
         """Run a training program; return the table of metrics, the loss of a window's batch, and the outputs."""
@@ -238,8 +247,11 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         counters, leaves = self.state.spec.index.counters, self.state.leaves
         leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
-        self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
-        self._use_metrics(self.training_table)
+        self._restored, sums = None, leaves[self.state.spec.index.sums]  # type: ignore[call-overload]
+        # Only the epoch that the checkpoint was in continues with its metrics; a row may have steps of two epochs.
+        self._use_metrics(table := self.training_table)
+        if table.has_row_means and sums.shape[0] > 4:
+            self.state.put(self.state.spec.index.sums, jnp.concatenate([table.empty_sums()[:4], sums[4:]]))
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""

@@ -3,7 +3,7 @@
 import io
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -191,8 +191,15 @@ class Results:
 UNREAD_ITEM: Any = object()
 
 
-class LazyDict(Mapping[str, Any], dict[str, Any]):  # type: ignore[misc]
-    """A dict, of whose values `read` gives those that are unread when they are asked for."""
+class LazyDict(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
+    """A dict, of whose values `read` gives those that are unread when they are asked for; a pytree as a dict is."""
+
+    def __init_subclass__(cls) -> None:
+        jax.tree_util.register_pytree_with_keys(
+            cls,
+            lambda x: ([(jax.tree_util.DictKey(name), x[name]) for name in sorted(x)], tuple(sorted(x))),
+            lambda names, values: dict(zip(names, values, strict=True)),
+        )
 
     def read(self, name: str) -> Any:
         """Return a value."""
@@ -203,11 +210,20 @@ class LazyDict(Mapping[str, Any], dict[str, Any]):  # type: ignore[misc]
             value = self[name] = self.read(name)
         return value
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, name)
+
     def __iter__(self) -> Iterator[str]:  # also what has dict() read, in place of copying what is unread
         return dict.__iter__(self)
 
     def __len__(self) -> int:
         return dict.__len__(self)
+
+    def __reversed__(self) -> Iterator[str]:
+        return dict.__reversed__(self)
 
     def __or__(self, other: Any) -> Any:
         return dict(self) | other
@@ -218,11 +234,6 @@ class LazyDict(Mapping[str, Any], dict[str, Any]):  # type: ignore[misc]
     def copy(self) -> dict[str, Any]:
         """Return a dict with all values."""
         return dict(self)
-
-    def pop(self, name: str, *default: Any) -> Any:
-        """Remove a value and return it."""
-        self.get(name)  # reads it
-        return dict.pop(self, name, *default)
 
 
 class Outputs(LazyDict):

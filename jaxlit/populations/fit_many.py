@@ -422,7 +422,7 @@ def _built(
     most_devices = None if isinstance(options.devices, str) else options.devices
     programs = Programs(members_mesh(len(variations), most_devices), *examples)
     arrays, layouts = list[list[np.ndarray]](), list[Layout]()
-    for built in build(make_module, variations, Precision(options.precision), examples[0]):
+    for built in build(make_module, variations, Precision(options.precision), examples[0], options.log_every_n_steps):
         programs.add(built.member)  # traced before the next one is built
         layouts.append(built.layout)
         arrays.append(built.arrays)

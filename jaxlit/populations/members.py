@@ -203,7 +203,11 @@ class Built(NamedTuple):
 
 
 def build(
-    make_module: Callable[..., Any], variations: Sequence[Mapping[str, Any]], precision: Precision, example: Any
+    make_module: Callable[..., Any],
+    variations: Sequence[Mapping[str, Any]],
+    precision: Precision,
+    example: Any,
+    log_every: int,
 ) -> Iterator[Built]:
     """Yield the members; each module is built when the iterator reaches it."""
     strategy = _OneMember()
@@ -219,7 +223,7 @@ def build(
         pure = PureModule(nnx.graphdef(module, graph=True), optimizer.wrt, origin, precision)
         variables = pure.split(module)
         layout = Layout(variables)
-        training = training_of(origin, pure, strategy, StepOptions(optimizer, example=example))
+        training = training_of(origin, pure, strategy, StepOptions(optimizer, log_every=log_every, example=example))
         # Copies: an attribute may be an array of numpy that make_module fills again for the next member.
         arrays = list(map(np.array, jax.device_get(layout.flatten(variables))))
         yield Built(Member(i, dict(variations[i]), contents, training, i), layout, arrays)

@@ -110,7 +110,7 @@ class Population:
         """
         matplotlib = check.import_package("matplotlib.figure", owner="Population.plot", install="matplotlib")
         known = list(dict.fromkeys(name for row in self._rows for name in row.metrics))
-        chosen = known if names is None else list(names)
+        chosen = known if names is None else [names] if isinstance(names, str) else list(names)
         are_known = bool(chosen) and {*chosen} <= {*known}
         check.require(are_known, "names", names, f"takes names of {known}", owner="Population.plot")
         figure = matplotlib.Figure(figsize=(4.5 * len(chosen), 3), layout="constrained")
@@ -121,10 +121,12 @@ class Population:
                     (row.step, row.metrics[name]) for row in self._rows if row.member == i and name in row.metrics
                 ]
                 text = ", ".join(f"{x}={argument_text(value, 20)}" for x, value in variation.items())
-                axes.plot(*zip(*points, strict=True), label=text, linewidth=1)
+                axes.plot(*np.reshape(points, (-1, 2)).T, f"C{i}", label=text, linewidth=1)
             axes.grid(alpha=0.25)
         if len(self) <= 12:
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside right", fontsize="small")
+            texts = [x for axes in figure.axes for x in zip(*axes.get_legend_handles_labels(), strict=True)]
+            lines = {text: line for line, text in texts}  # a member may have ended before the first value of one
+            figure.legend(lines.values(), lines.keys(), loc="outside right", fontsize="small")
         return figure
 
     def best_index(self, metric: str, mode: str = "min") -> int:
@@ -171,10 +173,12 @@ class Population:
         arguments = list(dict.fromkeys(name for variation in self.variations for name in variation))
         metrics = list(dict.fromkeys(name for values in self.metrics for name in values if name not in arguments))
         lines = [["member", *arguments, "steps", *metrics, "ended"]]
-        for row in self.table():
-            texts = [argument_text(row[x], 20) if x in row else "" for x in arguments]
-            values = [f"{row[x]:.4g}" if x in row else "" for x in metrics]
-            lines.append([str(row["member"]), *texts, str(row["steps"]), *values, row["ended"] or ""])
+        for i, status in enumerate(self._statuses):
+            variation = self.variations[i]
+            texts = [argument_text(variation[x], 20) if x in variation else "" for x in arguments]
+            values = [f"{status.metrics[x]:.4g}" if x in status.metrics else "" for x in metrics]
+            steps = self._step if status.steps is None else status.steps
+            lines.append([str(i), *texts, str(steps), *values, status.ended or ""])
         return "\n".join(table(lines, texts=0))
 
     __repr__ = __str__

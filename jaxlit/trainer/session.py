@@ -440,9 +440,7 @@ class Session:
             is_ours = False  # no buffer can be reused for other shards
         # It holds this module's arrays, which the first step overwrites.
         self._evaluates = None
-        every = settings.log_every_n_steps
-        every = self.control.log_every if isinstance(every, str) else every or 1
-        options = dataclasses.replace(step_options(settings, hooks, first_example(data)), log_every=every)
+        options = step_options(settings, hooks, first_example(data))
         precision = Precision(settings.precision)
         arguments = {"precision": precision, "debug": settings.debug, "take_ownership": is_ours}
         engine = Engine(module, self.strategy, options, **arguments)
@@ -515,6 +513,8 @@ class Session:
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
+            if self.current.data.is_fit:
+                self.current.engine.log_every(self.current.log_every)
         self._ask_again()
 
     def _compiled(self, seconds: float) -> None:

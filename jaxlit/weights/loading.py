@@ -96,7 +96,9 @@ def load_weights(
         needed |= {*assigned.arrays}
         arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
-        kept = _matched([missing] if isinstance(missing, str) else missing, arrays, type(module).__name__)
+        missing = [missing] if isinstance(missing, str) else list(missing or ())
+        kept = _matched(missing, arrays, type(module).__name__)
+        assigned.idle[:] = [x for x in assigned.idle if not _is_optional((rename or {})[x], missing)]
         _check(report, assigned, arrays, type(module).__name__, source, strict, kept)
     loaded = [weights[name] for name, _, _ in report.taken]
     for name, at, _, x in loaded:
@@ -170,6 +172,13 @@ def _matched(patterns: Sequence[str], names: Collection[str], owner: str) -> set
     return result
 
 
+def _is_optional(rule: Any, missing: Sequence[str]) -> bool:
+    """Return whether all leaves of a rule may be missing, whatever its groups are."""
+    to = rule.to if isinstance(rule, WeightRule) else rule
+    leaves = [re.sub(r"\\(\d+|g<\w+>)", "0", leaf) for leaf in ([to] if isinstance(to, str) else to)]
+    return all(any(re.fullmatch(pattern, leaf) for pattern in missing) for leaf in leaves)
+
+
 def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:
     def kind(name: str, x: Any) -> str:
         """Return the dtype for which an array is taken: that of its leaf, if both are floating-point."""
@@ -202,7 +211,7 @@ def _check(
     kept: Collection[str],
 ) -> None:
     """Refuse weights that do not match, or warn about those that are not taken; those `kept` may be missing."""
-    idle = f"These rules match no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
+    idle = f"These rules apply to no name: {', '.join(map(repr, assigned.idle))}. " if assigned.idle else ""
     left = [row for row in report.left if row[0] not in kept or isinstance(arrays[row[0]], _SHAPE)]
     if not left and not idle:
         return
@@ -217,7 +226,9 @@ def _check(
     if turned := [leaf for leaf, (x, y) in shapes.items() if len(x) == 2 and x == y[::-1] != y]:
         rule = f"jl.WeightRule({turned[0]!r}, transpose=True)"
         hint = f"{turned[0]} has its dims in reverse, as a torch Linear has them: rename= takes {rule}."
-    if strict and report.taken:
+    if any(isinstance(arrays[leaf], _SHAPE) for leaf in kept):
+        hint = "The module has shapes in place of arrays: build what the source lacks."
+    elif strict and report.taken:
         hint += " Pass missing= for leaves that the source may lack, or strict=False to load only what fits."
     raise CheckpointError(f"The weights of {_shown_source(source)} do not fit {name}:\n{rows}\n{idle}{hint}")
 

@@ -87,7 +87,7 @@ def follow(story: str, writes: list[Write], mode: Any, top_k: int, save_last: bo
         new = Record(f"step_{step}", step, score if is_finite and mode else None, is_finite)
         wanted = mode is None or save_last or new in best_by_rule([*history, new], mode, top_k)
         place = f"{story}, after step {step}"
-        assert kept.wants(new.score) == wanted, place
+        assert kept.wants(new.score, new.step) == wanted, place
         if wanted or step == len(writes):  # where training ends, one is written
             kept.add(new)
             if fate.startswith("written") or fate == "killed after":

@@ -13,7 +13,19 @@ from typing import Any
 
 import grain
 import pytest
-from kit.grain_rows import BATCH, ROWS, add_noise, everything, first_of, is_no_fifth, nothing, shuffled, with_pid
+from kit.grain_rows import (
+    BATCH,
+    ROWS,
+    add_noise,
+    everything,
+    first_of,
+    is_no_fifth,
+    lengthened,
+    nothing,
+    only_x,
+    shuffled,
+    with_pid,
+)
 from kit.journal import Batches
 from kit.modules import Mean
 from kit.processes import CHEAP, ROOT
@@ -114,6 +126,14 @@ ABOVE: dict[str, Callable[[], Any]] = {
     "interleave": interleaved,
     "repeat": lambda: grain.experimental.RepeatIterDataset(rows().mp_prefetch(ONE), num_epochs=2),
     "cache": lambda: grain.experimental.CacheIterDataset(rows().mp_prefetch(ONE)),
+    "mix": lambda: grain.IterDataset.mix([rows().mp_prefetch(ONE), rows().mp_prefetch(ONE)], [0.5, 0.5]),
+    "concat": lambda: grain.experimental.ConcatThenSplitIterDataset(
+        rows().map(lengthened).mp_prefetch(ONE), length_struct={"x": 12}
+    ),
+    "rebatch": lambda: grain.experimental.RebatchIterDataset(rows().mp_prefetch(ONE).map(only_x), 2),
+    "pack": lambda: grain.experimental.FirstFitPackIterDataset(
+        rows().map(lengthened).mp_prefetch(ONE), length_struct={"x": 12}, num_packing_bins=4
+    ),
     "zip": lambda: grain.experimental.ZipIterDataset([rows().mp_prefetch(ONE), rows().mp_prefetch(ONE)]).map(first_of),
 }
 

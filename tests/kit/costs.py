@@ -16,6 +16,7 @@ import pytest
 
 import jaxlit as jl
 from jaxlit.data import prefetcher
+from jaxlit.loop import dispatch
 from kit.batches import numbered
 
 
@@ -59,8 +60,9 @@ class Profiled:
 def calls_per_step(trainer: jl.Trainer, model: Any) -> float:
     """Count the Python calls of the steps 20 to 60 of a fit, also those of helper threads.
 
-    Without the one that notes how long a slow draw took: on a busy machine any draw may be slow. On several devices
-    without jax's own: to split one array over them jax alone makes more than a hundred.
+    Without the one that notes how long a slow draw took, and with as many steps at once as an idle machine takes: on a
+    busy one anything may be slow. On several devices without jax's own: to split one array over them jax alone makes
+    more than a hundred.
     """
     loader = Profiled(20, 60, "no file" if trainer.strategy.mesh.size == 1 else str(Path(jax.__file__).parent))
     before = sys.getprofile()
@@ -69,7 +71,7 @@ def calls_per_step(trainer: jl.Trainer, model: Any) -> float:
     threading.setprofile(loader.count)
     sys.setprofile(loader.count)
     try:
-        with mock.patch.object(prefetcher, "_NOTED_S", float("inf")):
+        with mock.patch.object(prefetcher, "_NOTED_S", float("inf")), mock.patch.object(dispatch, "_AHEAD_S", 1e9):
             trainer.fit(model, loader)
     finally:
         sys.setprofile(before)

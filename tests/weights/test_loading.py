@@ -128,7 +128,7 @@ def test_everything_but_what_may_be_missing_must_be_there() -> None:
 def test_a_rule_that_matches_nothing_is_refused(strict: bool) -> None:
     module = Net(rngs=nnx.Rngs(1))
     before = values_of(module)
-    with pytest.raises(ArgumentError, match=r"^These rules match no name: 'inner_weight'\. Correct them"):
+    with pytest.raises(ArgumentError, match=r"^These rules apply to no name: 'inner_weight'\. Correct them"):
         jl.load_weights(module, foreign(), RENAME | {"inner_weight": "inner.kernel"}, strict=strict)
     assert all((values_of(module)[name] == x).all() for name, x in before.items())
     jl.load_weights(module, foreign(), RENAME | {r".*masked_bias": None})
@@ -167,7 +167,9 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     assert rows[0] == ["inner.kernel", "inner.weight:", "float64[16,", "4]", "->", "[4,", "16]", "float32[3,", "16]"]
     assert rows[1] == ["outer.bias", "nothing", "float32[1]"]
     assert rows[2] == ["extra", "extra:", "float64[2]", "nothing"]
-    assert re.search(r"These rules match no name: 'h\\\\\.\.\*'\. .*strict=False to load only what fits", str(e.value))
+    assert re.search(
+        r"These rules apply to no name: 'h\\\\\.\.\*'\. .*strict=False to load only what fits", str(e.value)
+    )
     for name, x in before.items():
         np.testing.assert_array_equal(values_of(module)[name], x)
 
