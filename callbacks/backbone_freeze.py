@@ -1,6 +1,6 @@
 """`BackboneFreeze`, which leaves a part of the module untrained for some epochs."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optax
 from flax import nnx
@@ -10,7 +10,11 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.core.module import TrainModule
 from jaxlit.core.optimizer import fits_none, names_in, transform_of
 from jaxlit.errors import ArgumentError, ArgumentTypeError
+from jaxlit.reporting.terminal import say
 from jaxlit.texts import shown
+
+if TYPE_CHECKING:
+    from jaxlit.trainer.trainer import Trainer
 
 
 class BackboneFreeze(Callback):
@@ -61,6 +65,12 @@ class BackboneFreeze(Callback):
             except (TypeError, ValueError):
                 raise ArgumentTypeError(f"BackboneFreeze(part=...) {rule}, got {part!r}.") from None
         self.part, self.tx = part, None if tx is None else transform_of("BackboneFreeze(tx=...)", tx)
+
+    def on_train_epoch_start(self, trainer: "Trainer", module: TrainModule) -> None:
+        """Say that the part is trained from now on."""
+        if trainer.current_epoch == self.unfreeze_at_epoch and trainer.is_global_zero:
+            epoch = trainer.current_epoch
+            say(f"BackboneFreeze: {shown(self.part)} is trained from epoch {epoch} on, by another program")
 
     @property
     def frozen_part(self) -> Any:  # type: ignore[override]

@@ -90,6 +90,8 @@ class ModelCheckpoint(Callback):
         numbers = {"every_n_train_steps": every_n_train_steps, "every_n_epochs": every_n_epochs}
         for name, value in (numbers | {"keep_every_n_steps": keep_every_n_steps}).items():
             check.integer(name, value, low=1, also=(None,), owner=owner)
+        if mode != "min" and monitor is None:
+            raise ArgumentError(f"{owner}(mode={mode!r}) without monitor= ranks nothing. Pass the metric's name.")
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         interval = train_time_interval
         self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)

@@ -302,7 +302,7 @@ class Table:
         total = jnp.where(self._mean, weighted, jnp.where(self._extreme, value, value * share))
         return jnp.stack([total, weight * share])
 
-    def begin_row(self, sums: jax.Array, after_row: jax.Array) -> jax.Array:
+    def begin_row(self, sums: jax.Array, after_row: jax.Array | bool) -> jax.Array:
         """Return the sums, with no step since the last row if the step that begins is the first `after_row`."""
         return jnp.concatenate([sums[:4], jnp.where(after_row, self.empty(), sums[4:])])
 

@@ -477,7 +477,7 @@ class TrainModule(KeepsHparams, nnx.Module):
             prog_bar: Show it in the progress bar.
             logger: Send it to `on_log`, and so to the loggers; None, Lightning's default, is True.
             on_step: Log the value of every `log_every_n_steps`-th step, or in `training_step` "mean" for the mean of
-                the epoch's steps since the last row. Default: in `training_step` and training batch hooks. In
+                the steps since the last row. Default: in `training_step` and training batch hooks. In
                 validation and test it shows in `trainer.logged_metrics` and makes no row.
             on_epoch: Log the value of the epoch. Default: everywhere else. With both, the names end in `_step` and
                 `_epoch`.

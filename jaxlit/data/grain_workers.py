@@ -7,6 +7,7 @@ place. What a process iterates is an `InWorker`, which goes on with the next epo
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,8 +80,11 @@ class InWorker(grain.IterDataset):
         self._epoch, self._ordered, self._step = epoch, ordered, step
 
     def __iter__(self) -> Any:
-        """Return an iterator; in a worker process, end with the one that began it."""
+        """Return an iterator; in a worker process, end with the one that began it, and not before."""
         if (parent := multiprocessing.parent_process()) is not None:
+            signal.signal(
+                signal.SIGINT, signal.SIG_IGN
+            )  # of a terminal, which sends it to all: the first one ends them
             threading.Thread(target=_end_after, args=(parent,), name="jaxlit-parent", daemon=True).start()
         ordered = partial(self._ordered, self.parents[0])
         return iter(self.parents[0]) if self._epoch is None else _Epochs(ordered, self._epoch, self._step)

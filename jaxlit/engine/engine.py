@@ -183,11 +183,16 @@ class Engine:
         held = held_in(self.training.options.parts, epoch)
         self._use(replace(self.training, held=held), held != self.training.held)
 
-    def log_every(self, steps: int) -> None:
-        """Have means since the last row be of so many steps, from the next row on."""
-        if (training := self.training) is not None and steps not in (0, training.options.log_every):
+    def log_every(self, steps: int, *, after_row: bool) -> None:
+        """Begin the means since the last row every so many steps, and at once if no step was taken since."""
+        training = self.training
+        assert training is not None
+        if steps != training.options.log_every:
             options = replace(training.options, log_every=steps)
-            self._use(replace(training, options=options), self.training_table.has_row_means)
+            sums, table = self.state.spec.index.sums, self.training_table
+            self._use(replace(training, options=options), table.has_row_means)
+            if table.has_row_means and after_row:
+                self.state.put(sums, table.begin_row(self.state.leaves[sums], True))  # type: ignore[call-overload]
 
     def _use(self, training: Training, other: bool) -> None:
         """Take steps of another training, whose programs are others if so said."""

@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ class Results:
         self.latest: Any = None
         self.newest_loss: float | Callable[[], float] | None = None
         self.pending = list[Row]()
+        self.steps_at_row = -1  # the optimizer steps taken when the newest row was made
         self.rates_in: str | None = None
         self._shows_loss = False
         self.history = History()
@@ -198,7 +199,7 @@ class LazyDict(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
         jax.tree_util.register_pytree_with_keys(
             cls,
             lambda x: ([(jax.tree_util.DictKey(name), x[name]) for name in sorted(x)], tuple(sorted(x))),
-            lambda names, values: dict(zip(names, values, strict=True)),
+            lambda names, values: cast(Any, dict(zip(names, values, strict=True))),
         )
 
     def read(self, name: str) -> Any:

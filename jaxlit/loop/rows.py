@@ -29,6 +29,7 @@ def rows_of_step(run: Run, step: int, *, last: bool = True) -> list[Row]:
     if every and ((step + 1) % every == 0 or (last and control.should_stop)):
         if (hook := run.hooks.bound.get("begin_row")) is not None:  # no call where nothing measures
             hook(step)
+        run.results.steps_at_row = step + 1
         return [Row(run.results.latest, window, step)]
     # Values of a trace_step have the interval of their callback: they get a row even if the step would have none.
     if traced := {name: total for name, total in window.items() if total.hook == TRACED}:

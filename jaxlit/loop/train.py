@@ -160,7 +160,6 @@ def begin_epoch(run: Run, dispatch: Dispatch, *, resumes_epoch: bool) -> None:
         # After the hook, which may set it; all windows of an epoch have one length.
         run.accumulation.batches = run.settings.accumulate_grad_batches
     run.engine.hold(run.position.epoch)
-    run.engine.log_every(run.log_every)
     dispatch.begin_epoch()
     run.due.forget()
     if not run.position.validated:

@@ -513,8 +513,6 @@ class Session:
         self.settings = settings
         if self.current is not None:
             self.current.settings = settings
-            if self.current.data.is_fit:
-                self.current.engine.log_every(self.current.log_every)
         self._ask_again()
 
     def _compiled(self, seconds: float) -> None:

@@ -68,7 +68,8 @@ def load_weights(
     Args:
         module: Any NNX module.
         source: A safetensors file, the `*.safetensors.index.json` of several, a Hugging Face folder with either of
-            them, an `.npz` file, or a mapping of names to arrays, such as the `state_dict` of a torch module.
+            them, an `.npz` file, which keeps no 8-bit floats, or a mapping of names to arrays, such as the `state_dict`
+            of a torch module.
         rename: A mapping of regular expressions to rules. The first expression that matches the entire name of an
             array applies. Its rule is the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a
             `jl.WeightRule`, or None to skip the array. A name that no expression matches is the name of a leaf.

@@ -96,6 +96,7 @@ def test_a_wrong_argument_is_refused_by_name(argument: str, values: tuple[Any, .
         ("MLFlowLogger", {"checkpoint_path_prefix": "x"}, "checkpoint_path_prefix.*checkpoints/"),
         ("ModelCheckpoint", {"filename": "{epoch:d"}, "filename.*is no format"),
         ("ModelCheckpoint", {"keep_every_n_steps": 0}, "keep_every_n_steps"),
+        ("ModelCheckpoint", {"mode": "max"}, r"mode='max'\) without monitor="),
         ("ModelCheckpoint", {"save_top_k": 0, "save_last": False}, "keeps nothing"),
         ("Profiler", {"filename": "x"}, "filename.*dirpath="),
         ("ThroughputMonitor", {"separator": "|"}, "separator"),

@@ -206,6 +206,20 @@ def test_rates_of_a_part_are_hyperparameters_of_their_own() -> None:
     assert dict(trainer.hyperparams) == pytest.approx({"learning_rate": 0.1, "learning_rate/inner": 0.1})
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_epoch_that_trains_a_part_says_so(resumed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    given: Any = {"max_epochs": 3, "default_root_dir": "run"}
+    if resumed:
+        fit(Deep(), BATCHES, None, BackboneFreeze("inner", unfreeze_at_epoch=2), **given | {"max_epochs": 2})
+        assert "is trained" not in capsys.readouterr().out
+    fit(
+        Deep(), BATCHES, None, BackboneFreeze("inner", unfreeze_at_epoch=2), resume="auto" if resumed else None, **given
+    )
+    assert (
+        capsys.readouterr().out.count("BackboneFreeze: 'inner' is trained from epoch 2 on, by another program\n") == 1
+    )
+
+
 SCHEDULE, FALL = optax.linear_schedule(0.1, 0.0, 24), optax.linear_schedule(0.02, 0.0, 24)
 TOLD = jl.Optimizer(optax.lars(SCHEDULE), lr_schedule=SCHEDULE)
 RATES: dict[str, tuple[Any, dict[Any, tuple[int, Any]], dict[str, tuple[Any, int]]]] = {

@@ -129,6 +129,13 @@ def test_without_a_monitor_the_newest_or_all_are_kept(top_k, every, left) -> Non
     assert sorted(callback.best_k_models.values()) == ([5 - k for k in range(top_k)][::-1] if top_k > 1 else [])
 
 
+def test_some_stay_for_ever_without_the_last_and_whatever_their_score() -> None:
+    given: Any = {"save_last": False, "every_n_epochs": 1, "keep_every_n_steps": 2}
+    callback = ModelCheckpoint(monitor="score", save_top_k=1, **given)
+    train(callback, scores=[1.0, 2.0, 3.0, 4.0, 0.5], epochs=5)
+    assert steps(listing(callback)) == [2, 4, 5] and kept(callback) == {5: 0.5}
+
+
 def test_an_earlier_validation_does_not_score_a_later_step() -> None:
     make = lambda: ModelCheckpoint(monitor="score", save_top_k=9, every_n_train_steps=1)  # noqa: E731
     given: Any = {"scores": [NAN, 7.0, NAN, 6.0, NAN, 5.0], "val_check_interval": 2, "check_val_every_n_epoch": None}

@@ -1,6 +1,7 @@
 """Under a mixed precision a layer that makes products float32 is named."""
 
 import re
+import sys
 from typing import Any
 
 import jax
@@ -58,6 +59,22 @@ class Layered(jl.TrainModule):
 
     def configure_optimizers(self) -> optax.GradientTransformation:
         return optax.sgd(0.1)
+
+
+def test_a_profiler_that_runs_goes_on_and_is_not_disturbed(caplog: Any) -> None:
+    seen = set[str]()
+    watch = lambda frame, event, argument: seen.add(frame.f_code.co_name)  # noqa: E731
+    sys.setprofile(watch)
+    try:
+        fit(Layered("norm"), [np.ones((2, 4), np.float32)] * 2, precision="bf16-mixed")
+        assert sys.getprofile() is watch
+    finally:
+        sys.setprofile(None)
+    assert {"training_step", "on_fit_end"} & seen
+    (message,) = [m for m in warnings_of(caplog) if "matrix products" in m]
+    assert "blocks" not in message  # which only a profiler of its own can say
+    fit(Layered("constant"), [np.ones((2, 4), np.float32)] * 2, precision="bf16-mixed")
+    assert sys.getprofile() is None
 
 
 @pytest.mark.parametrize(

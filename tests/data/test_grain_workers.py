@@ -1,13 +1,15 @@
 """grain's worker processes stay from epoch to epoch, give what no worker gives, and end with their parent."""
 
+import contextlib
 import itertools
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,16 +220,33 @@ if __name__ == "__main__":
 """
 
 
+@contextlib.contextmanager
+def started(kind: str, folder: Path) -> Iterator[tuple[Any, str]]:
+    """Start the script as a group of processes, and yield it and the id of its worker after the first step."""
+    (folder / "script.py").write_text(SCRIPT)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {"env": environment, "cwd": folder, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "script.py", kind], **pipes, **how) as training:
+        assert training.stdout is not None
+        (worker,) = next(line.split()[1:] for line in training.stdout if line.startswith("from"))
+        yield training, worker
+
+
+@pytest.mark.full
+def test_ctrl_c_in_a_terminal_which_reaches_the_workers_too_ends_quietly(tmp_path: Path) -> None:
+    with started("dataset", tmp_path) as (training, _):
+        os.killpg(training.pid, signal.SIGINT)
+        out, err = training.communicate(timeout=120)
+    assert training.returncode == 0 and "interrupted in epoch 1" in out
+    assert re.fullmatch(r"Ctrl-C: stopping after step \d+\. .*\n", err)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["dataset", "DataLoader"])
 def test_workers_of_a_killed_training_end(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | CHEAP | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-    how = {"stdout": subprocess.PIPE, "text": True, "env": environment, "cwd": tmp_path}
-    with subprocess.Popen([sys.executable, "script.py", kind], **how) as training:
-        assert training.stdout is not None
-        (worker,) = next(line.split()[1:] for line in training.stdout if line.startswith("from"))
+    with started(kind, tmp_path) as (training, worker):
         ends = os.pidfd_open(int(worker))
         training.send_signal(signal.SIGKILL)
     assert select.select([ends], [], [], 60)[0] == [ends]

@@ -3,8 +3,10 @@
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from kit.batches import Stream, numbered, sized
@@ -14,6 +16,7 @@ from kit.modules import Mean, logging, module
 from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer, splitting, thinned
 
+import jaxlit as jl
 from jaxlit.errors import ArgumentError, LogError, LoggerError
 from jaxlit.loop.results import MOST, History
 
@@ -180,9 +183,12 @@ def test_by_default_an_epoch_has_eight_rows_or_more(batches, arguments, steps):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_outputs_of_a_step_are_a_dict_whose_loss_is_read_when_asked_for(k: int) -> None:
     seen = list[Any]()
+    unread: Any = [dict, lambda x: x | {}, lambda x: jax.tree.map(lambda y: y, x), lambda x: {**x.copy()}]
 
     def look(trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        whole = jax.tree.map(float, unread[batch_idx % 4](outputs))  # before anything has asked for the loss
         loss = float(outputs["loss"])
+        assert whole == {"loss": loss, "twice": 2 * loss}
         assert isinstance(outputs, dict) and list(outputs) == ["loss", "twice"] and len(outputs) == 2
         for other in (dict(outputs), {**outputs}, outputs.copy(), outputs | {}, dict(outputs.items())):
             assert {name: float(x) for name, x in other.items()} == {"loss": loss, "twice": 2 * loss}
@@ -220,7 +226,7 @@ def mean_since_row(self: Any, batch: Any) -> Any:
     thinned(list(itertools.product(["single", "fsdp", "shard_map"], [1, 2], [1, 3])), ("single", 1, 1), ("fsdp", 2, 1)),
 )
 def test_a_row_has_the_mean_of_the_steps_since_the_last(strategy: str, accumulate: int, k: int) -> None:
-    """Weighted by rows, of one epoch: the first row of the next has none of them."""
+    """Weighted by rows, whatever epochs the steps belong to."""
     batches = sized(*[8, 16, 8, 8, 24, 8, 16, 8] * 2)
     for i, batch in enumerate(batches):
         batch["x"] = np.full_like(batch["x"], float(i))
@@ -232,8 +238,7 @@ def test_a_row_has_the_mean_of_the_steps_since_the_last(strategy: str, accumulat
     each = len(steps)
     expected = []
     for step in range(3, 2 * each + 1, 3):
-        first = max(step - 3, each if step > each else 0)
-        seen = [x for i in range(first, step) for x in steps[i % each]]
+        seen = [x for i in range(step - 3, step) for x in steps[i % each]]
         weights = [n for _, n, _ in seen]
         expected.append([np.average([x[j] for x in seen], weights=weights) for j in (0, 2)])
     # Under shard_map each replica logs the sum of its own rows.
@@ -252,6 +257,76 @@ def test_a_resume_continues_the_mean_of_a_row(strategies: tuple[str, str]) -> No
     fit(module(mean_since_row), numbered(9), None, save, **given | {"strategy": strategies[0]})
     fit(module(mean_since_row), numbered(9), None, rows, ckpt_path="kept", **given | {"strategy": strategies[1]})
     assert rows.of("mean") == [pytest.approx(5.0)]  # of 1 to 9, not of 8 and 9
+
+
+def row_means(*callbacks: Any, batches: Any = None, **given: Any) -> list[float]:
+    rows = Rows()
+    given = {"log_every_n_steps": 3} | given
+    fit(module(mean_since_row), batches or numbered(9), None, rows, *callbacks, **given, **BARE)
+    return rows.of("mean")
+
+
+def test_a_step_that_is_left_out_after_a_row_is_in_no_mean() -> None:
+    batches = numbered(9)
+    batches[3]["x"][:] = np.nan
+    assert row_means(batches=batches, nan_policy="skip") == [2.0, 5.5, 8.0]  # of 1 to 3, 5 and 6, 7 to 9
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "expected"),
+    [
+        ("on_train_batch_end", 7, [2.0, 5.0, 7.5, 10.5]),  # of 1 to 3, 4 to 6, 7 and 8, 9 to 12
+        ("on_train_batch_end", 6, [2.0, 6.0, 10.5]),  # step 6 has no row any more
+        ("on_safe_point", 6, [2.0, 5.0, 7.5, 10.5]),  # it has one already
+    ],
+)
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_means_follow_another_interval(hook: str, step: int, expected: list[float], epochs: int) -> None:
+    def change(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == step:
+            trainer.log_every_n_steps = 4
+
+    each = 12 // epochs
+    stream = Stream(numbered(each), numbered(each, first=each + 1))
+    assert row_means(hooks(**{hook: change}), batches=stream, max_epochs=epochs) == expected
+
+
+def test_means_follow_the_length_of_an_epoch() -> None:
+    """By default a row is an eighth of an epoch, and another epoch may have another loader."""
+
+    class Data(jl.DataModule):
+        def train_dataloader(self) -> Any:
+            return numbered(16 if self.trainer.current_epoch == 0 else 32)
+
+    rows = Rows()
+    given = {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
+    make_trainer(rows, **given, **BARE).fit(module(mean_since_row), datamodule=Data())
+    expected = [1.5 + i for i in range(0, 16, 2)] + [2.5 + i for i in range(0, 32, 4)]
+    assert rows.of("mean") == expected
+
+
+def test_members_of_a_population_have_means_since_the_last_row() -> None:
+    class Member(Mean):
+        def __init__(self, lr: float) -> None:
+            super().__init__()
+            self.lr = lr
+
+        training_step = mean_since_row
+
+        def configure_optimizers(self) -> Any:
+            return optax.sgd(self.lr)
+
+    rows = list[Any]()
+    log = lambda member, step, metrics: rows.append((member, step, metrics.get("mean")))  # noqa: E731
+    jl.fit_many(Member, [{"lr": 0.1}, {"lr": 0.2}], numbered(6), log=log, log_every_n_steps=3, max_epochs=1)
+    seen = [row for row in rows if row[2] is not None]
+    assert sorted(seen) == [(0, 2, 2.0), (0, 5, 5.0), (1, 2, 2.0), (1, 5, 5.0)]  # by index, as in `rows()`
+
+
+def test_only_mean_is_a_word_for_on_step() -> None:
+    step = lambda self, batch: self.log("x", 1.0, on_step="avg")  # noqa: E731
+    words = r"self.log\('x', on_step='avg'\) takes a bool or 'mean'"
+    refuses(LogError, lambda: fit(module(step), numbered(2), **BARE), words)
 
 
 def test_a_mean_of_rows_is_for_training_steps() -> None:

@@ -64,3 +64,17 @@ def test_absent_devices_are_an_error_of_fit() -> None:
     refuses(ArgumentError, lambda: trainer.fit(Linear(), random()), "devices=64")
     assert not began
     refuses(ArgumentError, lambda: jl.compile_step(Linear(), batch=random()[0], devices=64), "devices=64")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TensorParallel(tp=2, fsdp=2)",
+        "TensorParallel(rules={'dim': 'tp'}, tp=4)",
+        "SequenceParallel(seq=2, data=2)",
+        "FSDP(min_size=4)",
+        "DDP()",
+    ],
+)
+def test_a_strategy_shows_the_arguments_that_make_it_again(text: str) -> None:
+    assert repr(eval(f"jl.strategies.{text}")) == text

@@ -124,6 +124,14 @@ def test_everything_but_what_may_be_missing_must_be_there() -> None:
         jl.load_weights(module, foreign(), RENAME, missing="head.*")
 
 
+def test_a_rule_of_what_may_be_missing_may_be_idle() -> None:
+    weights = {name: x for name, x in foreign().items() if not name.startswith("outer")}
+    module, head = Net(rngs=nnx.Rngs(1)), {r"outer\.weight": jl.WeightRule("outer.kernel", transpose=True)}
+    jl.load_weights(module, weights, RENAME | head, missing=r"outer\..*")
+    with pytest.raises(ArgumentError, match=r"^These rules apply to no name: 'innerweight'"):
+        jl.load_weights(module, weights, RENAME | {"innerweight": "inner.kernel"}, missing=r"outer\..*")
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_rule_that_matches_nothing_is_refused(strict: bool) -> None:
     module = Net(rngs=nnx.Rngs(1))
