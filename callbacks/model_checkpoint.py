@@ -239,6 +239,8 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Wait for the last checkpoint, before other callbacks print its path; warn if none could be ranked."""
         self.finish(trainer)
+        if self._lock is not None and not trainer.interrupted:
+            self._lock.end()
         if self._had_value == {False} and not trainer.interrupted:
             text = "ModelCheckpoint(monitor=%r) ranks no checkpoint that was due: it has no value of their steps. Give "
             text += "every_n_... and Trainer(val_check_interval=%s) values that meet."

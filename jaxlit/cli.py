@@ -31,6 +31,7 @@ __all__ = ["main"]
 _VERBS = {
     "fit": "train a model",
     "validate": "run its validation step",
+    "follow": "run its validation step on each new checkpoint of a run that trains elsewhere",
     "test": "run its test step",
     "predict": "run its predict step, for a callback such as PredictionWriter",
     "plan": "show the memory and the time of a training step",
@@ -95,7 +96,7 @@ def main(
         module = lazy(model, **of["model"])
         options["data" if verb == "plan" else "datamodule"] = None if data is None else data(**of["data"])
         options |= {"return_predictions": False} if verb == "predict" else {}
-        result = getattr(trainer, verb)(module, **options)
+        result = getattr(trainer, verb)(model=module, **options)
         if verb == "plan" and trainer.is_global_zero:
             say(str(result))
     except (ArgumentError, ArgumentTypeError, CheckpointError) as error:

@@ -186,6 +186,8 @@ def test_the_config_of_a_fit_runs_the_other_verbs(capsys: pytest.CaptureFixture[
     reached = run("validate", "--config=a/config.yaml", "--ckpt_path=a").callback_metrics["val/loss"]
     tested = run("test", "--config=a/config.yaml", "--ckpt_path=last")
     assert tested.callback_metrics["val/loss"] == pytest.approx(reached)
+    run("follow", "--config=a/config.yaml", "--trainer.default_root_dir=c", "--run=a", "--monitor=val/loss")
+    assert run("validate", "--config=a/config.yaml", "--ckpt_path=a/best").callback_metrics["val/loss"] == reached
     again = run("fit", "--config=a/config.yaml", "--trainer.default_root_dir=b")
     assert again.early_stopping_callback.patience == 7
     assert again.callback_metrics["val/loss"] == pytest.approx(reached)
@@ -317,8 +319,8 @@ def test_an_error_of_the_run_keeps_its_traceback() -> None:
 
 
 def test_a_wrong_verb_lists_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'fit', 'validate', 'test', 'predict', 'plan'" in refused(capsys, "fti")
-    assert "{fit,validate,test,predict,plan}" in refused(capsys)
+    assert "'fit', 'validate', 'follow', 'test', 'predict', 'plan'" in refused(capsys, "fti")
+    assert "{fit,validate,follow,test,predict,plan}" in refused(capsys)
 
 
 @pytest.mark.parametrize(("model", "data"), [(Rows, None), (Net(rngs=nnx.Rngs(0)), None), (Net, Net)])

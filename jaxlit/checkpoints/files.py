@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -245,18 +246,19 @@ def locate(path: Any, argument: str) -> tuple[Checkpoint, list[str]]:
     if (place / MANIFEST).exists() or step_of(place) is not None:
         checkpoint = read(place) if place.exists() else None
     elif place.is_dir():
-        checkpoint, skipped = newest(_checkpoints_in(place))
+        checkpoint, skipped = newest(checkpoints_in(place))
     if checkpoint is not None:
         return best_of(checkpoint) if wants_best else checkpoint, skipped
     near, hint = place, ""
     while not near.is_dir() and near != near.parent:
         near, hint = near.parent, did_you_mean(near.name, [p.name for p in _inside(near.parent)])
-    if names := ", ".join(p.name for p in candidates(_checkpoints_in(near))[:5]):
+    if names := ", ".join(p.name for p in candidates(checkpoints_in(near))[:5]):
         hint += f" In {near} there are: {names}."
     raise CheckpointError(f"{argument}: {str(path)!r} is not a checkpoint, and contains none.{hint}")
 
 
-def _checkpoints_in(folder: Place) -> Place:
+def checkpoints_in(folder: Place) -> Place:
+    """Return where the checkpoints of a run's folder are, or of a folder of them."""
     return folder / FOLDER if (folder / FOLDER).is_dir() else folder
 
 
@@ -279,6 +281,20 @@ def remove(path: Place) -> None:
             places.remove(left)
         with suppress(OSError):  # somebody has files there
             path.rmdir()
+
+
+def copy(path: Place, to: Place) -> None:
+    """Copy a checkpoint, without a user's files, to a folder where it replaces another one once it is complete."""
+    names = files_of(path)
+    for name in names:
+        if isinstance(to, Path):
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+        with (path / name).open("rb") as source, (to / name).open("wb") as target:
+            shutil.copyfileobj(source, target)
+        places.fsync(to / name)
+    places.write(to / MANIFEST, (path / MANIFEST).read_bytes())
+    kept = {name.partition("/")[0] for name in names}
+    clear([x for x in to.iterdir() if x.name.startswith("data-") and x.name not in kept], places.remove)
 
 
 def clear(paths: Iterable[Place], delete: Callable[[Place], None] | None = None) -> None:

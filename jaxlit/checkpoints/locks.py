@@ -18,7 +18,14 @@ from jaxlit.checkpoints.places import Place, RemotePath, write
 from jaxlit.errors import CheckpointError
 
 RUN_LOCK = ".run-lock"
-_KINDS: dict[str, type] = {"number": str, "holder": str, "newest": list, "files": list}  # what is in a claim
+_KINDS: dict[str, type] = {
+    "number": str,
+    "holder": str,
+    "newest": list,
+    "files": list,
+    "ended": bool,
+}  # what is in a claim
+_ENDED = "a training that has ended"
 _held: dict[str, "FolderLock"] = {}  # by the path of the lock, those of this process
 _without_locks: set[int] = set()  # file systems that were warned of
 _logger = logging.getLogger("jaxlit")
@@ -53,7 +60,7 @@ class FolderLock:
                 file = self._path.open("a+")
                 self._file = file if self._locks(file) else file.close()
             if self._file is None:
-                self.note(**read_claim(folder, of_run=of_run))
+                self.note(**read_claim(folder, of_run=of_run) | {"ended": False})
         except CheckpointError:
             raise
         except Exception as error:  # of any class: each file system has its own
@@ -117,6 +124,15 @@ class FolderLock:
             claim = {**self.noted, "number": self.number, "holder": _holder()}
             write(self._path, json.dumps(claim).encode())
 
+    def end(self) -> None:
+        """Say to those that follow the training that it has ended, until another one begins there."""
+        with contextlib.suppress(Exception):  # of any class: each file system has its own
+            self.note(ended=True)
+            if self._file is not None:
+                self._file.truncate(0)
+                self._file.write(_ENDED)
+                self._file.flush()
+
     def close(self) -> None:
         """Release the folder."""
         if _held.pop(str(self._path), None) is not None and self._file is not None:
@@ -132,6 +148,14 @@ def _lock_in(folder: Place, *, of_run: bool = False) -> Place:
 def held(folder: Place, *, of_run: bool = False) -> FolderLock | None:
     """Return the lock of this process on a folder."""
     return _held.get(str(_lock_in(folder, of_run=of_run)))
+
+
+def has_ended(folder: Place) -> bool:
+    """Return whether the newest training in a folder has come to its end."""
+    path = _lock_in(folder)
+    with contextlib.suppress(OSError):
+        return path.read_bytes() == _ENDED.encode() or _read(path).get("ended", False)
+    return False
 
 
 def check_claims(path: Place) -> None:

@@ -38,7 +38,8 @@ class RayTrainer:
     Args:
         train_fn: Trains; Ray calls it in each worker, in a thread that is not the main one, with the folder
             `<storage_path>/<name>`. Only checkpoints in this folder can be reported.
-        num_workers: The number of processes.
+        num_workers: The number of processes, or a tuple of the fewest and the most: then training continues on those
+            that a lost machine leaves, and on more of them once there are, each time from the newest checkpoint.
         storage_path: A folder that all machines share.
         name: The name of the run: another start with the same name continues it.
         devices: What jax uses: "cpu", "gpu" or "tpu".
@@ -56,7 +57,7 @@ class RayTrainer:
     """
 
     train_fn: Callable[[Path], object]
-    num_workers: int = field(kw_only=True)
+    num_workers: int | tuple[int, int] = field(kw_only=True)
     storage_path: str | Path = field(kw_only=True)
     name: str = field(kw_only=True)
     devices: str = field(default="cpu", kw_only=True)

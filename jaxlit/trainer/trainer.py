@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.places import check_url, place_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.train_state import PrecisionName
 from jaxlit.data.loaders import DataModule
@@ -244,6 +245,54 @@ class Trainer(TrainerProperties):
         """
         self._session.control.verbose = check.boolean("verbose", verbose, owner="Trainer.validate")
         return self._evaluate("validation", evaluate, model, dataloaders, datamodule, ckpt_path)
+
+    @takes_only_its_arguments("Trainer.follow")
+    def follow(
+        self,
+        run: str | Path,
+        model: TrainModule | lazy,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        *,
+        monitor: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        every: float = 10.0,
+    ) -> list[dict[str, float]]:
+        """Validate each new checkpoint of a run that trains in another process, until that has ended.
+
+        Loggers and `on_log` get a row of each at the checkpoint's step. The training does not wait: pass it no
+        validation loader, and `ModelCheckpoint(save_top_k=-1)` or enough, as it may delete a checkpoint before it is
+        read here. A training that was interrupted, or has raised an error, has not ended, and is waited for.
+
+        Args:
+            run: The folder of the run, or a folder of checkpoints; it need not be there yet. URLs, too.
+            model: The module, as for `validate`.
+            dataloaders: A loader, or a list of several.
+            datamodule: A `jl.DataModule` in place of loaders.
+            monitor: The metric by which the best checkpoint is copied to `<run>/best`, whatever the training deletes;
+                None for no copy.
+            mode: Whether "min" or "max" of it is best.
+            every: Seconds between looks for a new checkpoint.
+
+        Returns:
+            The metrics of each checkpoint, with its "step".
+
+        Raises:
+            ArgumentError: An argument is out of its set, or validation logs no such metric.
+
+        Example:
+            >>> import jaxlit as jl
+            >>> from jaxlit.testing import Line, line_data
+            >>> def watch():
+            ...     watcher = jl.Trainer(default_root_dir="validation")
+            ...     return watcher.follow("runs/x", Line(), line_data(16), monitor="val/loss")
+        """
+        from jaxlit.trainer.follow import follow
+
+        owner, given = "Trainer.follow", {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
+        check.number("every", every, low=0, owner=owner)
+        check.one_of("mode", mode, ("min", "max"), owner=owner)
+        return follow(self, place_of(check_url("run", run, owner=owner)), given, monitor, mode, every)
 
     @takes_only_its_arguments("Trainer.test")
     def test(

@@ -1,0 +1,104 @@
+"""`trainer.follow` validates the checkpoints of a run that trains in another process."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kit.batches import numbered
+from kit.journal import Rows, hooks
+from kit.modules import Mean, module
+from kit.processes import launch
+from kit.refusals import refuses
+from kit.trainers import BARE, fit, make_trainer
+
+import jaxlit as jl
+from jaxlit.errors import ArgumentError
+from jaxlit.testing import Line, line_data
+
+EVERY = {"save_top_k": -1, "every_n_epochs": 1}
+
+
+def train_until_killed() -> None:
+    kill = lambda trainer, _: os.kill(os.getpid(), signal.SIGKILL) if trainer.current_epoch == 3 else None  # noqa: E731
+    callbacks = [jl.callbacks.ModelCheckpoint(**EVERY), hooks(on_train_epoch_start=kill)]
+    jl.Trainer(max_epochs=5, default_root_dir="run", resume="auto", callbacks=callbacks).fit(Line(), line_data(16))
+
+
+def train_on() -> None:
+    saves = jl.callbacks.ModelCheckpoint(**EVERY)
+    jl.Trainer(max_epochs=5, default_root_dir="run", resume="auto", callbacks=saves).fit(Line(), line_data(16))
+
+
+def test_each_checkpoint_is_validated_at_its_step_also_of_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
+    codes, rows = list[Any](), Rows()
+
+    def train() -> None:
+        for work in (train_until_killed, train_on):
+            codes.extend(ended.code for ended in launch(work, tmp_path, count=1, devices=1, join=False))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        followed = make_trainer(rows).follow(tmp_path / "run", Line(), line_data(16), monitor="val/loss", every=0.1)
+    finally:
+        thread.join()
+    assert codes == [-signal.SIGKILL, 0]
+    paths = sorted((tmp_path / "run/checkpoints").glob("step_*"))
+    assert [int(path.name[5:]) for path in paths] == [4, 8, 12, 16, 20] == [row["step"] for row in followed]
+    by_itself = [make_trainer().validate(Line(), line_data(16), ckpt_path=path)[0] for path in paths]
+    assert by_itself == [{"val/loss": row["val/loss"]} for row in followed]
+    assert [(step, values["val/loss"]) for step, values in rows.rows] == [
+        (row["step"] - 1, row["val/loss"])
+        for row in followed  # as rows of a fit, by the index of the step
+    ]
+    assert make_trainer().validate(Line(), line_data(16), ckpt_path=tmp_path / "run/best") == [by_itself[-1]]
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
+@pytest.mark.parametrize("root", ["run", "memory://{}/run"])
+def test_the_best_is_kept_whatever_training_deletes(
+    root: str, mode: Any, best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    scores = {1: 5.0, 2: 4.0, 3: 9.0, 4: 8.0}
+    score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
+    folder = root.format(tmp_path.name)
+
+    def set_score(trainer: Any, model: Any) -> None:
+        model.w[...] = model.w[...] * 0 + scores[trainer.current_epoch + 1]
+
+    saves = jl.callbacks.ModelCheckpoint(save_top_k=-1)
+    fit(score, numbered(1), None, hooks(on_train_epoch_end=set_score), saves, max_epochs=4, default_root_dir=folder)
+    rows = make_trainer().follow(folder, score, numbered(1), monitor="score", mode=mode)
+    assert [row["score"] for row in rows] == [*scores.values()]
+    kept = make_trainer(logger=False)
+    assert kept.validate(score, numbered(1), ckpt_path=f"{folder}/best") == [{"score": scores[best]}]
+    # A second look finds the same, and leaves no file of the copy before.
+    make_trainer().follow(folder, score, numbered(1), monitor="score", mode=mode)
+    if root == "run":
+        assert len(list(Path(folder, "best").iterdir())) == 2
+
+
+def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Mean(), numbered(1), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
+    score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
+
+    def delete(trainer: Any, *_: Any) -> None:
+        for name in ("MANIFEST.json", "data-*/*"):
+            for path in Path("run/checkpoints/step_00000002").glob(name):
+                path.unlink()
+
+    rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1))
+    assert [row["step"] for row in rows] == [1, 3]
+    assert "step_00000002 was deleted before it was validated" in caplog.text
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    fit(Line(), line_data(16), None, max_epochs=1, default_root_dir="run", enable_checkpointing=True)
+    follow = lambda **given: make_trainer(**BARE).follow("run", Line(), line_data(16), **given)  # noqa: E731
+    refuses(ArgumentError, lambda: follow(monitor="loss"), r"monitor='loss'\): validation_step logs \['val/loss'\]")
+    refuses(ArgumentError, lambda: follow(mode="least"), "mode.*'least'")
+    refuses(ArgumentError, lambda: follow(every=-1), "every")
