@@ -320,7 +320,7 @@ def test_an_error_of_the_run_keeps_its_traceback() -> None:
 
 def test_a_wrong_verb_lists_the_right_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'fit', 'validate', 'follow', 'test', 'predict', 'plan'" in refused(capsys, "fti")
-    assert "{fit,validate,follow,test,predict,plan}" in refused(capsys)
+    assert "{fit,validate,follow,test,predict, ..." in refused(capsys)
 
 
 @pytest.mark.parametrize(("model", "data"), [(Rows, None), (Net(rngs=nnx.Rngs(0)), None), (Net, Net)])

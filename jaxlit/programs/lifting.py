@@ -10,7 +10,17 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxlit.programs.jaxpr import JITS, bind, called, inner_jaxprs, parts_of, programs_in, rerun_scan, value_of
+from jaxlit.programs.jaxpr import (
+    JITS,
+    bind,
+    called,
+    inner_jaxprs,
+    params_of,
+    parts_of,
+    programs_in,
+    rerun_scan,
+    value_of,
+)
 from jaxlit.texts import is_key, shown
 
 # The place of a number in a program: the index of an equation and of the program that it runs, for each level of
@@ -154,7 +164,8 @@ class _Comparison:
     def _compare_params(self, x: Any, y: Any, k: int) -> None:
         """Compare the parameters of equation `k`, and the programs that it runs."""
         before, programs, other_programs = len(self.numbers), inner_jaxprs(x), inner_jaxprs(y)
-        if x.params.keys() != y.params.keys() or len(programs) != len(other_programs):
+        params, others = params_of(x), params_of(y)
+        if params.keys() != others.keys() or len(programs) != len(other_programs):
             raise DifferentError(f"it computes {_shown(y)} in another way")
         for j, (program, other) in enumerate(zip(programs, other_programs, strict=True)):
             _Comparison((*self.at, k, j), self.numbers).compare(program, other)
@@ -162,9 +173,9 @@ class _Comparison:
             raise DifferentError(f"a number inside of {_shown(x)} differs, and only scan and cond can take it")
         if x.primitive.name in _RULES:
             return
-        for name, value in x.params.items():
-            if not (programs_in(value) or _equal(value, y.params[name])):
-                texts = shown(y.params[name], 80), shown(value, 80)
+        for name, value in params.items():
+            if not (programs_in(value) or _equal(value, others[name])):
+                texts = shown(others[name], 80), shown(value, 80)
                 if texts[0] == texts[1]:
                     raise DifferentError(f"{_shown(y)} has another {name}, or one that holds other values")
                 raise DifferentError(f"{_shown(y)} has {name}={texts[0]}, and not {texts[1]}")

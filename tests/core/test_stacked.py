@@ -69,7 +69,8 @@ def test_values_gradients_and_statistics_are_those_of_the_layers_in_turn() -> No
     result, stacked_grads = nnx.value_and_grad(lambda stacked, x: (stacked(x, 0.5) ** 2).sum())(stacked, x)
     np.testing.assert_allclose(result, loss, rtol=1e-6)
     for got, *each in zip(*map(jax.tree.leaves, (stacked_grads, *grads)), strict=True):
-        np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-5, atol=1e-6)
+        each = np.stack(each)  # sums, which are exact to a part of their largest terms
+        np.testing.assert_allclose(got, each, rtol=1e-5, atol=1e-6 * np.abs(each).max())
     for got, *each in zip(*(jax.tree.leaves(nnx.state(x, nnx.BatchStat)) for x in (stacked, *layers)), strict=True):
         np.testing.assert_allclose(got, jnp.stack(each), rtol=1e-6)
     masks = [layer.dropout(jnp.ones(256)) for layer in unstacked(stacked)]

@@ -85,7 +85,8 @@ def test_what_makes_a_batch_is_not_fused_into_its_step() -> None:
 def test_accumulation_takes_entire_windows() -> None:
     runs, sizes = both(Linear, lambda: random(11), accumulate_grad_batches=2)
     assert sizes == [4, 4] * 2
-    assert_same(runs)
+    # XLA of jax 0.12 compiles the sums of a window in a loop to other kernels, whose last bit differs.
+    assert_same(runs, 0.0 if jax.__version_info__ < (0, 11) else 1e-6)
     fit_refuses(ArgumentError, "multiple of 3", steps_per_execution=4, accumulate_grad_batches=3)
 
 
