@@ -94,7 +94,7 @@ class Model(jl.TrainModule):
 
 
 def leaves(model: Any) -> dict[str, Any]:
-    state = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(model)))
+    state = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(model, graph=True)))
     return {jax.tree_util.keystr(path): x for path, x in state}
 
 
@@ -112,14 +112,14 @@ def assert_alike(model: Any, expected: Any) -> None:
 
 def by_hand(model: Any, batches: Any) -> Any:
     # Not jit: under nnx.jit a number in a Variable comes as an array, which is no shape.
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ..., graph=True)
     tx = model.configure_optimizers()
     opt_state = tx.init(params)
     for batch in batches:
 
         def loss(params: Any, rest: Any = rest, batch: Any = batch) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)
-            return merged.training_step(batch), nnx.split(merged, nnx.Param, ...)[2]
+            return merged.training_step(batch), nnx.split(merged, nnx.Param, ..., graph=True)[2]
 
         grads, rest = jax.grad(loss, has_aux=True)(params)
         updates, opt_state = tx.update(grads, opt_state, params)

@@ -152,7 +152,7 @@ class Training:
 def training_of(module: TrainModule, pure: PureModule, strategy: Strategy, options: StepOptions) -> Training:
     """Return how a module, whose arrays may be shapes and dtypes, is trained; the strategy is set up."""
     # Without shardings: only equal types share one trace of the optimizer's first state.
-    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pure.split(module))
+    variables = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype), pure.split(module))
     stacked: dict[str, int] = {}  # how many dims of stacked layers each parameter has; empty unless the optimizer asks
     options = options.for_params(variables[0], stacked)
     params = jax.eval_shape(partial(cast, dtype=pure.precision.held), variables[0])

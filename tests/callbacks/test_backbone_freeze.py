@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.by_hand import assert_same, state_of
+from kit.by_hand import GRAPH, assert_same, state_of
 from kit.checkpoints import bytes_of
 from kit.compiles import compiles
 from kit.journal import Rows, at_batch, hooks
@@ -50,7 +50,7 @@ def by_hand(
         clip: The largest norm of all gradients that are used.
     """
     model, states, (kept, tree) = Deep(), dict[str, Any](), jax.tree.flatten(nnx.state(Deep(), nnx.Param))
-    gradient = nnx.jit(nnx.value_and_grad(lambda model, batch: model.loss(batch)))
+    gradient = nnx.jit(nnx.value_and_grad(lambda model, batch: model.loss(batch), **GRAPH), **GRAPH)
     part_of = lambda name: next((part for part in parts if name.startswith(f"['{part}']")), "")  # noqa: E731
     for epoch, i in itertools.product(range(EPOCHS), range(0, len(batches), window)):
         model.count[...] += window

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import ROWS, random
-from kit.by_hand import HandLoop
+from kit.by_hand import GRAPH, HandLoop
 from kit.checkpoints import bytes_of, keep_all
 from kit.inside import engine_of
 from kit.modules import Linear, module
@@ -198,7 +198,7 @@ def test_the_norm_and_the_rate_are_those_of_the_two_parts() -> None:
         *(model, batches(1), None, jl.callbacks.GradientNorm(per_parameter=True)),
         **BARE | {"gradient_clip_val": 0.1, "log_every_n_steps": 1},
     )
-    grads = nnx.grad(lambda pair, batch: pair.loss(batch))(pair, batches(1)[0])
+    grads = nnx.grad(lambda pair, batch: pair.loss(batch), **GRAPH)(pair, batches(1)[0])
     norm_of = lambda tree: float(optax.tree.norm(nnx.as_pure(tree)))  # noqa: E731
     assert trainer.history["grad_norm"][1] == pytest.approx([norm_of(grads)], rel=1e-5)
     assert trainer.history["grad_norm/bias"][1] == pytest.approx([norm_of(grads["bias"])], rel=1e-5)

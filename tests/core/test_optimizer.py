@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from kit.batches import random
-from kit.by_hand import HandLoop, assert_same
+from kit.by_hand import GRAPH, HandLoop, assert_same
 from kit.checkpoints import keep_all
 from kit.inside import laid_out
 from kit.modules import Linear, Net, module
@@ -228,7 +228,7 @@ def test_a_loop_that_is_rewritten_as_a_scan_decays_the_same(strategy: str, kind:
 
 def test_an_nnx_optimizer_in_the_step_is_refused() -> None:
     def step(self: Any, batch: Any, optimizer: Any) -> jax.Array:
-        loss, grads = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param))(self)
+        loss, grads = nnx.value_and_grad(lambda m: m.loss(batch), argnums=nnx.DiffState(0, nnx.Param), **GRAPH)(self)
         optimizer.update(self, grads)
         return loss
 

@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 from flax.errors import CallCompactUnboundModuleError
 from kit.batches import numbered, random, sized
-from kit.by_hand import HandLoop, assert_same, state_of
+from kit.by_hand import GRAPH, HandLoop, assert_same, state_of
 from kit.journal import Rows, hooks
 from kit.modules import Linear, Mean, Net, module
 from kit.refusals import fit_refuses, refuses, warnings_of
@@ -157,11 +157,13 @@ class Scanned(Linear):
     def __init__(self, axis: int = 0) -> None:
         self.axis, axes = axis, nnx.StateAxes({nnx.Param: axis, ...: 0})
         keys = jax.random.split(jax.random.key(0), 3)
-        self.layers = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)), out_axes=axes)(keys)
+        self.layers = nnx.vmap(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)), out_axes=axes, **GRAPH)(keys)
 
     def loss(self, batch: Any) -> jax.Array:
         layer = lambda layer, x: nnx.remat(lambda layer, x: jnp.tanh(layer(x)))(layer, x)  # noqa: E731
-        run = nnx.scan(layer, in_axes=(nnx.StateAxes({nnx.Param: self.axis, ...: 0}), nnx.Carry), out_axes=nnx.Carry)
+        run = nnx.scan(
+            layer, in_axes=(nnx.StateAxes({nnx.Param: self.axis, ...: 0}), nnx.Carry), out_axes=nnx.Carry, **GRAPH
+        )
         return jnp.mean(run(self.layers, batch["x"]) ** 2)
 
 
@@ -367,7 +369,7 @@ class Normed(Linear):
         if self.mapped is None:
             return super().__call__(self.norm(x))
         axes = nnx.StateAxes({...: None})
-        parts = nnx.vmap(lambda norm, x: norm(x), in_axes=(axes, 0), axis_name=self.mapped)(
+        parts = nnx.vmap(lambda norm, x: norm(x), in_axes=(axes, 0), axis_name=self.mapped, **GRAPH)(
             self.norm, x.reshape(2, -1, 3)
         )
         return super().__call__(parts.reshape(x.shape))

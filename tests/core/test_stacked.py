@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from kit.by_hand import GRAPH
 from kit.trainers import BARE, make_trainer, thinned
 
 import jaxlit as jl
@@ -65,8 +66,8 @@ def test_values_gradients_and_statistics_are_those_of_the_layers_in_turn() -> No
             x = layer(x, 0.5)
         return (x**2).sum()
 
-    loss, grads = nnx.value_and_grad(in_turn)(layers, x)
-    result, stacked_grads = nnx.value_and_grad(lambda stacked, x: (stacked(x, 0.5) ** 2).sum())(stacked, x)
+    loss, grads = nnx.value_and_grad(in_turn, **GRAPH)(layers, x)
+    result, stacked_grads = nnx.value_and_grad(lambda stacked, x: (stacked(x, 0.5) ** 2).sum(), **GRAPH)(stacked, x)
     np.testing.assert_allclose(result, loss, rtol=1e-6)
     for got, *each in zip(*map(jax.tree.leaves, (stacked_grads, *grads)), strict=True):
         each = np.stack(each)  # sums, which are exact to a part of their largest terms

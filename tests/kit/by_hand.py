@@ -17,17 +17,22 @@ def mean(windows: Sequence[Sequence[float]], w: float = 0.0) -> float:
     return w
 
 
+# Said at each call, as flax may come to share no Variables by default.
+GRAPH: Any = {"graph": True, "graph_updates": True}
+
+
 class HandLoop:
     """Trains a module in place by plain nnx and optax; `loss` of (module, batch) is its own `loss` by default."""
 
     def __init__(self, module: Any, tx: Any = None, loss: Any = None, wrt: Any = nnx.Param) -> None:
         self.module, self.wrt, self.losses = module, wrt, list[float]()
         self.loss = loss or (lambda module, batch: module.loss(batch))
-        self.optimizer = nnx.Optimizer(module, tx or module.configure_optimizers(), wrt=wrt)
+        self.optimizer = nnx.Optimizer(module, tx or module.configure_optimizers(), wrt=wrt, graph=True)
 
-        @nnx.jit  # else each operation is compiled on its own, which takes longer than the fit that is compared
+        # Else each operation is compiled on its own, which takes longer than the fit that is compared.
+        @nnx.jit(**GRAPH)
         def step(module: Any, optimizer: Any, batch: Any) -> jax.Array:
-            value, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, wrt))(module, batch)
+            value, grads = nnx.value_and_grad(self.loss, argnums=nnx.DiffState(0, wrt), **GRAPH)(module, batch)
             optimizer.update(module, grads)
             return value
 
@@ -49,13 +54,13 @@ def trained(module: Any, batches: Sequence[Any], tx: optax.GradientTransformatio
 
 
 def params_of(module: Any) -> dict[str, np.ndarray]:
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, nnx.Param)))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, nnx.Param, graph=True)))
     return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
 
 
 def state_of(module: Any) -> dict[str, np.ndarray]:
     """Return all of a module's arrays, by path, random keys as their data."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module)))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(module, graph=True)))
     as_data = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     return {jax.tree_util.keystr(path): np.asarray(as_data(x)) for path, x in leaves}
 

@@ -438,7 +438,7 @@ def by_hand(package: Package, batches: list[Any]) -> list[float]:
     module = importlib.import_module(package.module)
     model = package.make(module)
     tx = package.optimizer(module, model)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ..., graph=True)
     opt_state = tx.init(params)
 
     @jax.jit
@@ -446,7 +446,7 @@ def by_hand(package: Package, batches: list[Any]) -> list[float]:
         def loss_of(params: Any) -> Any:
             merged = nnx.merge(graphdef, params, rest, copy=True)
             loss = package.loss(merged, batch)
-            left: Any = nnx.split(merged, nnx.Param, ...)[2]
+            left: Any = nnx.split(merged, nnx.Param, ..., graph=True)[2]
             values = dict(nnx.to_flat_state(left))  # among them those that a step leaves where there were none
             return loss, nnx.from_flat_state((path, values[path]) for path, _ in nnx.to_flat_state(rest))
 

@@ -62,7 +62,9 @@ def make_steps(case: Case) -> tuple[Callable[..., Any], Callable[..., Any], Call
 
     @nnx.jit
     def gradient(net: Net, batch: Any) -> Any:
-        differentiate = nnx.value_and_grad(loss_of, argnums=nnx.DiffState(0, wrt), has_aux=True)
+        differentiate = nnx.value_and_grad(
+            loss_of, argnums=nnx.DiffState(0, wrt), has_aux=True, graph=True, graph_updates=True
+        )
         (loss, logs), grads = differentiate(net, batch)
         return loss, logs, nnx.as_pure(grads)
 
