@@ -16,9 +16,18 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
-from jaxlit.checkpoints.locks import RUN_LOCK, FolderLock, held, read_claim
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging, write
+from jaxlit.checkpoints.places import (
+    RUN_LOCK,
+    FolderLock,
+    Place,
+    RemotePath,
+    held,
+    place_of,
+    read_claim,
+    staging,
+    write,
+)
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import error_of_all, once_per_node, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -170,7 +179,7 @@ def resolve_checkpoint(
         if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
             weights = {c.folder(folder.home) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
-        checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
+        checkpoint, skipped = newest(*folders, progress=partial(_progress, purpose))
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
             if asked is not None and asked.best_model_path:
@@ -207,24 +216,10 @@ def resolve_weights(
     return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
 
 
-def _newest(folders: list[Place], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen most, for a resume none of weights only if it can be, and why not others."""
-    checkpoints, skipped, errors = list[Checkpoint](), list[str](), list[CheckpointError]()
-    for folder in folders:
-        try:
-            checkpoint, reasons = newest(folder)
-            checkpoints += [] if checkpoint is None else [checkpoint]
-            skipped += reasons
-        except CheckpointError as error:  # none of it verifies; another folder may have a good one
-            errors.append(error)
-    if errors and not checkpoints:
-        raise errors[-1]
-
-    def progress(checkpoint: Checkpoint) -> tuple[bool, int, int]:
-        is_complete = not (resumes and checkpoint.weights_only)
-        return is_complete, checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"]
-
-    return max(checkpoints, key=progress, default=None), [*skipped, *map(str, errors)]
+def _progress(purpose: str, checkpoint: Checkpoint) -> tuple[bool, int, int]:
+    """Return how much a checkpoint has seen; for a resume one of weights only has seen nothing."""
+    is_complete = purpose != "resume" or not checkpoint.weights_only
+    return is_complete, checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"]
 
 
 def _version(path: Path) -> tuple[int, int]:

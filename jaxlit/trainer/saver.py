@@ -9,9 +9,8 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import last_order
+from jaxlit.checkpoints.files import Saving, last_order
 from jaxlit.checkpoints.places import Place, check_url, place_of
-from jaxlit.checkpoints.writing import Saving, prepare
 from jaxlit.distributed.team import team
 from jaxlit.errors import CheckpointError, NonFiniteError, add_note
 from jaxlit.loop import snapshot
@@ -91,7 +90,7 @@ class Saver:
         for saving in self._open:  # of two to one path the second deletes what the first has written
             if saving.path == where:
                 saving.join()
-        saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
+        saving = Saving(where, take, order, compare=run.compare_writes, has=bool(run.engine.state.written))
         spec = run.engine.state.spec
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
         parameters = {*spec.evaluated_places, *range(len(spec.arrays), len(leaves))}
