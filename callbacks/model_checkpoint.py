@@ -17,7 +17,7 @@ from jaxlit.callbacks.base import Callback
 from jaxlit.callbacks.monitor import check_monitor, no_such_metric, read_monitored
 from jaxlit.checkpoints import files as disk
 from jaxlit.checkpoints.files import Saving
-from jaxlit.checkpoints.places import FolderLock, Place, check_url, place_of
+from jaxlit.checkpoints.places import FolderLock, Place, place_of
 from jaxlit.distributed.team import error_of_all, team
 from jaxlit.errors import ArgumentError, CheckpointError
 
@@ -98,7 +98,7 @@ class ModelCheckpoint(Callback):
         self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
         if save_top_k == 0 and not save_last:
             raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing: set enable_checkpointing=False")
-        self.dirpath = None if not dirpath else place_of(check_url("dirpath", dirpath, owner=owner))
+        self.dirpath = None if not dirpath else place_of(check.url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
         self.save_last = check.boolean("save_last", save_last, owner=owner)
         self._has_no_trigger = every_n_epochs is every_n_train_steps is train_time_interval is None

@@ -26,12 +26,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxlit import checks as check
 from jaxlit import errors
 from jaxlit.background import Background
 from jaxlit.checkpoints import places
 from jaxlit.checkpoints.places import Place, RemotePath, fsync, patiently, place_of, size_of
-from jaxlit.checkpoints.position import position_of
 from jaxlit.checkpoints.safetensors import CHUNK, own_parts, parts_in, read_header, read_region, write_parts
+from jaxlit.control import Position
 from jaxlit.distributed.team import LONG_S, agree_or_raise, error_of_all, received, send, team
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, did_you_mean
 from jaxlit.sharding import array_of_shards
@@ -41,6 +42,8 @@ MANIFEST, STATE, ARRAYS = "MANIFEST.json", "state.json", ".safetensors"
 VERSION = 3  # of the layout of a checkpoint and of its state
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
 FOLDER = "checkpoints"  # in a run's folder
+# The fields of `Position` in state.json; `jaxlit.loop.snapshot` saves `data` as the loader's state, and not `cut`.
+POSITION = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled", "over", "validated")
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 _FILE = re.compile(r"data-[0-9a-f]{8}/[\w.]+")  # of a checkpoint
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
@@ -146,6 +149,15 @@ def read(path: Place) -> Checkpoint:
         states = [x for loader in saved for x in loader["states"]]
         state["loaders"] = {"training": saved[0] | {"states": states} if saved else None}
     return checkpoint
+
+
+def position_of(state: Mapping[str, Any]) -> Position:
+    """Return the position in a state; raise an error of any class if it is none."""
+    saved = state["position"]
+    stated = {name: type(saved[name]) is type(getattr(Position, name)) and saved[name] >= 0 for name in POSITION}
+    if not all(stated.values()) or any(state[name] != saved[name] for name in ("global_step", "epoch")):
+        raise ValueError(f"no training is at {saved}")
+    return Position(**saved)
 
 
 def load(path: Place, *, index: int = 0, count: int = 1) -> Checkpoint:
@@ -256,7 +268,7 @@ def locate(path: Any, argument: str) -> tuple[Checkpoint, list[str]]:
     """
     if not isinstance(path, (str, Path, RemotePath)):
         raise errors.ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    place, checkpoint, skipped = place_of(places.check_url("path", path, owner=argument)), None, []
+    place, checkpoint, skipped = place_of(check.url("path", path, owner=argument)), None, []
     has_word = place.name in ("best", "last") and place.parent.is_dir() and not place.exists()
     wants_best = has_word and place.name == "best"
     place = place.parent if has_word else place

@@ -26,7 +26,7 @@ from typing import Any, TextIO, TypeAlias
 
 from jaxlit import checks as check
 from jaxlit.checks import cache_folder
-from jaxlit.errors import ArgumentError, CheckpointError
+from jaxlit.errors import CheckpointError
 
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
@@ -146,49 +146,11 @@ def place_of(path: Any) -> Place:
     return Path(os.path.abspath(rest)) if scheme in ("file", "local") else RemotePath(str(path))
 
 
-def check_url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
-    """Return a path, or a URL whose file system is installed; refuse any other URL."""
-    if check.is_url(value):
-        if re.search(r"://[^/@]*:[^/]*@", str(value)):
-            raise ArgumentError(
-                f"{owner}({name}=...) has a password in its URL, which would be printed. Give it to fsspec by the "
-                "environment or its configuration files."
-            )
-        from fsspec.registry import get_filesystem_class
-
-        for part in str(value).split("::"):
-            try:
-                get_filesystem_class(part.partition("://")[0])
-            except (ImportError, ValueError) as error:
-                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else ""
-                raise ArgumentError(f"{owner}({name}={str(value)!r}) cannot be opened: {error}.{remedy}") from error
-    return value
-
-
 def staging(url: str, root: str = "runs") -> Path:
     """Return the folder of this machine for the rows of the "runs" at a URL, or for files "fetched" from it."""
     scheme, _, path = url.partition("://")
     path = os.path.normpath(f"/{path}")
     return cache_folder(root).absolute() / re.sub(r"\W", "_", scheme) / path.lstrip("/")
-
-
-def fetched(url: Any) -> Path:
-    """Return a file; that of a URL is fetched to this machine, unless it is there and has not changed."""
-    source = place_of(check_url("url", url, owner="fsspec"))
-    if isinstance(source, Path):
-        return source if check.is_url(url) else Path(url)
-    path = staging(str(url), "fetched")
-    known = path.with_name(f".{path.name}.info")
-    try:
-        info = repr(source.ask("info"))  # with its size, and its time or hash
-        if not (path.exists() and known.exists() and known.read_text() == info):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as part:
-                source.ask("get_file", str(part))  # whose name differs among file systems
-            known.write_text(info)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{url} cannot be read: there is no such file.") from error
-    return path
 
 
 def size_of(path: Place) -> int:

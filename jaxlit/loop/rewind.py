@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxlit.checkpoints.files import Checkpoint, Resume, Saving, read
-from jaxlit.checkpoints.position import Position
+from jaxlit.control import Position
 from jaxlit.data.batch_validator import batch_leaves
 from jaxlit.engine.state import Hyperparams, more_infinite
 from jaxlit.errors import CheckpointError, NonFiniteError

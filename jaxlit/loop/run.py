@@ -20,8 +20,7 @@ from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Resume, Saving
 from jaxlit.checkpoints.places import Place
-from jaxlit.checkpoints.position import Position
-from jaxlit.control import Control
+from jaxlit.control import Control, Position
 from jaxlit.core.log import Metric
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher

@@ -10,7 +10,7 @@ import jax
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
 from jaxlit.checkpoints.files import Saving, last_order
-from jaxlit.checkpoints.places import Place, check_url, place_of
+from jaxlit.checkpoints.places import Place, place_of
 from jaxlit.distributed.team import team
 from jaxlit.errors import CheckpointError, NonFiniteError, add_note
 from jaxlit.loop import snapshot
@@ -78,7 +78,7 @@ class Saver:
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         for name, value in (("weights_only", weights_only), ("trained_only", trained_only)):
             check.boolean(name, value, owner="trainer.saver.begin")
-        where = place_of(check_url("path", path, owner="trainer.saver.begin"))
+        where = place_of(check.url("path", path, owner="trainer.saver.begin"))
         run = self._ready(weights_only)
         if trained_only:
             run.compare_writes()  # here: all processes must hash the same arrays
