@@ -95,7 +95,7 @@ class Saver:
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
         parameters = {*spec.evaluated_places, *range(len(spec.arrays), len(leaves))}
         judged = [x for i, x in stored.items() if i in parameters and run.settings.nan_policy in ("raise", "skip")]
-        before = judge_later(run, self._folder.copy)
+        before = judge_later(run, self._folder.copy if self._folder.remote else lambda: None)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving.begin([leaves[i] for i in stored], [place_of(x) for x in replaces], before, judged)
             saving.when_done(run.due.forget)
