@@ -194,13 +194,13 @@ def fitting(path: Place) -> Iterator[None]:
 
 def candidates(folder: Place) -> list[Place]:
     """Return the checkpoints in a folder, those written last first; before them those that reading refuses."""
-    paths = {path.name: path for path in _inside(folder) if step_of(path) is not None}
-    noted = map(str, places.read_claim(folder).get("newest", ()))  # the list of a bucket may be late
-    paths |= {name: folder / name for name in noted if _NAME.fullmatch(name)}
+    names = {path.name for path in _inside(folder)}
+    names |= {*map(str, places.read_claim(folder).get("newest", ()))}  # the list of a bucket may be late
+    paths = [folder / name for name in names if _NAME.fullmatch(name)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        orders = dict(zip(paths, pool.map(order_of, paths.values()), strict=True))
-    keys = {path: (orders[name], step_of(path), name) for name, path in paths.items() if orders[name] >= 0}
-    return sorted(keys, key=lambda path: keys[path], reverse=True)
+        orders = list(pool.map(order_of, paths))
+    keys = [(order, step_of(path), path.name) for order, path in zip(orders, paths, strict=True)]
+    return [folder / name for order, _, name in sorted(keys, reverse=True) if order >= 0]
 
 
 def names_in(folder: Place) -> list[str]:

@@ -186,20 +186,22 @@ def resolve_checkpoint(
                 checkpoint = read(place_of(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
-        if checkpoint is None and not (wanted == "auto" and argument == "Trainer(resume=...)"):
-            places = " or ".join(map(str, folders))
-            raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
-        if checkpoint is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {' or '.join(map(str, map(short_path, folders)))}, starting from scratch")
-    if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
+        if checkpoint is None:
+            if wanted != "auto" or argument != "Trainer(resume=...)":
+                places = " or ".join(map(str, folders))
+                raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
+            if jax.process_index() == 0:
+                places = " or ".join(map(str, map(short_path, folders)))
+                say(f"resume: no checkpoint in {places}, starting from scratch")
+            return None
+    if checkpoint.weights_only and purpose == "resume":
         raise CheckpointError(
             f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
-    if checkpoint is not None:
-        if folder.remote is not None:  # after it: the rows that it has seen were there before
-            once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
-        log_taken(purpose, checkpoint, skipped)
+    if folder.remote is not None:  # after it: the rows that it has seen were there before
+        once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
+    log_taken(purpose, checkpoint, skipped)
     return checkpoint
 
 
