@@ -15,19 +15,10 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints import places
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.places import (
-    RUN_LOCK,
-    FolderLock,
-    Place,
-    RemotePath,
-    held,
-    place_of,
-    read_claim,
-    staging,
-    write,
-)
+from jaxlit.checkpoints.places import FolderLock, Place, RemotePath, place_of
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import error_of_all, once_per_node, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -47,7 +38,7 @@ class RunFolder:
         self._argument = root
         place = None if root is None else place_of(root)  # whatever folder a program goes to later
         self.remote = place if isinstance(place, RemotePath) else None
-        self.root: Path | None = staging(str(place)) if isinstance(place, RemotePath) else place
+        self.root: Path | None = places.staging(str(place)) if isinstance(place, RemotePath) else place
         self.known: Path | None = self.root
         self._is_ours = False
         self._copied: dict[str, tuple[int, int]] = {}  # the time and size of each file
@@ -67,19 +58,19 @@ class RunFolder:
 
     def fetch(self, remote: RemotePath) -> None:
         """Fetch the rows of a run in a bucket, unless this machine has written last."""
-        claim, root, mark = read_claim(remote, of_run=True), self.path, self.path / _CLAIM
+        claim, root, mark = places.read_claim(remote, of_run=True), self.path, self.path / _CLAIM
         if not claim or (mark.exists() and mark.read_text() == claim.get("number")):
             return
         for name in map(str, claim.get("files", ())):
             if root in Path(os.path.normpath(root / name)).parents:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
-                    write(root / name, (remote / name).read_bytes())
+                    places.write(root / name, (remote / name).read_bytes())
                     self._copied[name] = _version(root / name)
 
     def copy(self) -> None:
         """Copy the files of process 0 that have changed, without checkpoints, to the bucket; a failure is a warning."""
-        if self.remote is None or (lock := held(self.remote, of_run=True)) is None:
+        if self.remote is None or (lock := places.held(self.remote, of_run=True)) is None:
             return
         try:
             with self._copying:
@@ -91,7 +82,7 @@ class RunFolder:
                     with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
                         if (version := _version(self.path / name)) != self._copied.get(name):
                             # At once: the file may grow during the copy.
-                            write(self.remote / name, (self.path / name).read_bytes())
+                            places.write(self.remote / name, (self.path / name).read_bytes())
                             self._copied[name] = version
         except Exception as error:  # of any class: each file system has its own
             _logger.warning(
@@ -104,7 +95,7 @@ class RunFolder:
         names, root = set[str](), self.path
         for folder, folders, files in os.walk(root):
             folders[:] = [x for x in folders if x != FOLDER and not x.startswith(".")]
-            if MANIFEST in files or (RUN_LOCK in files and folder != str(root)):  # a checkpoint, or another run
+            if MANIFEST in files or (places.RUN_LOCK in files and folder != str(root)):  # a checkpoint, or another run
                 folders.clear()
                 continue
             names |= {Path(folder, x).relative_to(root).as_posix() for x in files if not x.startswith(".")}
@@ -129,8 +120,8 @@ class RunFolder:
         if isinstance(path, Path):
             is_inside = Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or is_inside
-        places = () if continues or self._is_ours else filter(None, (self.remote, self.root))
-        used = [(at, name) for at in places for name in ("metrics.csv", FOLDER, *files) if _is_used(at / name)]
+        roots = () if continues or self._is_ours else filter(None, (self.remote, self.root))
+        used = [(at, name) for at in roots for name in ("metrics.csv", FOLDER, *files) if _is_used(at / name)]
         if used and fitting:
             place, name = used[0]
             where = f", in {place}," if place is self.root and self.remote is not None else ""
@@ -165,7 +156,7 @@ def resolve_checkpoint(
     """Return the checkpoint that a run begins with, verified; None to start again.
 
     `wanted` is "auto", "last", "best" or a path, None for nothing, `argument` where it was asked for, and `purpose` is
-    in the line that names it. The folders of the callbacks are searched.
+    in the line that names it. The folders of the callbacks are where.
     """
     if wanted is None:
         return None
@@ -188,11 +179,11 @@ def resolve_checkpoint(
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
         if checkpoint is None:
             if wanted != "auto" or argument != "Trainer(resume=...)":
-                places = " or ".join(map(str, folders))
-                raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
+                where = " or ".join(map(str, folders))
+                raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {where}.")
             if jax.process_index() == 0:
-                places = " or ".join(map(str, map(short_path, folders)))
-                say(f"resume: no checkpoint in {places}, starting from scratch")
+                where = " or ".join(map(str, map(short_path, folders)))
+                say(f"resume: no checkpoint in {where}, starting from scratch")
             return None
     if checkpoint.weights_only and purpose == "resume":
         raise CheckpointError(
