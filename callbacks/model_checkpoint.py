@@ -400,12 +400,9 @@ class Kept:
 
     def is_to_stay(self, step: int) -> bool:
         """Return whether a checkpoint at a step stays whatever comes later."""
-        every = self.keep_every
-        return (
-            every is not None
-            and all(x.step // every < step // every for x in self.records if x.stays)
-            and step >= every
-        )
+        if (every := self.keep_every) is None or step < every:
+            return False
+        return all(x.step // every < step // every for x in self.records if x.stays)
 
     def add(self, new: Record) -> None:
         """Add a checkpoint that begins to be written; one of the same name is overwritten."""
