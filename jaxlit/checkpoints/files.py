@@ -31,7 +31,7 @@ from jaxlit import errors
 from jaxlit.background import Background
 from jaxlit.checkpoints import places
 from jaxlit.checkpoints.places import Place, RemotePath, fsync, patiently, place_of, size_of
-from jaxlit.checkpoints.safetensors import CHUNK, own_parts, parts_in, read_header, read_region, write_parts
+from jaxlit.checkpoints.safetensors import CHUNK, own_parts, parts_in, read_header, read_region, write_arrays
 from jaxlit.control import Position
 from jaxlit.distributed.team import LONG_S, agree_or_raise, error_of_all, received, send, team
 from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, did_you_mean
@@ -437,8 +437,10 @@ class Saving(Background[None]):
                 f"{path.parent}, which process 0 has made, is not there. The processes must write to a disk that they "
                 "share, or to a bucket by its URL"
             )
+        specs = [(name, x.shape, x.dtype) for name, x in self._parts.items()]
+        loaders = {"loaders": self._text.decode()} if index else {}
         with path.open("wb") as file:
-            size, digest = write_parts(file, self._parts, {"loaders": self._text.decode()} if index else {})
+            size, digest = write_arrays(file, specs, self._parts.values(), loaders)
         fsync(path)
         if (length := path.stat().st_size) != size:
             raise OSError(f"{path} has {length} bytes after {size} were written")

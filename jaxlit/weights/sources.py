@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxlit import checks as check
 from jaxlit.checkpoints.places import place_of, replacing, staging
-from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write
+from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write_arrays
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.texts import keys_of, shown
@@ -148,4 +148,4 @@ def write_safetensors(
     """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("wb") as file:
-        write(file, specs, arrays, metadata)
+        write_arrays(file, specs, arrays, metadata)

@@ -26,7 +26,7 @@ from kit.threads import as_processes
 from kit.trainers import BARE, fit, thinned
 
 from jaxlit.checkpoints import files, places
-from jaxlit.checkpoints.safetensors import write_parts
+from jaxlit.checkpoints.safetensors import write_arrays
 from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
 
 
@@ -361,7 +361,7 @@ def path(half):
 def write_loaders(path, process, text):
     """Write the file of a process other than 0, which has no part of an array."""
     with (data_of(path) / f"{process}.safetensors").open("wb") as file:
-        write_parts(file, {}, {"loaders": text})
+        write_arrays(file, [], [], {"loaders": text})
 
 
 def rows_of(path):

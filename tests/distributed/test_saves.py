@@ -106,7 +106,7 @@ def save_together():
     say("refused", error_of(lambda: train(shuffled(), save_after(1, "refused"), bad)))
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == 1:
-            patch.setattr(files_of_checkpoints, "write_parts", raising(OSError(28, "No space left on device")))
+            patch.setattr(files_of_checkpoints, "write_arrays", raising(OSError(28, "No space left on device")))
         say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
     team().agree("it was refused", None)
     wide = trainer.module.wide
