@@ -308,7 +308,7 @@ class FolderLock:
 
     def check(self) -> None:
         """Refuse a folder that another training has claimed meanwhile."""
-        claim = _read(self._path) if self._file is None else {}
+        claim = read_claim(self.folder, of_run=self._path.name == RUN_LOCK)
         if claim.get("number") not in (None, self.number):
             raise CheckpointError(
                 f"{self.folder} was taken by {claim.get('holder')}, which began later. Two trainings cannot write to "
@@ -347,18 +347,14 @@ def check_claims(path: Place) -> None:
 
 
 def read_claim(folder: Place, *, of_run: bool = False) -> dict[str, Any]:
-    """Return what the claim to a folder says; nothing if there is none."""
+    """Return what the claim to a folder says; nothing if there is none, or this process has a lock instead."""
     path = _lock_in(folder, of_run=of_run)
     lock = _held.get(str(path))
-    # To close a file that this process has locked would release the lock.
-    return _read(path) if lock is None or lock._file is None else {}
-
-
-def _read(path: Place) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):  # a lock's file has another text
-        claim = json.loads(path.read_bytes())
-        items = claim.items() if isinstance(claim, dict) else ()
-        return {key: x for key, x in items if type(x) is _KINDS.get(key)}
+    if lock is None or lock._file is None:  # to close a file that this process has locked would release the lock
+        with contextlib.suppress(OSError, ValueError):  # a lock's file has another text
+            claim = json.loads(path.read_bytes())
+            items = claim.items() if isinstance(claim, dict) else ()
+            return {key: x for key, x in items if type(x) is _KINDS.get(key)}
     return {}
 
 
