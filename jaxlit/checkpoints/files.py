@@ -245,13 +245,18 @@ def newest(
     """
     checkpoints, skipped = list[Checkpoint](), dict[Place, str]()
     for folder in folders:
-        # Listed again each time: while one is read, a training may replace it by a newer one.
-        while path := next((folder / name for name in names_in(folder) if folder / name not in skipped), None):
-            try:
-                checkpoints.append((verified or read)(path))
-                break
-            except CheckpointError as error:
-                skipped[path] = str(error)
+        try:
+            # Listed again each time: while one is read, a training may replace it by a newer one.
+            while path := next((folder / name for name in names_in(folder) if folder / name not in skipped), None):
+                try:
+                    checkpoints.append((verified or read)(path))
+                    break
+                except CheckpointError as error:
+                    skipped[path] = str(error)
+        except CheckpointError as error:  # the folder cannot be read; another one may have a good checkpoint
+            if len(folders) == 1:
+                raise
+            skipped[folder] = str(error)
     if skipped and not checkpoints:
         names, reasons = " or ".join(map(str, folders)), "\n  ".join(skipped.values())
         raise CheckpointError(
