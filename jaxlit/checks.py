@@ -120,6 +120,25 @@ def is_url(value: Any) -> bool:
     return isinstance(value, (str, Path)) and re.match(r"(\w+::)*[A-Za-z][\w+.-]+:/", str(value)) is not None
 
 
+def url(name: str, value: Any, *, owner: str = "Trainer") -> Any:
+    """Return a path, or a URL whose file system is installed; refuse any other URL."""
+    if is_url(value):
+        if re.search(r"://[^/@]*:[^/]*@", str(value)):
+            raise ArgumentError(
+                f"{owner}({name}=...) has a password in its URL, which would be printed. Give it to fsspec by the "
+                "environment or its configuration files."
+            )
+        from fsspec.registry import get_filesystem_class
+
+        for part in str(value).split("::"):
+            try:
+                get_filesystem_class(part.partition("://")[0])
+            except (ImportError, ValueError) as error:
+                remedy = " Pass a string: pathlib shortens URLs." if isinstance(value, Path) else ""
+                raise ArgumentError(f"{owner}({name}={str(value)!r}) cannot be opened: {error}.{remedy}") from error
+    return value
+
+
 def on_disk(name: str, value: Any, *, owner: str = "Trainer") -> Any:
     """Return a path of this machine; a URL would become the name of a local folder."""
     if is_url(value):

@@ -1,4 +1,4 @@
-"""What changes during a run: signals, stops and counts."""
+"""What changes during a run: signals, stops and counts, and how far training is."""
 
 import logging
 import signal
@@ -116,3 +116,42 @@ class Control:
             self.shielded = False
         if self.again is not None:
             raise ending(self.again)
+
+
+@dataclass
+class Position:
+    """How far training is. It continues between two batches, or after an epoch: a validation may be left to do."""
+
+    epoch: int = 0  # epochs finished
+    batch_idx: int = 0  # batches of this epoch done
+    total_batch_idx: int = 0  # batches of all epochs done
+    global_step: int = 0  # optimizer steps taken
+    first_step: int = 0  # those taken before this epoch
+    filled: int = 0  # batches in the accumulation window
+    over: bool = False  # this epoch has no batch left
+    validated: bool = True  # no validation is left to do after the last batch
+    data: Any = None  # the state of the training loader after the last batch that was used
+    cut: bool = False  # training has ended in this epoch, which counts for hooks; in no checkpoint
+
+    @property
+    def inside(self) -> bool:
+        """Whether an epoch has begun and not ended."""
+        return self.batch_idx > 0 or self.over
+
+    @property
+    def epochs(self) -> int:
+        """Epochs finished, with one that a stop has cut."""
+        return self.epoch + self.cut
+
+    def advance(self, data: Any, *, stepping: int, last: bool, batches: int = 1) -> None:
+        """Move after batches of `stepping` optimizer steps, maybe the epoch's last, to a state of the loader."""
+        self.batch_idx += batches
+        self.total_batch_idx += batches
+        self.global_step += stepping
+        self.filled = 0 if stepping else self.filled + 1
+        self.validated, self.over, self.data = False, last, data
+
+    def advance_epoch(self, data: Any) -> None:
+        """Move before the next epoch, whose loader continues from `data`."""
+        self.epoch, self.batch_idx, self.over = self.epoch + 1, 0, False
+        self.data, self.first_step = data, self.global_step

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # Lowest first: a room imports itself and the rooms before it.
-_GROUND = "errors version texts background checks control faces sharding variables compat"
+_GROUND = "errors version texts values background checks control faces sharding variables compat"
 GROUND = _GROUND.split()  # the files on the ground floor, which is one room
 _ROOMS = """ground programs distributed checkpoints reporting weights core pipeline strategies data engine callbacks
 loop populations trainer integrations testing jaxlit"""

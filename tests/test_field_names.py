@@ -17,9 +17,9 @@ from kit.refusals import refuses
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.checkpoints.module_state import DEFAULT
 from jaxlit.errors import ArgumentError, ArgumentTypeError
 from jaxlit.faces import _tables, advice
+from jaxlit.values import DEFAULT
 
 
 class Printer(jl.callbacks.Logger):

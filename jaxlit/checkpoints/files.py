@@ -1,4 +1,4 @@
-"""Checkpoints: their names and folders, and how they are verified and read, on a disk or in a bucket.
+"""Checkpoints: their names and folders, how they are verified, read, found and written, on a disk or in a bucket.
 
 A checkpoint is a folder with `MANIFEST.json`; one without it is none. The manifest has the sizes and hashes of the
 files, which are in one subfolder, of a name that no other write has: `state.json`, and of each process the file
@@ -7,13 +7,16 @@ checkpoint of that name stays whatever ends a write. Nothing in a checkpoint is 
 manifest guards against damage, not against forgery, so all that is read is checked before it is used.
 """
 
+import errno
 import hashlib
 import json
 import logging
 import math
 import re
+import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,15 +24,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jaxlit import checks as check
+from jaxlit import errors
+from jaxlit.background import Background
 from jaxlit.checkpoints import places
-from jaxlit.checkpoints.locks import read_claim
-from jaxlit.checkpoints.places import Place, RemotePath, patiently, place_of, size_of
-from jaxlit.checkpoints.position import position_of
-from jaxlit.checkpoints.safetensors import CHUNK, parts_in, read_header, read_region
-from jaxlit.distributed.team import LONG_S, error_of_all, team
-from jaxlit.errors import ArgumentTypeError, CheckpointError, JaxlitError, did_you_mean
+from jaxlit.checkpoints.places import Place, RemotePath, fsync, patiently, place_of, size_of
+from jaxlit.checkpoints.safetensors import CHUNK, own_parts, parts_in, read_header, read_region, write_arrays
+from jaxlit.control import Position
+from jaxlit.distributed.team import LONG_S, agree_or_raise, error_of_all, received, send, team
+from jaxlit.errors import ArgumentError, CheckpointError, JaxlitError, ProcessError, did_you_mean
 from jaxlit.sharding import array_of_shards
 from jaxlit.texts import from_json, shown
 
@@ -37,6 +43,8 @@ MANIFEST, STATE, ARRAYS = "MANIFEST.json", "state.json", ".safetensors"
 VERSION = 3  # of the layout of a checkpoint and of its state
 MOST_JSON = 64 * 2**20  # bytes of a JSON file that is read
 FOLDER = "checkpoints"  # in a run's folder
+# The fields of `Position` in state.json; `jaxlit.loop.snapshot` saves `data` as the loader's state, and not `cut`.
+POSITION = ("epoch", "batch_idx", "total_batch_idx", "global_step", "first_step", "filled", "over", "validated")
 _NAME = re.compile(r"step_(\d{8,15})(-[\w=.,+-]+)?")
 _FILE = re.compile(r"data-[0-9a-f]{8}/[\w.]+")  # of a checkpoint
 _KEY = re.compile(r"key<\w+>")  # how the dtype of random keys is written; their data are uint32
@@ -109,6 +117,16 @@ class Checkpoint:
             return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
+@dataclass(frozen=True)
+class Resume:
+    """A checkpoint to begin with, and how much of it must fit."""
+
+    checkpoint: Checkpoint
+    strict: bool = True  # refuses other arrays than the engine's; otherwise those that fit are taken, the others named
+    reset_optimizer: bool = False  # leaves the optimizer as it is at step 0
+    named: bool = False  # by a path, and so continues a run that was stopped
+
+
 def read(path: Place) -> Checkpoint:
     """Verify a checkpoint and return it, or raise a CheckpointError; in several processes all must come here."""
     index, count = jax.process_index(), jax.process_count()
@@ -128,11 +146,19 @@ def read(path: Place) -> Checkpoint:
         texts = dict.fromkeys(read_header(file)[1]["loaders"] for file in files)
         parts = [] if writers == count and index else [state["loaders"]]
         parts += [_parse(path, text.encode()) for text in texts]
-        for stage in [*state["loaders"]]:
-            saved = [part[stage] for part in parts if part[stage] is not None]
-            states = [x for loader in saved for x in loader["states"]]
-            state["loaders"] |= {stage: saved[0] | {"states": states} if saved else None}
+        saved = [part["training"] for part in parts if part["training"] is not None]
+        states = [x for loader in saved for x in loader["states"]]
+        state["loaders"] = {"training": saved[0] | {"states": states} if saved else None}
     return checkpoint
+
+
+def position_of(state: Mapping[str, Any]) -> Position:
+    """Return the position in a state; raise an error of any class if it is none."""
+    saved = state["position"]
+    stated = {name: type(saved[name]) is type(getattr(Position, name)) and saved[name] >= 0 for name in POSITION}
+    if not all(stated.values()) or any(state[name] != saved[name] for name in ("global_step", "epoch")):
+        raise ValueError(f"no training is at {saved}")
+    return Position(**saved)
 
 
 def load(path: Place, *, index: int = 0, count: int = 1) -> Checkpoint:
@@ -156,6 +182,8 @@ def fitting(path: Place) -> Iterator[None]:
         raise CheckpointError(f"{path}: {error}") from error
     except JaxlitError:
         raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"{path}: {error.filename or error} is missing.") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -167,13 +195,13 @@ def fitting(path: Place) -> Iterator[None]:
 
 def candidates(folder: Place) -> list[Place]:
     """Return the checkpoints in a folder, those written last first; before them those that reading refuses."""
-    paths = {path.name: path for path in _inside(folder) if step_of(path) is not None}
-    noted = map(str, read_claim(folder).get("newest", ()))  # the list of a bucket may be late
-    paths |= {name: folder / name for name in noted if _NAME.fullmatch(name)}
+    names = {path.name for path in _inside(folder)}
+    names |= {*map(str, places.read_claim(folder).get("newest", ()))}  # the list of a bucket may be late
+    paths = [folder / name for name in names if _NAME.fullmatch(name)]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        orders = dict(zip(paths, pool.map(order_of, paths.values()), strict=True))
-    keys = {path: (orders[name], step_of(path), name) for name, path in paths.items() if orders[name] >= 0}
-    return sorted(keys, key=lambda path: keys[path], reverse=True)
+        orders = list(pool.map(order_of, paths))
+    keys = [(order, step_of(path), path.name) for order, path in zip(orders, paths, strict=True)]
+    return [folder / name for order, _, name in sorted(keys, reverse=True) if order >= 0]
 
 
 def names_in(folder: Place) -> list[str]:
@@ -206,25 +234,37 @@ def order_of(path: Place) -> float:
     return order if type(order) is int else math.inf
 
 
-def newest(folder: Place, verified: Callable[[Place], Checkpoint] | None = None) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest checkpoint of a folder that `verified`, by default `read`, returns, and why newer ones do not.
+def newest(
+    *folders: Place,
+    verified: Callable[[Place], Checkpoint] | None = None,
+    progress: Callable[[Checkpoint], Any] = lambda checkpoint: 0,
+) -> tuple[Checkpoint | None, list[str]]:
+    """Return the newest checkpoint that `verified`, by default `read`, returns, and why newer ones do not.
 
-    None if there is no checkpoint; if there are some and none verifies, a CheckpointError is raised.
+    Of several folders it is the newest of one of them, that of most `progress`. None if there is no checkpoint; if
+    there are some and none verifies, a CheckpointError is raised.
     """
-    skipped = {}
-    # While one is read, a training may replace it by a newer one: then there is another list.
-    while names := [name for name in names_in(folder) if name not in skipped]:
-        for name in names:
-            try:
-                return (verified or read)(folder / name), [*skipped.values()]
-            except CheckpointError as error:
-                skipped[name] = str(error)
-    if reasons := "\n  ".join(skipped.values()):
+    checkpoints, skipped = list[Checkpoint](), dict[Place, str]()
+    for folder in folders:
+        try:
+            # Listed again each time: while one is read, a training may replace it by a newer one.
+            while path := next((folder / name for name in names_in(folder) if folder / name not in skipped), None):
+                try:
+                    checkpoints.append((verified or read)(path))
+                    break
+                except CheckpointError as error:
+                    skipped[path] = str(error)
+        except CheckpointError as error:  # the folder cannot be read; another one may have a good checkpoint
+            if len(folders) == 1:
+                raise
+            skipped[folder] = str(error)
+    if skipped and not checkpoints:
+        names, reasons = " or ".join(map(str, folders)), "\n  ".join(skipped.values())
         raise CheckpointError(
-            f"None of the {len(skipped)} checkpoints in {folder} can be used:\n  {reasons}\nTraining does not "
+            f"None of the {len(skipped)} checkpoints in {names} can be used:\n  {reasons}\nTraining does not "
             "start again in their folder. Restore one from a copy, move them away, or pass another default_root_dir."
         )
-    return None, []
+    return max(checkpoints, key=progress, default=None), [*skipped.values()]
 
 
 def locate(path: Any, argument: str) -> tuple[Checkpoint, list[str]]:
@@ -233,8 +273,8 @@ def locate(path: Any, argument: str) -> tuple[Checkpoint, list[str]]:
     The path is that of a checkpoint, a run's folder or a folder of checkpoints, or has `/best` or `/last` at the end.
     """
     if not isinstance(path, (str, Path, RemotePath)):
-        raise ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
-    place, checkpoint, skipped = place_of(places.check_url("path", path, owner=argument)), None, []
+        raise errors.ArgumentTypeError(f"{argument} takes a path, got {shown(path)}.")
+    place, checkpoint, skipped = place_of(check.url("path", path, owner=argument)), None, []
     has_word = place.name in ("best", "last") and place.parent.is_dir() and not place.exists()
     wants_best = has_word and place.name == "best"
     place = place.parent if has_word else place
@@ -271,6 +311,205 @@ def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
     raise CheckpointError(
         f"{newest.path} knows no best checkpoint. Train with ModelCheckpoint(monitor=...), or pass 'last'."
     )
+
+
+class Saving(Background[None]):
+    """A checkpoint that all processes write together, by a thread for which the end of the process waits.
+
+    Each process writes a file with its parts of the arrays, and sends process 0 its size and hash, or why it could not.
+    When all have come, process 0 writes the manifest. In several processes all must make it, `begin` and `wait`.
+
+    Args:
+        path: The folder, which is made here, so that its problem is known before training continues.
+        take: Returns the state, as JSON values. It is called here, so that an error of one process is that of all.
+        order: A number larger than those of the existing checkpoints; that of process 0 counts.
+        compare: Called in all processes where one of them `has` something to compare.
+    """
+
+    def __init__(
+        self,
+        path: Any,
+        take: Callable[[], Mapping[str, Any]],
+        order: int,
+        *,
+        compare: Callable[[], object] = lambda: None,
+        has: bool = False,
+    ) -> None:
+        super().__init__("jaxlit-checkpoint", self._write, daemon=False)
+        self.path, self.order = place_of(path), order
+        self.folder = self.path / f"data-{secrets.token_hex(4)}"  # of its files, with a name that no other write has
+        self.was_awaited = False  # whether anybody has waited for it
+        self.seconds = 0.0  # how long writing took
+        self._parts = dict[str, Any]()  # of the arrays, those that this process stores
+        self._failure: Exception | None = None
+        problem = None
+        try:
+            state, leads = take(), jax.process_index() == 0
+            self._names = [name for name, *_ in state["arrays"]]
+            # The state as JSON; of processes other than 0 only that of their loaders.
+            self._text = json.dumps(state if leads else state["loaders"], separators=(",", ":")).encode()
+            if (size := len(self._text)) > MOST_JSON:
+                raise CheckpointError(
+                    f"The state without the arrays has {size} bytes as JSON, and only {MOST_JSON} are read. Keep "
+                    "less in state_dict, and large hyperparameters in files."
+                )
+            if leads:
+                _check_path(self.path)
+                if isinstance(self.folder, Path):  # elsewhere the first file makes it, if there are folders
+                    self.folder.mkdir(parents=True, exist_ok=True)
+        except (JaxlitError, OSError) as error:
+            problem = _unwritten(self.path, error) if isinstance(error, OSError) else error
+        try:
+            # The only agreement: the folder is made before it, so that its problem is known.
+            names, have = zip(*agree_or_raise("a checkpoint begins", [self.folder.name, has], problem), strict=True)
+            if any(have):
+                compare()
+        except BaseException:
+            self.discard()
+            raise
+        self.folder = self.path / names[0]
+
+    def begin(
+        self,
+        arrays: Iterable[jax.Array],
+        replaces: Iterable[Place] = (),
+        before: Callable[[Mapping[str, float]], object] = lambda found: None,
+        judged: Collection[str] = (),
+    ) -> "Saving":
+        """Begin to write.
+
+        The arrays, in the order of their names, may be overwritten as soon as this returns. `before` is called in
+        process 0 before this is a checkpoint, with how many infinities the arrays named in `judged` have, NaN for a
+        NaN; then others that it `replaces` are deleted.
+        """
+        self._replaces, self._before, self._judged = replaces, before, judged
+        try:
+            self._parts = own_parts(dict(zip(self._names, arrays, strict=True)))
+        except Exception as error:
+            self._failure = error  # `wait` raises it, and in all processes, of which the others have none
+        self.start()
+        return self
+
+    def wait(self) -> None:
+        """Wait until it is written.
+
+        At every call a CheckpointError is raised if it could not be written, a NonFiniteError if a parameter is none.
+        """
+        self.join()
+        self.was_awaited = True
+        unwritten = _unwritten(self.path, self.error) if self.error else None
+        team().same_error(f"{self.path.name} is written", unwritten, timeout=LONG_S)
+
+    def discard(self) -> None:
+        """Delete what was written, unless it is a checkpoint already."""
+        if jax.process_index() == 0:
+            with suppress(Exception):  # the error that led here is the one to raise
+                if order_of(self.path) >= 0 and f"{self.folder.name}/{STATE}" in files_of(self.path):
+                    return
+                places.remove(self.folder)
+                self.path.rmdir()  # unless it has an older checkpoint
+
+    def _write(self) -> None:
+        began = time.monotonic()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            found = _infinities(self._parts, self._judged)
+            entry = patiently(self._write_own)
+            if jax.process_index() == 0:
+                self._seal(entry, found)
+                older = list[Place]()
+                with suppress(Exception):  # what stays is never read
+                    older = [x for x in self.path.iterdir() if is_of_a_write(x) and x.name != self.folder.name]
+                clear(older, places.remove)
+                clear(self._replaces)
+            else:
+                send(f"saved/{self.folder.name}", json.dumps([entry, found]))
+        except BaseException as error:
+            if jax.process_index():  # process 0 is sent the reason
+                with suppress(Exception):  # the error that led here is the one to raise
+                    send(f"saved/{self.folder.name}", json.dumps(str(error).strip() or type(error).__name__))
+            self.discard()
+            raise
+        finally:
+            self._parts, self._text = {}, b""  # a program may keep this object
+            self.seconds = time.monotonic() - began
+
+    def _write_own(self) -> dict[str, Any]:
+        """Write this process's file, and return its entry in the manifest."""
+        index = jax.process_index()
+        path = self.folder / f"{index}{ARRAYS}"
+        if isinstance(path, Path) and not path.parent.is_dir():
+            raise ProcessError(
+                f"{path.parent}, which process 0 has made, is not there. The processes must write to a disk that they "
+                "share, or to a bucket by its URL"
+            )
+        specs = [(name, x.shape, x.dtype) for name, x in self._parts.items()]
+        loaders = {"loaders": self._text.decode()} if index else {}
+        with path.open("wb") as file:
+            size, digest = write_arrays(file, specs, self._parts.values(), loaders)
+        fsync(path)
+        if (length := path.stat().st_size) != size:
+            raise OSError(f"{path} has {length} bytes after {size} were written")
+        return {f"{self.folder.name}/{path.name}": [size, digest]}
+
+    def _seal(self, entries: dict[str, Any], found: dict[str, float]) -> None:
+        """Make it a checkpoint once the files of all processes are there."""
+        entries[f"{self.folder.name}/{STATE}"] = [len(self._text), hashlib.sha256(self._text).hexdigest()]
+        texts = received(f"saved/{self.folder.name}") if jax.process_count() > 1 else ()
+        for process, message in enumerate(map(json.loads, texts), 1):
+            if isinstance(message, str):
+                raise ProcessError(f"process {process}: {message}")
+            entries |= message[0]
+            for name, n in message[1].items():
+                found[name] = found.get(name, 0) + n
+        self._before(found)
+        places.write(self.folder / STATE, self._text)
+        fsync(self.path)  # the folder's name, before the manifest has it
+        places.check_claims(self.path)
+        if (lock := places.held(self.path.parent)) is not None:  # the list of a bucket may be late
+            # Before: what fails after it is sealed would call a checkpoint none.
+            lock.note(newest=[self.path.name, *lock.noted.get("newest", ())][:2])
+        seal(self.path, self.order, entries)
+        fsync(self.path.parent)
+
+
+def _check_path(path: Place) -> None:
+    """Refuse a folder whose files are not those of checkpoints; by the name of one it may be damaged."""
+    if step_of(path) is not None or not path.exists():
+        return
+    others = [x.name for x in path.iterdir() if not is_of_a_write(x)] if path.is_dir() else [path.name]
+    is_ours = others in ([], [MANIFEST])  # it may be cut
+    with suppress(FileNotFoundError, NotADirectoryError, CheckpointError):
+        is_ours = read_json(path / MANIFEST).get("format") == "jaxlit"
+    if not is_ours:
+        raise ArgumentError(f"{path} is no checkpoint, and would be overwritten. Pass another path.")
+
+
+def _infinities(parts: Mapping[str, Any], judged: Collection[str]) -> dict[str, float]:
+    """Return how many infinities some arrays have in these parts, NaN for a NaN; those that are finite are left out."""
+    found = dict[str, float]()
+    for part, x in parts.items():
+        if (name := part.rpartition("@")[0] or part) in judged and jnp.issubdtype(x.dtype, jnp.inexact):
+            flat = np.ascontiguousarray(x).reshape(-1)
+            for at in range(0, flat.size, CHUNK):  # no mask of the entire array
+                chunk = flat[at : at + CHUNK]
+                if not np.isfinite(chunk).all():
+                    n = math.nan if np.isnan(chunk).any() else int(np.isinf(chunk).sum())
+                    found[name] = found.get(name, 0) + n
+    return found
+
+
+def _unwritten(path: Place, error: BaseException) -> JaxlitError:
+    if isinstance(error, errors.NonFiniteError):
+        return error
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    remedy = "Free the disk, or pass another folder" if isinstance(path, Path) else "Save again, or pass another URL"
+    remedy = "Give a shorter name" if getattr(error, "errno", None) == errno.ENAMETOOLONG else remedy
+    text = f"The checkpoint {path} could not be written: {reason}. Earlier ones are as they were. {remedy}."
+    unwritten = CheckpointError(text)
+    unwritten.__cause__ = error
+    return unwritten
 
 
 def remove(path: Place) -> None:
@@ -332,26 +571,17 @@ def verify(folder: Place, *, index: int = 0, count: int = 1) -> dict[str, Any]:
     entries = files_of(folder)
     # The largest go first, one to each share in turns.
     for name, (size, digest) in sorted(entries.items(), key=lambda x: (-x[1][0], x[0]))[index::count]:
-        try:
-            if (length := size_of(folder / name)) != size:
-                raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
-            if patiently(_digest, folder / name) != digest:
-                raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
-        except (FileNotFoundError, NotADirectoryError):
-            raise CheckpointError(f"{folder}: {name} is missing.") from None
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read: {error}.") from error
+        if (length := size_of(folder / name)) != size:
+            raise CheckpointError(f"{folder}: {name} has {length} bytes, and had {size} when it was written.")
+        if patiently(_digest, folder / name) != digest:
+            raise CheckpointError(f"{folder}: {name} is damaged: its bytes are not those that were written.")
     return entries
 
 
 def files_of(folder: Place) -> dict[str, Any]:
     """Return by name the size and hash of each file in a folder's manifest, which is verified."""
     path = folder / MANIFEST
-    try:
-        raw = _bytes(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so it is no checkpoint.") from None
-    body = _parse(path, raw)
+    body = _parse(path, raw := _bytes(path))
     version, files = body.get("format_version"), body.get("files")
     if body.get("format") != "jaxlit" or type(version) is not int or version < 1 or not isinstance(files, dict):
         raise CheckpointError(f"{path} is no manifest of a checkpoint.")
@@ -377,7 +607,8 @@ def read_json(path: Place) -> dict[str, Any]:
 
 def read_state(path: Place) -> dict[str, Any]:
     """Return the state of a checkpoint that was verified."""
-    return read_json(path / next(name for name in files_of(path) if name.endswith(f"/{STATE}")))
+    with fitting(path):
+        return read_json(path / next(name for name in files_of(path) if name.endswith(f"/{STATE}")))
 
 
 def _bytes(path: Place) -> bytes:
@@ -406,13 +637,3 @@ def _digest(path: Place) -> str:
         while data := file.read(CHUNK):
             digest.update(data)
     return digest.hexdigest()
-
-
-@dataclass(frozen=True)
-class Resume:
-    """A checkpoint to begin with, and how much of it must fit."""
-
-    checkpoint: Checkpoint
-    strict: bool = True  # refuses other arrays than the engine's; otherwise those that fit are taken, the others named
-    reset_optimizer: bool = False  # leaves the optimizer as it is at step 0
-    named: bool = False  # by a path, and so continues a run that was stopped

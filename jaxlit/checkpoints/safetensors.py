@@ -81,26 +81,19 @@ def own_parts(arrays: Mapping[str, jax.Array]) -> dict[str, Any]:
     return dict(zip(parts, data, strict=True))
 
 
-def write_parts(file: Any, parts: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Write parts of arrays of any dtype to an open file; return its size and hash.
+def write_arrays(
+    file: Any, specs: Sequence[Spec], arrays: Iterable[Any], metadata: Mapping[str, str]
+) -> tuple[int, str]:
+    """Write arrays of any dtype, with their specs, to an open file one by one; return its size and hash.
 
     What the format lacks is stored as bytes, with those of a value as a last axis; numpy has a byte for 4 bits.
     """
-    specs = list[Spec]()
-    for name, x in parts.items():
-        is_known, size = x.dtype in NAMES, x.dtype.itemsize
-        shape = (*x.shape, size) if size > 1 and not is_known else x.shape
-        specs.append((name, shape, x.dtype if is_known else np.dtype(np.uint8)))
-    return write(file, specs, parts.values(), metadata)
-
-
-def write(file: Any, specs: Sequence[Spec], arrays: Iterable[Any], metadata: Mapping[str, str]) -> tuple[int, str]:
-    """Write arrays, with their specs, to an open file one by one; return its size and hash."""
     header: dict = {"__metadata__": dict(metadata)}
     end = 0
     for name, shape, dtype in specs:
         start, end = end, end + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        stored_shape = shape if dtype in NAMES or dtype.itemsize == 1 else (*shape, dtype.itemsize)
+        header[name] = {"dtype": NAMES.get(dtype, "U8"), "shape": [*stored_shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # arrays begin at multiples of eight bytes
     digest = hashlib.sha256()

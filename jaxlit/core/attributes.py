@@ -15,12 +15,12 @@ import numpy as np
 from flax import nnx
 from flax.errors import CallCompactUnboundModuleError, TraceContextError
 
-from jaxlit.checkpoints.module_state import is_omegaconf
 from jaxlit.core.module import Hparams
 from jaxlit.errors import ModuleError, StateError, add_note
 from jaxlit.faces import advice
 from jaxlit.sharding import note_mesh
 from jaxlit.texts import leaf_name, shown
+from jaxlit.values import is_omegaconf
 from jaxlit.variables import fits, is_array
 
 # What train() and eval() set: a step may switch a part of its module.

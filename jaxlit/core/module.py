@@ -22,16 +22,7 @@ import optax
 from flax import nnx
 
 from jaxlit.checkpoints.files import Checkpoint, locate
-from jaxlit.checkpoints.module_state import (
-    DEFAULT,
-    NotKeptError,
-    decode,
-    encode,
-    is_omegaconf,
-    load_variables,
-    not_kept,
-    readable,
-)
+from jaxlit.checkpoints.module_state import load_variables
 from jaxlit.checkpoints.places import place_of
 from jaxlit.core.log import ACTIVE, active_collector, metric_of, named_values
 from jaxlit.core.optimizer import Optimizer
@@ -40,6 +31,7 @@ from jaxlit.faces import advice, no_such_name, refuse_arguments, takes_only_its_
 from jaxlit.reporting.secrets import PLACEHOLDER, hide, print_left_out
 from jaxlit.reporting.terminal import say, short_path
 from jaxlit.texts import shown
+from jaxlit.values import DEFAULT, NotKeptError, decode, encode, is_omegaconf, not_kept, readable
 
 _logger = logging.getLogger("jaxlit")
 

@@ -48,17 +48,13 @@ class StateSpec:
     grad_shardings: Any  # the gradients' shardings in a step; None lets XLA choose
     eval_params: Any  # the indices of what an evaluation sees as the parameters, a tree like them
     used: Any  # the shardings of the module's arrays where a step uses them, see `Strategy.used_sharding`
+    numbers: dict[str, bool | int | float]  # those in the module's Variables, by their paths
     averages: Any = ()  # the indices of what evaluations compute the parameters with, see `averages_of`
 
     @cached_property
     def index(self) -> TrainState:
         """A `TrainState` whose leaves are indices into the list."""
         return jax.tree.unflatten(self.layout.treedef, range(len(self.arrays)))
-
-    @cached_property
-    def numbers(self) -> dict[str, bool | int | float]:
-        """The numbers in the module's Variables, by their paths."""
-        return numbers_in(self.tree.variables)
 
     @cached_property
     def shardings(self) -> TrainState:
@@ -191,7 +187,8 @@ def state_spec(
     arrays = list(map(_spec, jax.eval_shape(layout.flatten, abstract), flat))
     params = jax.tree.unflatten(layout.treedef, range(len(arrays))).params
     grads = strategy.grad_sharding(without_copies, pure, example)
-    return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params, strategy.used_sharding(shardings, pure))
+    used, numbers = strategy.used_sharding(shardings, pure), numbers_in(tree.variables)
+    return StateSpec(strategy, layout, tree, arrays, pure.wrt, grads, params, used, numbers)
 
 
 def _bookkeeping(strategy: Strategy, abstract: TrainState, shardings: Any) -> TrainState:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.position import Position
+from jaxlit.control import Position
 from jaxlit.core.log import ACTIVE
 from jaxlit.data.loaders import DataModule
 from jaxlit.errors import JaxlitError, ModuleError, NonFiniteError, add_note, did_you_mean, note_place

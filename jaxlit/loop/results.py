@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.position import Position
+from jaxlit.control import Position
 from jaxlit.core.log import Metric, StepRow, StepTable, Table, active_collector, check_average, check_value, loss_of
 from jaxlit.core.replica import num_rows
 from jaxlit.distributed.team import fetch

@@ -9,9 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.files import Checkpoint, Resume, read
-from jaxlit.checkpoints.position import Position
-from jaxlit.checkpoints.writing import Saving
+from jaxlit.checkpoints.files import Checkpoint, Resume, Saving, read
+from jaxlit.control import Position
 from jaxlit.data.batch_validator import batch_leaves
 from jaxlit.engine.state import Hyperparams, more_infinite
 from jaxlit.errors import CheckpointError, NonFiniteError

@@ -18,11 +18,9 @@ import numpy as np
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Resume
+from jaxlit.checkpoints.files import Resume, Saving
 from jaxlit.checkpoints.places import Place
-from jaxlit.checkpoints.position import Position
-from jaxlit.checkpoints.writing import Saving
-from jaxlit.control import Control
+from jaxlit.control import Control, Position
 from jaxlit.core.log import Metric
 from jaxlit.core.module import TrainModule
 from jaxlit.data.prefetcher import Prefetcher

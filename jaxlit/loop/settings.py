@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import optax
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.places import check_url
 from jaxlit.core.module import STAGES
 from jaxlit.core.train_state import PRECISIONS
 from jaxlit.errors import ArgumentError, ArgumentTypeError
@@ -148,7 +147,7 @@ def _devices(name: str, value: Any) -> int | str:
 def _folder(name: str, value: Any) -> Any:
     if not isinstance(value, str | Path | None):
         raise ArgumentTypeError(f"Trainer({name}=...) takes a path, a URL or None, got {shown(value)}.")
-    return check_url(name, value)
+    return check.url(name, value)
 
 
 def _int(low: int, *also: Any) -> Callable[[str, Any], Any]:
@@ -177,7 +176,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "log_every_n_steps": _int(0, "auto"),
     "reload_dataloaders_every_n_epochs": _int(0),
     "default_root_dir": _folder,
-    "resume": check_url,
+    "resume": check.url,
     "seed": _int(0),
     "nan_policy": partial(check.one_of, allowed=get_args(NanPolicy)),
     "prefetch": _int(0, "auto"),

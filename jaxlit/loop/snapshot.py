@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxlit.checkpoints.files import Checkpoint, Resume, fitting
-from jaxlit.checkpoints.module_state import encode, match_base, report
-from jaxlit.checkpoints.position import POSITION
+from jaxlit.checkpoints.files import POSITION, Checkpoint, Resume, fitting
+from jaxlit.checkpoints.module_state import match_base, report
 from jaxlit.core.log import table_of
 from jaxlit.core.module import hparams_of
 from jaxlit.data.source import Source
@@ -24,6 +23,7 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run import Run
 from jaxlit.loop.settings import Settings
 from jaxlit.texts import NotJSONError, to_json
+from jaxlit.values import encode
 
 # Metrics of the epoch and of the window; their columns depend on the step and the Trainer's arguments.
 _METRICS = ("sums", "window.metrics")

@@ -20,10 +20,8 @@ import numpy as np
 from jaxlit.callbacks.early_stopping import EarlyStopping
 from jaxlit.callbacks.monitor import no_such_metric
 from jaxlit.checkpoints import files
-from jaxlit.checkpoints.files import Checkpoint, candidates, last_order, name_of, sweep
-from jaxlit.checkpoints.locks import FolderLock
-from jaxlit.checkpoints.places import Place
-from jaxlit.checkpoints.writing import Saving, prepare
+from jaxlit.checkpoints.files import Checkpoint, Saving, candidates, last_order, name_of, sweep
+from jaxlit.checkpoints.places import FolderLock, Place
 from jaxlit.core.module import TrainModule
 from jaxlit.core.train_state import Layout, Precision
 from jaxlit.data.batch_validator import BatchValidator
@@ -68,7 +66,7 @@ class Saves:
     def save(self, state: dict[str, Any], step: int, arrays: Sequence[jax.Array]) -> None:
         """Begin to write a checkpoint after the previous one is complete; training continues meanwhile."""
         self.wait()
-        saving = prepare(self.folder / name_of(step), lambda: {"format": _FORMAT, **state}, last_order(self.folder) + 1)
+        saving = Saving(self.folder / name_of(step), lambda: {"format": _FORMAT, **state}, last_order(self.folder) + 1)
         self._saving = saving.begin(arrays, [path for path in candidates(self.folder) if path != saving.path])
 
     def wait(self) -> None:
@@ -87,7 +85,7 @@ class Saves:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies; None if there is none, an error if there are others only."""
-        checkpoint, skipped = files.newest(self.folder, _verified)
+        checkpoint, skipped = files.newest(self.folder, verified=_verified)
         for problem in skipped:
             _logger.warning("%s The checkpoint before it is used.", problem)
         return checkpoint

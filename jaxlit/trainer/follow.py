@@ -4,8 +4,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from jaxlit.checkpoints import files, locks
-from jaxlit.checkpoints.places import Place
+from jaxlit.checkpoints import files
+from jaxlit.checkpoints.places import Place, read_claim
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.reporting.terminal import say
@@ -24,7 +24,7 @@ def follow(
     say(f"follow: {run}, until its training has ended")
     while True:
         folder = files.checkpoints_in(run)
-        has_ended = locks.has_ended(folder)  # before the list, which is then all
+        has_ended = read_claim(folder).get("ended", False)  # before the list, which is then all
         found = [(path.name, files.order_of(path)) for path in reversed(files.candidates(folder))]
         has_ended, found = team().agree("the run that is followed", [has_ended, found])[0]
         for name, order in found:

@@ -15,10 +15,10 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints import places
 from jaxlit.checkpoints.files import FOLDER, MANIFEST, Checkpoint, best_of, locate, newest, read
-from jaxlit.checkpoints.locks import RUN_LOCK, FolderLock, held, read_claim
 from jaxlit.checkpoints.module_state import load_variables
-from jaxlit.checkpoints.places import Place, RemotePath, place_of, staging, write
+from jaxlit.checkpoints.places import FolderLock, Place, RemotePath, place_of
 from jaxlit.core.module import TrainModule, log_taken
 from jaxlit.distributed.team import error_of_all, once_per_node, team
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
@@ -38,7 +38,7 @@ class RunFolder:
         self._argument = root
         place = None if root is None else place_of(root)  # whatever folder a program goes to later
         self.remote = place if isinstance(place, RemotePath) else None
-        self.root: Path | None = staging(str(place)) if isinstance(place, RemotePath) else place
+        self.root: Path | None = places.staging(str(place)) if isinstance(place, RemotePath) else place
         self.known: Path | None = self.root
         self._is_ours = False
         self._copied: dict[str, tuple[int, int]] = {}  # the time and size of each file
@@ -58,19 +58,19 @@ class RunFolder:
 
     def fetch(self, remote: RemotePath) -> None:
         """Fetch the rows of a run in a bucket, unless this machine has written last."""
-        claim, root, mark = read_claim(remote, of_run=True), self.path, self.path / _CLAIM
+        claim, root, mark = places.read_claim(remote, of_run=True), self.path, self.path / _CLAIM
         if not claim or (mark.exists() and mark.read_text() == claim.get("number")):
             return
         for name in map(str, claim.get("files", ())):
             if root in Path(os.path.normpath(root / name)).parents:
                 (root / name).parent.mkdir(parents=True, exist_ok=True)
                 with contextlib.suppress(FileNotFoundError):  # noted, and not copied any more
-                    write(root / name, (remote / name).read_bytes())
+                    places.write(root / name, (remote / name).read_bytes())
                     self._copied[name] = _version(root / name)
 
     def copy(self) -> None:
         """Copy the files of process 0 that have changed, without checkpoints, to the bucket; a failure is a warning."""
-        if self.remote is None or (lock := held(self.remote, of_run=True)) is None:
+        if self.remote is None or (lock := places.held(self.remote, of_run=True)) is None:
             return
         try:
             with self._copying:
@@ -82,7 +82,7 @@ class RunFolder:
                     with contextlib.suppress(FileNotFoundError):  # it was deleted meanwhile
                         if (version := _version(self.path / name)) != self._copied.get(name):
                             # At once: the file may grow during the copy.
-                            write(self.remote / name, (self.path / name).read_bytes())
+                            places.write(self.remote / name, (self.path / name).read_bytes())
                             self._copied[name] = version
         except Exception as error:  # of any class: each file system has its own
             _logger.warning(
@@ -95,7 +95,7 @@ class RunFolder:
         names, root = set[str](), self.path
         for folder, folders, files in os.walk(root):
             folders[:] = [x for x in folders if x != FOLDER and not x.startswith(".")]
-            if MANIFEST in files or (RUN_LOCK in files and folder != str(root)):  # a checkpoint, or another run
+            if MANIFEST in files or (places.RUN_LOCK in files and folder != str(root)):  # a checkpoint, or another run
                 folders.clear()
                 continue
             names |= {Path(folder, x).relative_to(root).as_posix() for x in files if not x.startswith(".")}
@@ -120,8 +120,8 @@ class RunFolder:
         if isinstance(path, Path):
             is_inside = Path(os.path.realpath(self.root)) in Path(os.path.realpath(path)).parents
         continues = resume == "auto" or is_inside
-        places = () if continues or self._is_ours else filter(None, (self.remote, self.root))
-        used = [(at, name) for at in places for name in ("metrics.csv", FOLDER, *files) if _is_used(at / name)]
+        roots = () if continues or self._is_ours else filter(None, (self.remote, self.root))
+        used = [(at, name) for at in roots for name in ("metrics.csv", FOLDER, *files) if _is_used(at / name)]
         if used and fitting:
             place, name = used[0]
             where = f", in {place}," if place is self.root and self.remote is not None else ""
@@ -156,7 +156,7 @@ def resolve_checkpoint(
     """Return the checkpoint that a run begins with, verified; None to start again.
 
     `wanted` is "auto", "last", "best" or a path, None for nothing, `argument` where it was asked for, and `purpose` is
-    in the line that names it. The folders of the callbacks are searched.
+    in the line that names it. The folders of the callbacks are where.
     """
     if wanted is None:
         return None
@@ -170,27 +170,29 @@ def resolve_checkpoint(
         if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
             weights = {c.folder(folder.home) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
-        checkpoint, skipped = _newest(folders, resumes=purpose == "resume")
+        checkpoint, skipped = newest(*folders, progress=partial(_progress, purpose))
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
             if asked is not None and asked.best_model_path:
                 checkpoint = read(place_of(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)
-        if checkpoint is None and not (wanted == "auto" and argument == "Trainer(resume=...)"):
-            places = " or ".join(map(str, folders))
-            raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {places}.")
-        if checkpoint is None and jax.process_index() == 0:
-            say(f"resume: no checkpoint in {' or '.join(map(str, map(short_path, folders)))}, starting from scratch")
-    if checkpoint is not None and checkpoint.weights_only and purpose == "resume":
+        if checkpoint is None:
+            if wanted != "auto" or argument != "Trainer(resume=...)":
+                where = " or ".join(map(str, folders))
+                raise CheckpointError(f"{argument}: {wanted!r} was asked for, and there is no checkpoint in {where}.")
+            if jax.process_index() == 0:
+                where = " or ".join(map(str, map(short_path, folders)))
+                say(f"resume: no checkpoint in {where}, starting from scratch")
+            return None
+    if checkpoint.weights_only and purpose == "resume":
         raise CheckpointError(
             f"{argument}: {checkpoint.path} has weights only, as ModelCheckpoint(save_weights_only=True) writes them. "
             "No training continues from it: begin a new one with fit(init_from=path)."
         )
-    if checkpoint is not None:
-        if folder.remote is not None:  # after it: the rows that it has seen were there before
-            once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
-        log_taken(purpose, checkpoint, skipped)
+    if folder.remote is not None:  # after it: the rows that it has seen were there before
+        once_per_node(partial(folder.fetch, folder.remote), f"fetching {folder.remote}")
+    log_taken(purpose, checkpoint, skipped)
     return checkpoint
 
 
@@ -207,24 +209,10 @@ def resolve_weights(
     return checkpoint and partial(load_variables, checkpoint=checkpoint, strict=False, draws=False)
 
 
-def _newest(folders: list[Place], *, resumes: bool) -> tuple[Checkpoint | None, list[str]]:
-    """Return the checkpoint that has seen most, for a resume none of weights only if it can be, and why not others."""
-    checkpoints, skipped, errors = list[Checkpoint](), list[str](), list[CheckpointError]()
-    for folder in folders:
-        try:
-            checkpoint, reasons = newest(folder)
-            checkpoints += [] if checkpoint is None else [checkpoint]
-            skipped += reasons
-        except CheckpointError as error:  # none of it verifies; another folder may have a good one
-            errors.append(error)
-    if errors and not checkpoints:
-        raise errors[-1]
-
-    def progress(checkpoint: Checkpoint) -> tuple[bool, int, int]:
-        is_complete = not (resumes and checkpoint.weights_only)
-        return is_complete, checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"]
-
-    return max(checkpoints, key=progress, default=None), [*skipped, *map(str, errors)]
+def _progress(purpose: str, checkpoint: Checkpoint) -> tuple[bool, int, int]:
+    """Return how much a checkpoint has seen; for a resume one of weights only has seen nothing."""
+    is_complete = purpose != "resume" or not checkpoint.weights_only
+    return is_complete, checkpoint.state["position"]["total_batch_idx"], checkpoint.state["epoch"]
 
 
 def _version(path: Path) -> tuple[int, int]:

@@ -9,9 +9,8 @@ import jax
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import last_order
-from jaxlit.checkpoints.places import Place, check_url, place_of
-from jaxlit.checkpoints.writing import Saving, prepare
+from jaxlit.checkpoints.files import Saving, last_order
+from jaxlit.checkpoints.places import Place, place_of
 from jaxlit.distributed.team import team
 from jaxlit.errors import CheckpointError, NonFiniteError, add_note
 from jaxlit.loop import snapshot
@@ -79,7 +78,7 @@ class Saver:
         order = check.integer("order", order, low=0, also=(None,), owner="trainer.saver.begin")
         for name, value in (("weights_only", weights_only), ("trained_only", trained_only)):
             check.boolean(name, value, owner="trainer.saver.begin")
-        where = place_of(check_url("path", path, owner="trainer.saver.begin"))
+        where = place_of(check.url("path", path, owner="trainer.saver.begin"))
         run = self._ready(weights_only)
         if trained_only:
             run.compare_writes()  # here: all processes must hash the same arrays
@@ -91,12 +90,12 @@ class Saver:
         for saving in self._open:  # of two to one path the second deletes what the first has written
             if saving.path == where:
                 saving.join()
-        saving = prepare(where, take, order, run.compare_writes, bool(run.engine.state.written))
+        saving = Saving(where, take, order, compare=run.compare_writes, has=bool(run.engine.state.written))
         spec = run.engine.state.spec
         leaves = [*run.engine.state.leaves, *run.engine.state.averaged()]
         parameters = {*spec.evaluated_places, *range(len(spec.arrays), len(leaves))}
         judged = [x for i, x in stored.items() if i in parameters and run.settings.nan_policy in ("raise", "skip")]
-        before = judge_later(run, self._folder.copy)
+        before = judge_later(run, self._folder.copy if self._folder.remote else lambda: None)
         with run.control.shield():  # interrupted here, a writer would continue that no run knows
             saving.begin([leaves[i] for i in stored], [place_of(x) for x in replaces], before, judged)
             saving.when_done(run.due.forget)

@@ -9,10 +9,9 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.files import Resume, fitting
+from jaxlit.checkpoints.files import Resume, fitting, position_of
 from jaxlit.checkpoints.module_state import load_numbers
-from jaxlit.checkpoints.position import Position, position_of
-from jaxlit.control import Control
+from jaxlit.control import Control, Position
 from jaxlit.core.module import Stage, TrainModule, attach, call_step, is_overridden
 from jaxlit.core.train_state import Precision
 from jaxlit.data.loaders import Loaders

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
-from jaxlit.checkpoints.places import check_url, place_of
+from jaxlit.checkpoints.places import place_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.train_state import PrecisionName
 from jaxlit.data.loaders import DataModule
@@ -292,7 +292,7 @@ class Trainer(TrainerProperties):
         owner, given = "Trainer.follow", {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
         check.number("every", every, low=0, owner=owner)
         check.one_of("mode", mode, ("min", "max"), owner=owner)
-        return follow(self, place_of(check_url("run", run, owner=owner)), given, monitor, mode, every)
+        return follow(self, place_of(check.url("run", run, owner=owner)), given, monitor, mode, every)
 
     @takes_only_its_arguments("Trainer.test")
     def test(

@@ -15,8 +15,8 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.places import fetched, place_of, replacing
-from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write
+from jaxlit.checkpoints.places import place_of, replacing, staging
+from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write_arrays
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.texts import keys_of, shown
@@ -61,6 +61,25 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
         f"{str(source)!r}. For a checkpoint of jaxlit, call Model.load_from_checkpoint(path) or fit(init_from=path). "
         "For a file of torch, pass torch.load(path, weights_only=True)."
     )
+
+
+def fetched(url: Any) -> Path:
+    """Return a file; that of a URL is fetched to this machine, unless it is there and has not changed."""
+    source = place_of(check.url("url", url, owner="fsspec"))
+    if isinstance(source, Path):
+        return source if check.is_url(url) else Path(url)
+    path = staging(str(url), "fetched")
+    known = path.with_name(f".{path.name}.info")
+    try:
+        info = repr(source.ask("info"))  # with its size, and its time or hash
+        if not (path.exists() and known.exists() and known.read_text() == info):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as part:
+                source.ask("get_file", str(part))  # whose name differs among file systems
+            known.write_text(info)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{url} cannot be read: there is no such file.") from error
+    return path
 
 
 def _file_of(source: str) -> str:
@@ -129,4 +148,4 @@ def write_safetensors(
     """Write a safetensors file array by array, given their specs; an old file stays until the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as part, part.open("wb") as file:
-        write(file, specs, arrays, metadata)
+        write_arrays(file, specs, arrays, metadata)

@@ -175,6 +175,23 @@ def test_a_list_that_changes_meanwhile_is_read_again(root, monkeypatch):
     assert files.newest(folder)[0].path.name == NEWER
 
 
+def test_of_two_folders_one_may_be_unreadable(root, monkeypatch):
+    folder, other, listed = root / "checkpoints", Path("other"), files.names_in
+
+    def names_in(place):
+        if place == other:
+            raise CheckpointError("other cannot be read")
+        return listed(place)
+
+    monkeypatch.setattr(files, "names_in", names_in)
+    for folders in ((other, folder), (folder, other)):
+        result, skipped = files.newest(*folders)
+        assert result.path.name == NEWER
+        assert skipped == ["other cannot be read"]
+    refuses(CheckpointError, lambda: files.newest(other), "^other cannot be read$")
+    refuses(CheckpointError, lambda: files.newest(other, Path("none")), "None of the 1 .* in other or none.*cannot be")
+
+
 def test_a_runs_folder_means_its_newest_checkpoint(root, newest):
     for path in ("run", Path("run"), "run/", root, "run/checkpoints"):
         result, skipped = files.locate(path, "here")

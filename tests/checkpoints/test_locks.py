@@ -20,15 +20,14 @@ from kit.refusals import refuses, warnings_of
 from kit.trainers import fit
 
 import jaxlit as jl
-from jaxlit.checkpoints import files, locks
-from jaxlit.checkpoints.locks import FolderLock, read_claim
-from jaxlit.checkpoints.places import RemotePath
+from jaxlit.checkpoints import files, places
+from jaxlit.checkpoints.places import FolderLock, RemotePath, read_claim
 from jaxlit.errors import CheckpointError
 
 HOLDER = """
 import os, signal, sys
 from pathlib import Path
-from jaxlit.checkpoints.locks import FolderLock
+from jaxlit.checkpoints.places import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork()
 if child == 0:
@@ -60,7 +59,7 @@ def test_a_folder_stays_held_while_its_checkpoints_are_listed():
     """To close a file that a process has locked releases the lock, whoever opened it."""
     lock = FolderLock(Path("held"))
     assert files.candidates(Path("held")) == [] and files.last_order(Path("held")) == 0
-    code = "from pathlib import Path; from jaxlit.checkpoints.locks import FolderLock; FolderLock(Path('held'))"
+    code = "from pathlib import Path; from jaxlit.checkpoints.places import FolderLock; FolderLock(Path('held'))"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and f"held is in use by process {os.getpid()}" in ended.stderr
@@ -107,7 +106,7 @@ def test_without_locks_the_training_that_began_last_goes_on(monkeypatch):
         if trainer.current_epoch == 1:
             trainer.checkpoint_callback.finish(trainer)
             with pytest.MonkeyPatch.context() as other:  # another process
-                other.setattr(locks, "_held", {})
+                other.setattr(places, "_held", {})
                 train("run", 3, saves(), resume="auto")
             left.extend(names("run/checkpoints"))
 
@@ -157,7 +156,7 @@ def test_of_two_trainings_in_a_bucket_the_later_one_continues(meanwhile: int, ma
         if trainer.current_epoch == 1:
             trainer.checkpoint_callback.finish(trainer)  # its writer knows this process's locks
             with pytest.MonkeyPatch.context() as other:  # another process on another machine
-                other.setattr(locks, "_held", {})
+                other.setattr(places, "_held", {})
                 other.setenv("XDG_CACHE_HOME", str(machine.parent / "other"))
                 left.append(go(1 + meanwhile))
             left.append(in_bucket())

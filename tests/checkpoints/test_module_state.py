@@ -29,8 +29,9 @@ from kit.trainers import fit, splitting
 
 import jaxlit as jl
 from jaxlit.callbacks import CSVLogger
-from jaxlit.checkpoints.module_state import NotKeptError, decode, encode, match
+from jaxlit.checkpoints.module_state import match
 from jaxlit.errors import CheckpointError
+from jaxlit.values import NotKeptError, decode, encode
 
 
 class Table(nnx.Variable):

@@ -19,6 +19,7 @@ import jaxlit as jl
 from jaxlit.checkpoints import places
 from jaxlit.checkpoints.places import RemotePath, place_of, staging
 from jaxlit.errors import CheckpointError
+from jaxlit.weights.sources import fetched
 
 
 @pytest.fixture(autouse=True)
@@ -188,7 +189,7 @@ def test_copies_are_in_the_folder_of_caches_by_their_path(machine: Path) -> None
         assert machine / "jaxlit" / "runs" in staging(url).parents
         assert ".." not in staging(url).parts
     for path in ("runs/net", Path("runs/net"), Path("C:/runs")):
-        assert places.fetched(path) == Path(path)
+        assert fetched(path) == Path(path)
 
 
 def test_a_name_in_a_bucket_that_leads_elsewhere_is_not_fetched(machine: Path) -> None:

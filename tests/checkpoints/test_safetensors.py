@@ -19,7 +19,7 @@ from kit.refusals import refuses
 from kit.trainers import thinned
 
 from jaxlit.checkpoints.places import Place, RemotePath
-from jaxlit.checkpoints.safetensors import own_parts, parts_in, read_header, read_region, read_safetensors, write_parts
+from jaxlit.checkpoints.safetensors import own_parts, parts_in, read_header, read_region, read_safetensors, write_arrays
 from jaxlit.errors import CheckpointError
 
 DTYPES = ["bool", "int8", "uint16", "int32", "float16", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -52,10 +52,15 @@ def shardings(shape: tuple[int, ...]) -> list[Any]:
     return result
 
 
+def write(file: Any, arrays: dict[str, Any]) -> tuple[int, str]:
+    specs = [(name, x.shape, x.dtype) for name, x in arrays.items()]
+    return write_arrays(file, specs, arrays.values(), {"mine": "yes"})
+
+
 def stored(path: Place, arrays: dict[str, jax.Array]) -> dict[str, Any]:
     """Write arrays, and return their parts in the file by name."""
     with path.open("wb") as file:
-        size, _ = write_parts(file, own_parts(arrays), {"mine": "yes"})
+        size, _ = write(file, own_parts(arrays))
     assert path.stat().st_size == size
     parts: dict[str, Any] = {name: [] for name in arrays}
     for name, part in parts_in(path, {name: np.dtype(x.dtype) for name, x in arrays.items()}):
@@ -109,7 +114,7 @@ def test_bytes_of_any_dtype_come_back(dtype: str, tmp_path: Path) -> None:
     for k, shape in enumerate(SHAPES[:6]):
         x = values(shape, np.dtype(dtype) if dtype in np.sctypeDict else getattr(ml_dtypes, dtype))
         with (tmp_path / f"{k}").open("wb") as file:
-            write_parts(file, {"x": x} if x.size else {}, {})
+            write(file, {"x": x} if x.size else {})
         parts = [part for _, part in parts_in(tmp_path / f"{k}", {"x": x.dtype})]
         found = read_region("x", parts, [0] * x.ndim, x.shape, x.dtype)
         assert found.dtype == x.dtype
@@ -140,7 +145,7 @@ def test_a_name_that_ends_as_a_part_of_another_is_another_array(tmp_path: Path) 
 def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
     arrays = {"a": values((4, 2), "float32"), "b": np.array(7, "int32"), "c": values((3,), "bool")}
     with (tmp_path / "ours").open("wb") as file:
-        write_parts(file, arrays, {"mine": "yes"})
+        write(file, arrays)
     theirs = safetensors.numpy.load_file(tmp_path / "ours")
     safetensors.numpy.save_file(arrays, tmp_path / "theirs", metadata={"mine": "yes"})
     ours = read_safetensors(tmp_path / "theirs")

@@ -25,8 +25,8 @@ from kit.refusals import refuses, warnings_of
 from kit.threads import as_processes
 from kit.trainers import BARE, fit, thinned
 
-from jaxlit.checkpoints import files, places, writing
-from jaxlit.checkpoints.safetensors import write_parts
+from jaxlit.checkpoints import files, places
+from jaxlit.checkpoints.safetensors import write_arrays
 from jaxlit.errors import ArgumentError, CheckpointError, NonFiniteError
 
 
@@ -52,7 +52,7 @@ def state(half):
 
 
 def save(path, state, value=1.0, order=1):
-    saving = writing.prepare(Path(path), lambda: state, order)
+    saving = files.Saving(Path(path), lambda: state, order)
     return saving.begin([jnp.full((2, 3), value), jnp.zeros(0, jnp.int32)])
 
 
@@ -67,7 +67,7 @@ def value_of(path):
 def test_integers_of_a_few_bits_come_back(state, dtype):
     array = jnp.arange(4, dtype=jnp.int32).astype(dtype)
     saved = state | {"arrays": [["module.a", [4], dtype]]}
-    writing.prepare(Path("few"), lambda: saved, 1).begin([array]).wait()
+    files.Saving(Path("few"), lambda: saved, 1).begin([array]).wait()
     for wanted in (None, jax.ShapeDtypeStruct((4,), dtype, sharding=array.sharding)):
         result = files.read(Path("few")).arrays({0: wanted})[0]
         assert result.dtype == dtype
@@ -77,7 +77,7 @@ def test_integers_of_a_few_bits_come_back(state, dtype):
 def test_arrays_may_be_deleted_once_write_returns(state):
     array = jnp.arange(6.0).reshape(2, 3)
     expected = np.array(array)
-    saving = writing.prepare(Path("deep/er/mine"), lambda: state, 7).begin([array, jnp.zeros(0, jnp.int32)])
+    saving = files.Saving(Path("deep/er/mine"), lambda: state, 7).begin([array, jnp.zeros(0, jnp.int32)])
     array.delete()
     saving.wait()
     assert saving.is_done and saving.seconds > 0 and saving.path == Path("deep/er/mine").absolute()
@@ -243,7 +243,7 @@ def test_what_is_not_finite_is_counted_before_it_is_a_checkpoint(state, dtype):
             raise NonFiniteError("mask is infinite")
 
     for refused in (pytest.raises(NonFiniteError, match="^mask is infinite$"), contextlib.nullcontext()):
-        saving = writing.prepare(Path("mine"), lambda: saved, 1)
+        saving = files.Saving(Path("mine"), lambda: saved, 1)
         names = ["module.mask", "module.nan", "module.fine"]
         with refused:
             saving.begin([*arrays, arrays[1]], before=judge, judged=names).wait()
@@ -361,7 +361,7 @@ def path(half):
 def write_loaders(path, process, text):
     """Write the file of a process other than 0, which has no part of an array."""
     with (data_of(path) / f"{process}.safetensors").open("wb") as file:
-        write_parts(file, {}, {"loaders": text})
+        write_arrays(file, [], [], {"loaders": text})
 
 
 def rows_of(path):

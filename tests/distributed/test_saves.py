@@ -20,7 +20,6 @@ from kit.trainers import BARE, make_trainer
 
 import jaxlit as jl
 from jaxlit.checkpoints import files as files_of_checkpoints
-from jaxlit.checkpoints import writing
 from jaxlit.checkpoints.safetensors import read_header
 from jaxlit.distributed.team import _MultiProcess, team
 from jaxlit.errors import DataError
@@ -107,7 +106,7 @@ def save_together():
     say("refused", error_of(lambda: train(shuffled(), save_after(1, "refused"), bad)))
     with pytest.MonkeyPatch.context() as patch:
         if jax.process_index() == 1:
-            patch.setattr(writing, "write_parts", raising(OSError(28, "No space left on device")))
+            patch.setattr(files_of_checkpoints, "write_arrays", raising(OSError(28, "No space left on device")))
         say("unwritten", error_of(lambda: trainer.save_checkpoint("refused")))
     team().agree("it was refused", None)
     wide = trainer.module.wide
@@ -243,7 +242,7 @@ def test_rows_that_all_share_continue_in_more_and_fewer_processes(continued):
 
 def unlike() -> None:
     """One process has no memory for one save, and later sees no checkpoints in the folder."""
-    real, saves, mine = writing.own_parts, [], jax.process_index()
+    real, saves, mine = files_of_checkpoints.own_parts, [], jax.process_index()
 
     def own_parts(arrays):
         saves.append(len(saves))
@@ -251,7 +250,7 @@ def unlike() -> None:
             raise RuntimeError("no page-locked memory is left")
         return real(arrays)
 
-    writing.own_parts = own_parts
+    files_of_checkpoints.own_parts = own_parts
     for epochs in (1, 2):
         kept = jl.callbacks.ModelCheckpoint(every_n_train_steps=1, on_save_error="warn", save_top_k=-1)
         trainer = make_trainer(kept, strategy="fsdp", max_epochs=epochs, default_root_dir="run", resume="auto")

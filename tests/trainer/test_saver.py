@@ -18,7 +18,6 @@ from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer, thinned
 
 import jaxlit as jl
-from jaxlit.checkpoints import writing
 from jaxlit.errors import ArgumentError, CheckpointError, DataError
 from jaxlit.trainer.saver import Saver
 
@@ -191,13 +190,13 @@ def test_an_order_follows_those_of_the_folder() -> None:
 
 def test_of_two_saves_to_one_path_the_second_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first ends before the second begins, and deletes nothing of it."""
-    goes_on, real = threading.Event(), writing.files.seal
+    goes_on, real = threading.Event(), files.seal
 
     def seal(*arguments: Any) -> None:
         assert goes_on.wait(60)
         real(*arguments)
 
-    monkeypatch.setattr(writing.files, "seal", seal)
+    monkeypatch.setattr(files, "seal", seal)
 
     def save_twice(trainer: Any, module: Any) -> None:
         first = trainer.saver.begin("kept")

@@ -20,7 +20,7 @@ from kit.trainers import BARE, fit, make_trainer, thinned
 from kit.waiting import held
 
 from jaxlit.checkpoints import files
-from jaxlit.checkpoints.writing import Saving
+from jaxlit.checkpoints.files import Saving
 from jaxlit.control import Control
 from jaxlit.engine.state import State
 from jaxlit.errors import CheckpointError, NonFiniteError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from kit.refusals import refuses
 
-from jaxlit.checkpoints.kept import Kept, Record, check_filename, filled
+from jaxlit.callbacks.model_checkpoint import Kept, Record, check_filename, filled
 from jaxlit.errors import ArgumentError
 
 NAN, INF = math.nan, math.inf
