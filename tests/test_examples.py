@@ -291,6 +291,19 @@ def test_a_decoder_has_the_logits_of_transformers(package: str, run: Any) -> Non
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch, transformers and qwix
+@pytest.mark.parametrize("package", needing("transformers"))
+def test_merged_adapters_have_the_logits_of_the_trained_decoder(package: str, run: Any) -> None:
+    out = run("lora_decoder.py")
+    losses = [float(x) for x in re.findall(r"loss (\d\S*)$", out, re.M)]
+    assert losses[-1] < losses[0] - 1
+    ((size, difference),) = re.findall(r"^merged: logits up to (\S+), differ by (\S+)$", out, re.M)
+    assert float(size) > 1 and float(difference) < 1e-5
+    adapters = {name for name in safetensors.numpy.load_file("merged.safetensors") if "lora" in name}
+    assert adapters == set()
+
+
+@pytest.mark.full
 def test_gpt2_is_fine_tuned_in_shards(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = load("gpt2_weights.py")["trainer"]
     kernel = trainer.module.h[0].mlp.c_fc.kernel[...]
