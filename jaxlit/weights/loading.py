@@ -16,7 +16,7 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
 from jaxlit.checkpoints.safetensors import NAMES
-from jaxlit.distributed.team import error_of_all, fetch_once
+from jaxlit.distributed.team import LONG_S, error_of_all, fetch_once
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say
 from jaxlit.sharding import array_of_shards
@@ -102,13 +102,13 @@ def load_weights(
         assigned.idle[:] = [x for x in assigned.idle if not _is_optional((rename or {})[x], missing)]
         _check(report, assigned, arrays, type(module).__name__, source, strict, kept)
     loaded = [weights[name] for name, _, _ in report.taken]
-    for name, at, _, x in loaded:
-        array = place(assigned.arrays[name], x)
-        at.set_raw_value(array if is_array(old := at.get_raw_value()) else type(old)(array.item()))
+    with error_of_all("reading weights", timeout=LONG_S):
+        for name, at, _, x in loaded:
+            array = place(assigned.arrays[name], x)
+            at.set_raw_value(array if is_array(old := at.get_raw_value()) else type(old)(array.item()))
     if jax.process_index() == 0:
-        size = count(sum(weight.array.size for weight in loaded))
-        module_arrays = f"the {len(arrays)} arrays of {type(module).__name__}"
-        say(f"weights: {len(loaded)} of {module_arrays}, {size} numbers, from {_shown_source(source)}")
+        title = f"weights: {len(loaded)} of the {len(arrays)} arrays of {type(module).__name__}"
+        say(f"{title}, {count(sum(x.array.size for x in loaded))} numbers, from {_shown_source(source)}")
     return report
 
 

@@ -1,6 +1,7 @@
 """Weights by the name of a repository on a Hugging Face hub, of which only the bytes that are needed are read."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from fsspec.registry import _registry, known_implementations
 from kit.batches import random
 from kit.hub import Hub, serving
 from kit.modules import Net
-from kit.processes import launch, say
+from kit.processes import error_of, launch, say
 from kit.trainers import fit, splitting
 
 import jaxlit as jl
@@ -188,3 +189,17 @@ def test_a_process_reads_its_rows_from_the_endpoint_of_the_environment(count: in
     for name, x in arrays.items():
         expected += sum(x.nbytes // len(x) * read[name] for read in rows) if x.ndim else count * x.nbytes
     assert hub.bytes_of() == expected
+
+
+def load_late() -> None:
+    if jax.process_index() == jax.process_count() - 1:
+        os.environ["HF_TOKEN"] = "late"
+    say("error", error_of(lambda: jl.load_weights(Module({}), URL, RULES)))
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_all_processes_end_when_one_can_read_no_more(count: int, hub: Hub, tmp_path: Path) -> None:
+    ended = launch(load_late, tmp_path / "job", count=count, devices=1, join=count > 1)
+    assert [x.code for x in ended] == [0] * count, ended[0].errors
+    for x in ended:
+        assert "net/model-0000" in x.said["error"] and "cannot be read" in x.said["error"]
