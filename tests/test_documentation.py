@@ -109,7 +109,7 @@ def test_the_examples_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     exec("\n".join(blocks(page)), {})
 
 
-PACKAGES = {"metrics.md": ["metrax", "clu"], "weights.md": ["jax2onnx", "qwix"]}
+PACKAGES = {"metrics.md": ["metrax", "clu"], "weights.md": ["jax2onnx"], "adapters.md": ["qwix"]}
 
 
 @pytest.mark.full

@@ -62,6 +62,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
     def load_it(name: str, *arguments: str, as_name: str = "__main__") -> dict[str, Any]:
         monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script
         return runpy.run_path(str(EXAMPLES / name), run_name=as_name)
 
     return load_it
@@ -272,6 +273,34 @@ def test_gpt2_computes_the_logits_of_the_weights_that_it_is_given() -> None:
     np.testing.assert_allclose(model(jnp.asarray(ids)), expected, rtol=1e-4, atol=1e-4)
     assert np.std(expected) > 0.1
     assert len(loaded.taken) == 36 and loaded.left == []
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch and transformers
+@pytest.mark.parametrize("package", needing("transformers"))
+def test_a_decoder_has_the_logits_of_transformers(package: str, run: Any) -> None:
+    lines = re.findall(r"^(\w+), (.*): logits up to (\S+), differ by (\S+)$", run("hub_weights.py"), re.M)
+    families = ("llama", "qwen3", "gemma2", "gemma3")
+    assert [line[:2] for line in lines] == [(x, y) for x in families for y in ("single", "fsdp", "tensor parallel")]
+    assert min(float(size) for _, _, size, _ in lines) > 1
+    assert max(float(difference) for *_, difference in lines) < 1e-5
+    for family in ("gemma2", "gemma3"):  # layers of both kinds, whose windows end within the 24 tokens
+        config = json.loads(Path(family, "config.json").read_text())
+        assert {*config["layer_types"]} == {"sliding_attention", "full_attention"} and config["sliding_window"] < 24
+    assert len([*Path("llama").glob("model-*-of-*.safetensors")]) > 1
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch, transformers and qwix
+@pytest.mark.parametrize("package", needing("transformers"))
+def test_merged_adapters_have_the_logits_of_the_trained_decoder(package: str, run: Any) -> None:
+    out = run("lora_decoder.py")
+    losses = [float(x) for x in re.findall(r"loss (\d\S*)$", out, re.M)]
+    assert losses[-1] < losses[0] - 1
+    ((size, difference),) = re.findall(r"^merged: logits up to (\S+), differ by (\S+)$", out, re.M)
+    assert float(size) > 1 and float(difference) < 1e-5
+    adapters = {name for name in safetensors.numpy.load_file("merged.safetensors") if "lora" in name}
+    assert adapters == set()
 
 
 @pytest.mark.full

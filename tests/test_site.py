@@ -113,8 +113,8 @@ seed reproducible: howto.html#make-a-run-reproducible
 fsdp: strategies.html
 weight decay: optimizers.html
 memory usage: memory.html
-lora: weights.html#lora-int8-and-fp8-with-qwix
-fp8: weights.html
+lora: adapters.html#lora-int8-and-fp8-with-qwix
+fp8: adapters.html
 crash: howto.html#resume-after-a-crash
 google cloud storage: checkpoints.html
 confusion matrix: howto.html

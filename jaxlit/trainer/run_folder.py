@@ -25,7 +25,7 @@ from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import absolute, say, short_path
 from jaxlit.texts import shown
 from jaxlit.weights.loading import load_weights
-from jaxlit.weights.sources import is_weights_file
+from jaxlit.weights.sources import is_weights
 
 _CLAIM = ".claim"  # of the newest run of this machine in the folder of a bucket
 _logger = logging.getLogger("jaxlit")
@@ -202,7 +202,7 @@ def resolve_weights(
     """Return what gives a module the weights that a fit begins with, None for nothing."""
     if callable(init_from):
         return init_from
-    if is_weights_file(init_from):
+    if is_weights(init_from):
         return partial(load_weights, source=init_from, strict=False)
     checkpoint = resolve_checkpoint(init_from, "Trainer.fit(init_from=...)", "init_from", callbacks, folder)
     # Without the states of random generators: they are of the training that wrote it.

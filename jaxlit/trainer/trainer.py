@@ -205,8 +205,9 @@ class Trainer(TrainerProperties):
             ckpt_path: Continue from a checkpoint: its path, a run's folder, "last" for the newest one in this Trainer's
                 folder, or "best" for the best. A finished run ends at once; a larger `max_epochs` continues it.
             init_from: Begin a new training with the weights of a checkpoint, named as for `ckpt_path`, or of a file of
-                safetensors or numpy: those that fit by name and shape, while a table names the others. Or a function
-                that gives the built module its weights: `lambda module: jl.load_weights(module, path, rename)`.
+                safetensors or numpy, or a repository, `"hf://owner/name"`: those that fit by name and shape, while a
+                table names the others. Or a function that gives the built module its weights:
+                `lambda module: jl.load_weights(module, path, rename)`.
                 Where `Trainer(resume="auto")` continues, only what its checkpoint has left out is taken.
             strict: Refuse a checkpoint to continue from that is not exactly of this model and optimizer; otherwise what
                 fits is taken, and the rest named.

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxlit import checks as check
 from jaxlit.checkpoints.module_state import comparison, match
 from jaxlit.checkpoints.safetensors import NAMES
-from jaxlit.distributed.team import error_of_all, fetch_once
+from jaxlit.distributed.team import LONG_S, error_of_all, fetch_once
 from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.reporting.terminal import say
 from jaxlit.sharding import array_of_shards
@@ -24,7 +24,7 @@ from jaxlit.texts import count, is_key, listed, shown
 from jaxlit.variables import is_array, leaves_of
 from jaxlit.version import __version__
 from jaxlit.weights.sources import dotted, read_arrays, write_safetensors
-from jaxlit.weights.weight_rules import Assigned, WeightRule, assign
+from jaxlit.weights.weight_rules import Assigned, Ranged, WeightRule, assign
 
 _logger = logging.getLogger("jaxlit")
 
@@ -61,15 +61,15 @@ def load_weights(
     r"""Load pretrained weights into a module, each directly into the sharding of its leaf.
 
     Floating-point weights of any precision and byte order are cast to the dtype of their leaf. Files are read shard by
-    shard: a sharded array is never entire on a device, nor on the host unless a rule reshapes it. All processes must
-    call this. A module of `nnx.eval_shape` receives arrays in place of its shapes; its random generators stay shapes.
-    Pass a function to `fit` for one that it builds: `init_from=lambda module: jl.load_weights(module, path, rename)`.
+    shard: a sharded array is never entire on a device, nor on the host unless a rule reshapes it. From a URL, a process
+    reads the bytes for its shards, one array at a time. All processes must call this. A module of `nnx.eval_shape`
+    receives arrays in place of its shapes; its random generators stay shapes. Pass a function to `fit` for one that it
+    builds: `init_from=lambda module: jl.load_weights(module, path, rename)`.
 
     Args:
         module: Any NNX module.
-        source: A safetensors file, the `*.safetensors.index.json` of several, a Hugging Face folder with either of
-            them, an `.npz` file, which keeps no 8-bit floats, or a mapping of names to arrays, such as the `state_dict`
-            of a torch module.
+        source: A safetensors file, the `*.safetensors.index.json` of several, a folder with either of them or such a
+            repository, `"hf://owner/name@revision"`, an `.npz` file (no 8-bit floats), or a mapping of names to arrays.
         rename: A mapping of regular expressions to rules. The first expression that matches the entire name of an
             array applies. Its rule is the name of a leaf, which may refer to groups (`r"blocks.\1.norm.scale"`), a
             `jl.WeightRule`, or None to skip the array. A name that no expression matches is the name of a leaf.
@@ -102,13 +102,13 @@ def load_weights(
         assigned.idle[:] = [x for x in assigned.idle if not _is_optional((rename or {})[x], missing)]
         _check(report, assigned, arrays, type(module).__name__, source, strict, kept)
     loaded = [weights[name] for name, _, _ in report.taken]
-    for name, at, _, x in loaded:
-        array = place(assigned.arrays[name], x)
-        at.set_raw_value(array if is_array(old := at.get_raw_value()) else type(old)(array.item()))
+    with error_of_all("reading weights", timeout=LONG_S):
+        for name, at, _, x in loaded:
+            array = place(assigned.arrays[name], x)
+            at.set_raw_value(array if is_array(old := at.get_raw_value()) else type(old)(array.item()))
     if jax.process_index() == 0:
-        size = count(sum(weight.array.size for weight in loaded))
-        module_arrays = f"the {len(arrays)} arrays of {type(module).__name__}"
-        say(f"weights: {len(loaded)} of {module_arrays}, {size} numbers, from {_shown_source(source)}")
+        title = f"weights: {len(loaded)} of the {len(arrays)} arrays of {type(module).__name__}"
+        say(f"{title}, {count(sum(x.array.size for x in loaded))} numbers, from {_shown_source(source)}")
     return report
 
 
@@ -245,6 +245,8 @@ def place(source: Any, like: Any) -> jax.Array:
     # An uncommitted array stays uncommitted: a mesh of several processes does not accept a committed one.
     if like.sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(read((slice(None),) * like.ndim))
+    if isinstance(source, Ranged):  # one request for all devices of this process
+        source = source.fetched(like.sharding.addressable_devices_indices_map(like.shape).values())
     return array_of_shards(like.shape, like.sharding, read)
 
 

@@ -15,19 +15,20 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.places import place_of, replacing, staging
-from jaxlit.checkpoints.safetensors import Spec, read_safetensors, write_arrays
+from jaxlit.checkpoints.places import Place, place_of, replacing, staging
+from jaxlit.checkpoints.safetensors import Spec, Stored, read_header, read_region, read_safetensors, write_arrays
 from jaxlit.distributed.team import fetch
 from jaxlit.errors import ArgumentTypeError, CheckpointError
 from jaxlit.texts import keys_of, shown
+from jaxlit.weights.weight_rules import Ranged
 
 _INDEX = ".safetensors.index.json"
 _SUFFIXES = (".safetensors", _INDEX, ".npz")
 
 
-def is_weights_file(path: Any) -> bool:
-    """Return whether a path has the suffix of a file of weights."""
-    return isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(_SUFFIXES)
+def is_weights(path: Any) -> bool:
+    """Return whether a path has the suffix of a file of weights, or is a folder as the Hugging Face hub has it."""
+    return isinstance(path, (str, os.PathLike)) and _file_of(os.fspath(path)).endswith(_SUFFIXES)
 
 
 def dotted(path: Any) -> str:
@@ -35,7 +36,7 @@ def dotted(path: Any) -> str:
     return ".".join(map(str, keys_of(path)))
 
 
-def read_arrays(source: Any) -> dict[str, np.ndarray]:
+def read_arrays(source: Any) -> dict[str, Any]:
     """Return the arrays of a source of `load_weights` by name; those of a file are read when they are used."""
     if isinstance(source, Mapping):
         tree = nnx.as_pure(source) if isinstance(source, nnx.State) else dict(source)
@@ -46,16 +47,17 @@ def read_arrays(source: Any) -> dict[str, np.ndarray]:
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
     source = _file_of(os.fspath(source))
-    path = fetched(source)
+    path = place_of(source) if check.is_url(source) else Path(source)
     if not path.exists():
-        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise CheckpointError(f"load_weights: there is no file {path}{folder}.")
+        folder = "" if path == place_of(path) else f" in {Path.cwd()}"
+        token = " A private or gated repository needs HF_TOKEN." if source.startswith("hf:") else ""
+        raise CheckpointError(f"load_weights: there is no file {path}{folder}.{token}")
     if path.name.endswith(_INDEX):
-        return _read_sharded(path, os.path.dirname(source))
+        return _read_sharded(path)
     if path.name.endswith(".safetensors"):
-        return read_safetensors(path)
+        return _read_safetensors(path)
     if path.name.endswith(".npz"):
-        return _read_npz(path)
+        return _read_npz(fetched(source))
     raise CheckpointError(
         f"load_weights reads *.safetensors, *{_INDEX}, *.npz, and a folder with model.safetensors or its index, got "
         f"{str(source)!r}. For a checkpoint of jaxlit, call Model.load_from_checkpoint(path) or fit(init_from=path). "
@@ -84,18 +86,31 @@ def fetched(url: Any) -> Path:
 
 def _file_of(source: str) -> str:
     """Return the file with the weights of a folder as the Hugging Face hub has it, or the source."""
-    if is_weights_file(source):
+    is_folder = check.is_url(check.url("url", source, owner="fsspec")) or os.path.isdir(source)
+    if source.endswith(_SUFFIXES):
         return source
-    names = [path.name for path in place_of(source).iterdir()] if check.is_url(source) or os.path.isdir(source) else []
+    names = [path.name for path in place_of(source).iterdir()] if is_folder else []
     known = [f"model{suffix}" for suffix in (_INDEX, ".safetensors") if f"model{suffix}" in names]
     return os.path.join(source, known[0]) if known else source
 
 
-def _read_sharded(path: Path, folder: str) -> dict[str, np.ndarray]:
+def _read_safetensors(path: Place) -> dict[str, Any]:
+    if isinstance(path, Path):
+        return read_safetensors(path)
+
+    def ranged(name: str, x: Stored) -> Ranged:
+        def read(at: Sequence[range]) -> np.ndarray:
+            return read_region(name, [x], [part.start for part in at], [*map(len, at)], x.dtype)
+
+        return Ranged(x.shape, x.dtype, read)
+
+    return {name: ranged(name, x) for name, x in read_header(path)[0].items()}
+
+
+def _read_sharded(path: Place) -> dict[str, Any]:
     try:
-        files = json.loads(path.read_text())["weight_map"]
-        paths = {file: fetched(os.path.join(folder, Path(file).name)) for file in {*files.values()}}
-        parts = {file: read_safetensors(path) for file, path in paths.items()}
+        files = json.loads(path.read_bytes())["weight_map"]
+        parts = {file: _read_safetensors(path.parent / Path(file).name) for file in {*files.values()}}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as an index of safetensors files: {error!r}.") from error

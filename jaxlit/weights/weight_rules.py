@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +95,60 @@ class WeightRule:
         return [(name, index, part) for name, part in zip(names, parts, strict=True)]
 
 
+@dataclass(frozen=True)
+class Ranged:
+    """An array that `read` reads, by a range for each dim; numpy's transpose and split call its methods."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    read: Callable[[Sequence[range]], np.ndarray]
+
+    @property
+    def size(self) -> int:
+        """How many numbers the array has."""
+        return math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read([*map(range, self.shape)]), dtype)
+
+    def __getitem__(self, index: Any) -> "Ranged":
+        index = [*(index if isinstance(index, tuple) else [index]), *[slice(None)] * len(self.shape)]
+        outer = [range(n)[part] for n, part in zip(self.shape, index, strict=False)]
+
+        def read(at: Sequence[range]) -> np.ndarray:
+            return self.read([x[_slice(y)] for x, y in zip(outer, at, strict=True)])
+
+        return replace(self, shape=tuple(map(len, outer)), read=read)
+
+    def transpose(self, axes: Sequence[int] | None = None) -> "Ranged":
+        """Return the array with its dims in reverse, or in another order."""
+        order = np.arange(len(self.shape))[slice(None, None, -1) if axes is None else list(axes)]
+        shape = np.broadcast_to(0, self.shape).transpose(order).shape  # refuses what is not an order
+        back = order.argsort()
+        return replace(self, shape=shape, read=lambda at: self.read([at[i] for i in back]).transpose(order))
+
+    def swapaxes(self, first: int, second: int) -> "Ranged":
+        """Return the array with two dims exchanged."""
+        order = [*range(len(self.shape))]
+        order[first], order[second] = order[second], order[first]
+        return self.transpose(order)
+
+    def reshape(self, shape: tuple[int, ...]) -> "Ranged":
+        """Return the array in another shape, of which each part needs all of it."""
+        return replace(self, shape=shape, read=lambda at: np.asarray(self).reshape(shape)[tuple(map(_slice, at))])
+
+    def fetched(self, indices: Iterable[tuple[slice, ...]]) -> "Ranged":
+        """Return the array with the parts at some indices read at once: the smallest box that contains them."""
+        spans = [[range(n)[part] for n, part in zip(self.shape, index, strict=True)] for index in indices]
+        hull = [range(min(x.start for x in dim), max(x.stop for x in dim)) for dim in zip(*spans, strict=True)]
+        box = self.read(hull)
+        return replace(self, read=lambda at: box[tuple(_slice(x, y.start) for x, y in zip(at, hull, strict=True))])
+
+
+def _slice(x: range, begin: int = 0) -> slice:
+    return slice(x.start - begin, x.stop - begin)
+
+
 class Stacked:
     """A stack of arrays, of which only the parts that are read are stacked."""
 
@@ -110,7 +164,7 @@ class Stacked:
 class Assigned:
     """The arrays that rules assign to the leaves of a module."""
 
-    arrays: dict[str, np.ndarray | Stacked]  # for each leaf; includes leaves that the module does not have
+    arrays: dict[str, np.ndarray | Ranged | Stacked]  # for each leaf; includes leaves that the module does not have
     origins: dict[str, list[str]]  # the name, dtype and shape of the source arrays for each leaf
     idle: list[str]  # the expressions of rules with a leaf that matched no name
 
@@ -161,7 +215,7 @@ def _compiled(rename: Mapping[str, Any]) -> dict[re.Pattern[str], WeightRule | N
     return rules
 
 
-def _joined(leaf: str, parts: Mapping[int | None, np.ndarray]) -> np.ndarray | Stacked:
+def _joined(leaf: str, parts: Mapping[int | None, Any]) -> np.ndarray | Ranged | Stacked:
     if None in parts:
         return parts[None]
     if missing := {*range(len(parts))} - parts.keys():
@@ -172,4 +226,7 @@ def _joined(leaf: str, parts: Mapping[int | None, np.ndarray]) -> np.ndarray | S
     stack = [parts[i] for i in range(len(parts))]
     if len(kinds := {f"{x.dtype}{list(x.shape)}" for x in stack}) > 1:
         raise CheckpointError(f"{leaf} is a stack of arrays of different shapes or dtypes: {', '.join(sorted(kinds))}.")
+    if isinstance(first := stack[0], Ranged):
+        shape = (len(stack), *first.shape)
+        return Ranged(shape, first.dtype, lambda at: np.stack([x.read(at[1:]) for x in stack[_slice(at[0])]]))
     return Stacked(stack)
