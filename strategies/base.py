@@ -543,7 +543,8 @@ def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
     if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
         # Otherwise the collectives of a loop run at once, for which simulated devices have too few threads: they wait
         # for each other, and the process is ended.
-        options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        scheduling = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        options["compiler_options"] = scheduling | options.get("compiler_options", {})
     return jax.jit(fn, **options)
 
 
