@@ -548,10 +548,13 @@ def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(fn, **options)
 
 
-def remat_policy(remat: bool | str, owner: str) -> Any:
-    """Return a member of `jax.checkpoint_policies`, what a backward pass saves; None for False, to save everything."""
+def remat_policy(remat: bool | str | Callable[..., Any], owner: str) -> Any:
+    """Return a policy of `jax.checkpoint`, what a backward pass saves; None for False, to save everything."""
+    if callable(remat):
+        return remat
     valid = isinstance(remat, bool) or remat in _POLICIES
-    check.require(valid, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
+    rule = f"takes True, False, a policy of jax.checkpoint_policies or one of {', '.join(_POLICIES)}"
+    check.require(valid, "remat", remat, rule, owner=owner)
     name = "nothing_saveable" if remat is True else remat
     return getattr(jax.checkpoint_policies, name) if name else None
 
