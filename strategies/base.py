@@ -553,7 +553,7 @@ def remat_policy(remat: bool | str | Callable[..., Any], owner: str) -> Any:
     if callable(remat):
         return remat
     valid = isinstance(remat, bool) or remat in _POLICIES
-    rule = f"takes True, False, a policy of jax.checkpoint_policies or one of {', '.join(_POLICIES)}"
+    rule = f"takes True, False or one of {', '.join(_POLICIES)}, or a policy of jax.checkpoint_policies"
     check.require(valid, "remat", remat, rule, owner=owner)
     name = "nothing_saveable" if remat is True else remat
     return getattr(jax.checkpoint_policies, name) if name else None

@@ -159,4 +159,4 @@ def test_what_cannot_be_is_refused() -> None:
     refuses(ArgumentError, lambda: FSDP(offload="params"), "takes None or 'optimizer'")  # type: ignore[arg-type]
     inner = FSDP(offload="optimizer")
     refuses(ArgumentError, lambda: Pipeline(stages=2, microbatches=2, inner=inner), "without .* and offload")
-    refuses(ArgumentError, lambda: FSDP(remat="some"), "a policy of jax.checkpoint_policies")
+    refuses(ArgumentError, lambda: FSDP(remat="some"), "or a policy of jax.checkpoint_policies")
