@@ -20,6 +20,7 @@ from jaxlit import checks as check
 from jaxlit.errors import ArgumentError, ArgumentTypeError, add_note
 from jaxlit.texts import is_key, shown
 
+HOST = "pinned_host"  # the host's memory, in which an array of a device may be
 BATCH_AXES = ("data", "batch", "fsdp")  # as the axes that split the batch are called
 
 __all__ = ["all_reduce", "mesh", "place", "place_state", "rows"]

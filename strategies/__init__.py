@@ -8,14 +8,14 @@ with lazy_imports(globals()):
     from jaxlit.strategies.base import Program, Strategy, like_params
     from jaxlit.strategies.ddp import DDP
     from jaxlit.strategies.fsdp import FSDP
+    from jaxlit.strategies.per_replica import PerReplica
     from jaxlit.strategies.pipeline import Pipeline
     from jaxlit.strategies.pmap import PMap
     from jaxlit.strategies.registry import register_strategy
-    from jaxlit.strategies.replicas import PerReplica
+    from jaxlit.strategies.replicas import Replicas, Simulated
     from jaxlit.strategies.rules import Rules
     from jaxlit.strategies.sequence import SequenceParallel
     from jaxlit.strategies.shard_map import ShardMapDDP
-    from jaxlit.strategies.simulated import Simulated
     from jaxlit.strategies.single import SingleDevice
     from jaxlit.strategies.tensor import TensorParallel
 
@@ -31,6 +31,7 @@ __all__ = [
     "PerReplica",
     "Pipeline",
     "Program",
+    "Replicas",
     "Rules",
     "Schedule",
     "SequenceParallel",

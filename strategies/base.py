@@ -543,14 +543,18 @@ def jit(mesh: jax.sharding.Mesh, fn: Callable[..., Any], **options: Any) -> Any:
     if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1:
         # Otherwise the collectives of a loop run at once, for which simulated devices have too few threads: they wait
         # for each other, and the process is ended.
-        options["compiler_options"] = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        scheduling = {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+        options["compiler_options"] = scheduling | options.get("compiler_options", {})
     return jax.jit(fn, **options)
 
 
-def remat_policy(remat: bool | str, owner: str) -> Any:
-    """Return a member of `jax.checkpoint_policies`, what a backward pass saves; None for False, to save everything."""
+def remat_policy(remat: bool | str | Callable[..., Any], owner: str) -> Any:
+    """Return a policy of `jax.checkpoint`, what a backward pass saves; None for False, to save everything."""
+    if callable(remat):
+        return remat
     valid = isinstance(remat, bool) or remat in _POLICIES
-    check.require(valid, "remat", remat, f"takes True, False or one of {', '.join(_POLICIES)}", owner=owner)
+    rule = f"takes True, False or one of {', '.join(_POLICIES)}, or a policy of jax.checkpoint_policies"
+    check.require(valid, "remat", remat, rule, owner=owner)
     name = "nothing_saveable" if remat is True else remat
     return getattr(jax.checkpoint_policies, name) if name else None
 

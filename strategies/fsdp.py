@@ -12,11 +12,12 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import checks as check
 from jaxlit import sharding
 from jaxlit.core.pure_module import PureModule
+from jaxlit.core.replica import Replica
 from jaxlit.core.train_state import TrainState
 from jaxlit.errors import ArgumentError
 from jaxlit.programs.scans import by_layer, scanned_dims
 from jaxlit.sharding import axes_of, over_axes
-from jaxlit.strategies.base import AXIS_TYPES, Strategy, like_params, remat_policy
+from jaxlit.strategies.base import AXIS_TYPES, ArraySpec, Program, Strategy, like_params, remat_policy
 from jaxlit.strategies.rules import Rules, dim_names, placed_by_names
 from jaxlit.texts import is_key, leaf_name
 
@@ -42,7 +43,10 @@ class FSDP(Strategy):
             the number of processes, and 2 in a single one.
         rules: Which mesh axes arrays are split over, see `Rules`.
         remat: Recompute the layers that a step scans over in the backward pass: True saves their inputs only,
-            "dots_saveable" and other names of `jax.checkpoint_policies` save more. Refused if there is no scan.
+            "dots_saveable" and other names of `jax.checkpoint_policies` save more, and so does a policy of your own,
+            such as `jax.checkpoint_policies.save_only_these_names("up")`. Refused if there is no scan.
+        offload: "optimizer" keeps the arrays of the optimizer's state in the host's memory, `pinned_host`: a step moves
+            them to the devices for its update, and back.
         mesh: A mesh of the user's, or the sizes of its axes: the batch is split over its axes `data` and `fsdp`, the
             state over `fsdp`; with one of the two, or with a single axis, both are split over that. Its axes keep their
             types.
@@ -67,7 +71,8 @@ class FSDP(Strategy):
         min_size: int = 1024,
         replicas: int | Literal["auto"] = 1,
         rules: Mapping[str, Any] | None = None,
-        remat: bool | str = False,
+        remat: bool | str | Callable[..., Any] = False,
+        offload: Literal["optimizer"] | None = None,
         mesh: jax.sharding.Mesh | Mapping[str, int] | None = None,
         axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
@@ -76,6 +81,8 @@ class FSDP(Strategy):
         check.require(check.is_int(stage, low=1) and stage <= 3, "stage", stage, "must be 1, 2 or 3", owner=name)
         self.min_size = check.integer("min_size", min_size, low=0, owner=name)
         self.replicas = check.integer("replicas", replicas, low=1, also=("auto",), owner=name)
+        self.offload = offload
+        check.require(offload in (None, "optimizer"), "offload", offload, "takes None or 'optimizer'", owner=name)
         self.stage, self.remat, self._policy = stage, remat, remat_policy(remat, name)
         self.rules = Rules(rules, owner=name)
         if replicas != 1:
@@ -119,6 +126,9 @@ class FSDP(Strategy):
         if window is not None:
             window = replace(window, grads=sharded[0] if self.stage >= 2 else params)
         opt_state = like_params(state.opt_state, state.params, sharded[0], self.replicated)
+        if self.offload is not None:  # not of counts, which are read before the update
+            move = lambda x, to: to.with_memory_kind(sharding.HOST) if x.ndim else to  # noqa: E731
+            opt_state = jax.tree.map(move, state.opt_state, opt_state)
         return replace(
             shardings, params=params, frozen=frozen, model_state=model_state, opt_state=opt_state, window=window
         )
@@ -144,6 +154,31 @@ class FSDP(Strategy):
         elif any(gathered):
             body = by_layer(body, gathered)
         return self.typed(body, types)
+
+    def on_state(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function, which sees arrays of the state on the devices."""
+        if self.offload is None:
+            return super().on_state(fn)
+        return super().on_state(lambda arrays, *inputs: fn(jax.device_put(arrays, jax.memory.Space.Device), *inputs))
+
+    def compile(self, program: Program) -> Callable[..., Any]:
+        """Return the compiled program; it moves what is in the host's memory to the devices, and back if it changes."""
+
+        def run(replica: Replica, *args: Any) -> Any:
+            *states, batch = args
+            pairs = []
+
+            def move(spec: ArraySpec, x: Any) -> Any:
+                if spec.sharding.memory_kind != sharding.HOST:
+                    return x
+                pairs.append((jax.device_put(x, jax.memory.Space.Device), x))
+                return pairs[-1][0]
+
+            results = program.fn(replica, *jax.tree.map(move, program.inputs, tuple(states)), batch)
+            unchanged = {id(moved): x for moved, x in pairs}
+            return jax.tree.map(lambda x: unchanged.get(id(x), x), results)
+
+        return super().compile(program if self.offload is None else replace(program, fn=run))
 
     def _stage3_shardings(self, state: TrainState, model: PureModule, example: Any) -> tuple[Any, Any, Any]:
         """Return the shardings of parameters, frozen parameters and other state under stage 3."""

@@ -90,7 +90,7 @@ class Pipeline(Strategy):
         *,
         layers: str | Sequence[str] | None = None,
         inner: Literal["fsdp", "ddp"] | Strategy = "fsdp",
-        remat: bool | str = False,
+        remat: bool | str | Callable[..., Any] = False,
         balance: Literal["count", "flops"] | Sequence[int] = "count",
         accum_dtype: Any = "float32",
         loss_reduction: Literal["mean", "sum"] = "mean",
@@ -120,8 +120,10 @@ class Pipeline(Strategy):
                 f"{name}(inner=...) takes a strategy whose step sees the entire batch, such as 'fsdp', 'ddp' or "
                 f"TensorParallel(...), not the rows of one device, got {inner!r}."
             )
-        is_auto = inner.axis_types == "auto"
-        check.require(is_auto, "inner", inner, "takes a strategy without axis_types='explicit'", owner=name)
+        is_valid = inner.axis_types == "auto" and getattr(inner, "offload", None) is None
+        check.require(
+            is_valid, "inner", inner, "takes a strategy without axis_types='explicit' and offload", owner=name
+        )
         self._inner = inner
         self.use_mesh(mesh)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
 from jaxlit.strategies.base import ROWS, Program, named, state_shardings
-from jaxlit.strategies.replicas import PerReplica
+from jaxlit.strategies.per_replica import PerReplica
 
 
 class PMap(PerReplica):

@@ -14,14 +14,14 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.pmap import PMap
+from jaxlit.strategies.replicas import Replicas, Simulated
 from jaxlit.strategies.shard_map import ShardMapDDP
-from jaxlit.strategies.simulated import Simulated
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.texts import shown
 
 StrategyName = Literal[
     "auto", "single", "ddp", "fsdp", "zero1", "zero2", "hsdp", "shard_map", "pmap", "pipeline",
-    "simulate:2", "simulate:4", "simulate:8",
+    "replicas:2", "replicas:4", "replicas:8", "simulate:8",
 ]  # fmt: skip
 
 _T = TypeVar("_T", bound=type[Strategy])
@@ -43,6 +43,7 @@ _registry: dict[str, Callable[..., Strategy]] = {
     "hsdp": partial(FSDP, replicas="auto"),
     "shard_map": ShardMapDDP,
     "pmap": PMap,
+    "replicas": Replicas,
     "simulate": Simulated,
     "pipeline": _pipeline,
 }
@@ -92,7 +93,7 @@ def class_of(name: str) -> tuple[type[Strategy], dict[str, Any]]:
 
 
 def resolve_strategy(strategy: Any, devices: int | None, mesh: Any = None) -> Strategy:
-    """Return the strategy of a name such as "ddp" or "simulate:8", or the object itself; a copy if it is in use.
+    """Return the strategy of a name such as "ddp" or "replicas:8", or the object itself; a copy if it is in use.
 
     "auto" depends on the number of devices, None for all, and on the axes of the mesh.
     """
@@ -122,7 +123,7 @@ def _resolve(strategy: Any, devices: int | None, mesh: Any) -> Strategy:
     if not colon:
         return _registry[name]()
     if not argument.isdecimal() or isinstance(_registry[name], partial):
-        raise ArgumentError(f"Trainer(strategy={strategy!r}): after the colon comes an int, as in 'simulate:8'.")
+        raise ArgumentError(f"Trainer(strategy={strategy!r}): after the colon comes an int, as in 'replicas:8'.")
     try:
         return _registry[name](int(argument))
     except TypeError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlit import sharding
 from jaxlit.core.replica import Replica
 from jaxlit.strategies.base import EACH, ArraySpec, Program, jit, named, state_shardings
-from jaxlit.strategies.replicas import PerReplica
+from jaxlit.strategies.per_replica import PerReplica
 
 
 class ShardMapDDP(PerReplica):
@@ -27,6 +27,9 @@ class ShardMapDDP(PerReplica):
         >>> import jaxlit as jl
         >>> trainer = jl.Trainer(strategy="shard_map", accumulate_grad_batches=4, max_epochs=1, logger=False)
     """
+
+    compiler_options: ClassVar[dict[str, Any]] = {}
+    """Options of XLA for its programs, by their names."""
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class ShardMapDDP(PerReplica):
             body = self.on_replica(program, replica, *self.local(program, replica, states, batch))
             batch_specs = jax.tree.map(lambda x: split if replica.splits and x.ndim else replicated, batch)
             mapped = jax.shard_map(
-                partial(self._blocks, program, body),
+                partial(self.blocks, program, replica, body),
                 mesh=self.mesh,
                 in_specs=(*specs, batch_specs),
                 out_specs=out_specs,
@@ -67,10 +70,11 @@ class ShardMapDDP(PerReplica):
             return mapped(*args)
 
         out = state_shardings(program)
-        return jit(self.mesh, named(program.name, call), out_shardings=out, donate_argnums=program.donate)
+        options = {"out_shardings": out, "donate_argnums": program.donate, "compiler_options": self.compiler_options}
+        return jit(self.mesh, named(program.name, call), **options)
 
-    def _blocks(self, program: Program, body: Callable[..., Any], *args: Any) -> Any:
-        # The arrays of one replica are blocks with a leading dim of one.
+    def blocks(self, program: Program, replica: Replica, body: Callable[..., Any], *args: Any) -> Any:
+        """Run the body on the blocks of one device: here arrays of one replica have a leading dim of one."""
         *states, batch = args
         states = jax.tree.map(lambda spec, x: x[0] if spec.per_replica else x, program.inputs, tuple(states))
         results = body(*states, batch)

@@ -1,6 +1,6 @@
 """Tensor parallel: weights are split within a layer, by rules."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -46,7 +46,7 @@ class TensorParallel(FSDP):
         fsdp: int = 1,
         data: int = 1,
         min_size: int = 1024,
-        remat: bool | str = False,
+        remat: bool | str | Callable[..., Any] = False,
         axis_types: Literal["auto", "explicit"] = "auto",
     ) -> None:
         self.tp, self.fsdp, self.data = tp, fsdp, data

@@ -92,7 +92,7 @@ def accuracy(out: str) -> float:
 
 
 ONE, *MORE = ("single", "auto"), ("zero1", "1"), ("auto", "1")
-MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "simulate")]
+MORE += [(name, "8") for name in ("ddp", "fsdp", "shard_map", "pmap", "replicas")]
 RUNS = [pytest.param(*ONE, marks=[pytest.mark.sweep, pytest.mark.smoke]), *thinned([ONE, *MORE], ONE, full=())[1:]]
 
 

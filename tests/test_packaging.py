@@ -209,9 +209,9 @@ print(jl.scale_batch_size(trainer, jl.lazy(Line), data, 10_000).batch_size, jl.l
 print(jl.fit_many(Line, [{"seed": 1}], data, max_epochs=1).rows(), jl.export(Line(rngs=nnx.Rngs(0)), np.ones((1, 2))))
 jl.save_weights(Line(rngs=nnx.Rngs(0)), "w.safetensors")
 jl.load_weights(Line(rngs=nnx.Rngs(0)), "w.safetensors")
-jl.Trainer(strategy="simulate:8")
+jl.Trainer(strategy="replicas:8")
 jl.Trainer(strategy=Mine())
-jl.Trainer(strategy=jaxlit.strategies.Simulated(16))
+jl.Trainer(strategy=jaxlit.strategies.Replicas(16))
 jl.nope  # wrong
 jl.callbacks.Nope  # wrong
 jl.strategies.Nope  # wrong

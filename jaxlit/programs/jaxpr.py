@@ -207,6 +207,27 @@ def rerun_scan(eqn: Any, args: Sequence[Any], body: Callable[..., Sequence[Any]]
     return [*carry, *stacked]
 
 
+def rerun(eqn: Any, args: Sequence[Any], run: Callable[..., Sequence[Any]]) -> list[Any] | None:
+    """Run an equation that contains programs, each by `run(program, *args)`; return None for another equation.
+
+    A call is written out, also that of a `jax.checkpoint`.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return rerun_scan(eqn, args, partial(run, params["jaxpr"]))
+    if name == "cond":
+        branches = [partial(run, x) for x in params["branches"]]
+        return jax.lax.switch(args[0].astype(jnp.int32), branches, *args[1:])
+    if name == "while":
+        start, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        return jax.lax.while_loop(
+            lambda xs: run(params["cond_jaxpr"], *args[:start], *xs)[0],
+            lambda xs: list(run(params["body_jaxpr"], *args[start:first], *xs)),
+            list(args[first:]),
+        )
+    return None if called(eqn) is None else list(run(inner_jaxprs(eqn)[0], *args))
+
+
 def draws(eqn: Any) -> bool:
     """Return whether an equation draws random numbers from a key."""
     return any(is_key(x.aval) for x in eqn.invars) and not any(is_key(x.aval) for x in eqn.outvars)
@@ -224,24 +245,12 @@ def run_drawing_alike(closed: Any, known: dict[Any, float], *args: Any) -> list[
         return x if aval is None else jnp.full(aval.shape, known[x], aval.dtype)
 
     def rule(eqn: Any, args: list[Any]) -> Sequence[Any]:
-        name, params = eqn.primitive.name, eqn.params
         if all(x in known for x in eqn.outvars):  # none: it is a side effect
             return eqn.outvars  # most are read by what is not run either
         args = list(map(number, args))
-        if name == "scan":
-            return rerun_scan(eqn, args, partial(run_drawing_alike, params["jaxpr"], known))
-        if name == "cond":
-            branches = [partial(run_drawing_alike, x, known) for x in params["branches"]]
-            return jax.lax.switch(args[0].astype(jnp.int32), branches, *args[1:])
-        if name == "while":
-            start, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            return jax.lax.while_loop(
-                lambda xs: run_drawing_alike(params["cond_jaxpr"], known, *args[:start], *xs)[0],
-                lambda xs: run_drawing_alike(params["body_jaxpr"], known, *args[start:first], *xs),
-                args[first:],
-            )
-        if called(eqn) is not None:
-            return run_drawing_alike(inner_jaxprs(eqn)[0], known, *args)
+        rerunning = rerun(eqn, args, lambda program, *args: run_drawing_alike(program, known, *args))
+        if rerunning is not None:
+            return rerunning
         if draws(eqn):  # bits, of which 3/32 of the range lets a dropout keep all and a rejection accept, or a gamma
             aval = eqn.outvars[0].aval
             is_bits = jnp.issubdtype(aval.dtype, jnp.integer)

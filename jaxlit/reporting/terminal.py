@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxlit.sharding import HOST
+
 _ASCII = str.maketrans("·…━─", "|.=-")
 _SHORTEST, _LONGEST = 6, 18  # cells of a bar
 
@@ -162,7 +164,8 @@ def partition(arrays: Iterable[Any], devices: Iterable[jax.Device]) -> str:
     Arrays of one device are "on cpu:3", those of a part of the `devices` "replicated on cpu:4,5".
     """
     all_devices = frozenset(devices)
-    partitions = {_partition(sharding, all_devices) for sharding in {x.sharding for x in arrays}}
+    shardings = {x.sharding for x in arrays}
+    partitions = {_partition(x, all_devices) + f" in {HOST}" * (x.memory_kind == HOST) for x in shardings}
     return partitions.pop() if len(partitions) == 1 else "mixed"
 
 
@@ -172,10 +175,11 @@ def bytes_of(arrays: Iterable[Any]) -> int:
 
 
 def bytes_per_device(arrays: Iterable[Any]) -> int:
-    """Return the bytes of arrays on the device that has the most of them."""
+    """Return the bytes of arrays on the device that has the most of them; those in the host's memory take none."""
     by_sharding, held = Counter[Any](), Counter[jax.Device]()
     for x in arrays:
-        by_sharding[x.sharding] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        if x.sharding.memory_kind != HOST:
+            by_sharding[x.sharding] += math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     for sharding, num_bytes in by_sharding.items():
         held.update(dict.fromkeys(sharding.device_set, num_bytes))
     return max(held.values(), default=0)

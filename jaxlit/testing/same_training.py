@@ -23,8 +23,8 @@ from jaxlit.data.loaders import DataModule
 from jaxlit.errors import ArgumentError, noting_place
 from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.registry import resolve_strategy
+from jaxlit.strategies.replicas import Replicas
 from jaxlit.strategies.shard_map import ShardMapDDP
-from jaxlit.strategies.simulated import Simulated
 from jaxlit.texts import is_key, leaf_name
 from jaxlit.trainer.trainer import Trainer
 
@@ -74,8 +74,8 @@ def assert_same_training(
     agree under SGD or AdamW(eps=1e-3): under Adam with its default eps a parameter whose true gradient is zero moves
     by the sign of rounding noise. Whole numbers must be equal. Where all batches divide among the devices, a part of
     the first is put after them as one step more, so that a tail is trained on too. Strategies that run the step once
-    a replica draw other random numbers than `single`; if the model draws some, they are compared with `simulate`, and
-    `simulate` with `shard_map`, on as many replicas. All share the compiled step: only `reference` finds a fault in it.
+    a replica draw other random numbers than `single`; if the model draws some, they are compared with `replicas`, and
+    `replicas` with `shard_map`, on as many replicas. All share the compiled step: only `reference` finds a fault in it.
 
     Args:
         model_fn: Returns a new module with the same weights at each call.
@@ -160,8 +160,8 @@ class _Comparison:
             by_hand = Training("the reference", loss=losses, params=by_path(state))
             yield ("loss", "params"), by_hand, replace(single)  # a loop returns no other parts
         for strategy, count in itertools.product(strategies, self.devices):
-            other, kin = run(strategy=strategy, devices=count), _kin_of(strategy)
-            first = run(strategy=kin, devices=count) if single.random and kin is not None else single
+            other, (kin, replicas) = run(strategy=strategy, devices=count), _kin_of(strategy, count)
+            first = run(strategy=kin, devices=replicas) if single.random and kin is not None else single
             yield PARTS, first, other
 
     def _batches(self, count: int) -> tuple[list[Any], int]:
@@ -184,14 +184,15 @@ class _Comparison:
         return [*batches, jax.tree.map(lambda x: x[:size] if np.ndim(x) else x, batches[0])], 1
 
 
-def _kin_of(strategy: Any) -> Strategy | None:
-    """Return another strategy that draws the same random numbers on as many replicas; None if they draw as `single`."""
+def _kin_of(strategy: Any, devices: int) -> tuple[Strategy | None, int]:
+    """Return another strategy that draws the same random numbers, and its devices; None if they draw as `single`."""
     resolved: Any = resolve_strategy(strategy, None)
     if not resolved.per_replica:
-        return None
+        return None, devices
     names = [name for name in ("sync_batchnorm", "loss_reduction") if hasattr(resolved, name)]
-    cls = ShardMapDDP if isinstance(resolved, Simulated) else Simulated
-    return cls(**{name: getattr(resolved, name) for name in names})
+    cls = ShardMapDDP if isinstance(resolved, Replicas) else Replicas
+    replicas = getattr(resolved, "count", None) or devices
+    return cls(**{name: getattr(resolved, name) for name in names}), replicas
 
 
 class _Keep(Callback):

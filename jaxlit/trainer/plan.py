@@ -114,13 +114,16 @@ class PlanRow:
 
     @property
     def note(self) -> str:
-        """What a run does with rows that do not divide among the devices; "" if they divide."""
-        if self.cost is None or not (parts := self.cost.undivided):
+        """What a run does with rows that do not divide among the devices, and what is on the hosts; "" for neither."""
+        if self.cost is None:
             return ""
+        hosts = f"{size(self.cost.on_host)} of the state are in the memory of the hosts." * (self.cost.on_host > 0)
+        if not (parts := self.cost.undivided):
+            return hosts
         work = "holds and computes" if self.cost.per_replica else "holds"
         return (
             f"{self.batch_size:,} rows do not divide into {parts} equal parts. Nothing is padded or dropped: every "
-            f"device {work} all {self.batch_size:,}."
+            f"device {work} all {self.batch_size:,}. {hosts}".rstrip()
         )
 
     @property

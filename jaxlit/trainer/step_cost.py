@@ -25,7 +25,8 @@ from jaxlit.loop.hooks import Hooks
 from jaxlit.loop.run_data import RunData, make_loaders
 from jaxlit.loop.settings import Settings
 from jaxlit.programs.costs import Collective, Flops, Memory
-from jaxlit.reporting.terminal import bytes_per_device
+from jaxlit.reporting.terminal import bytes_of, bytes_per_device
+from jaxlit.sharding import HOST
 from jaxlit.strategies.auto import Auto
 from jaxlit.strategies.base import Strategy
 from jaxlit.texts import size
@@ -52,6 +53,7 @@ class StepCost:
         collectives: What the devices send each other.
         undivided: The number of equal parts that the batch's rows do not divide into; 0 if they divide.
         per_replica: Whether each replica computes its own rows, and all of them if they do not divide.
+        on_host: Bytes of the state's arrays that are in the memory of the hosts, not of the devices.
     """
 
     parameters: int
@@ -67,6 +69,7 @@ class StepCost:
     collectives: tuple[Collective, ...] | None = None
     undivided: int = 0
     per_replica: bool = False
+    on_host: int = 0
 
     @property
     def held(self) -> int:
@@ -126,7 +129,8 @@ def cost_of_state(training: Training) -> StepCost:
         "gradients": grads,
     }
     held: dict[str, Any] = {name: bytes_per_device(jax.tree.leaves(tree)) for name, tree in parts.items()}
-    return StepCost(**held, devices=devices.size, device=devices.flat[0].device_kind)
+    on_host = bytes_of(x for x in jax.tree.leaves(state) if x.sharding.memory_kind == HOST)
+    return StepCost(**held, devices=devices.size, device=devices.flat[0].device_kind, on_host=on_host)
 
 
 def compiled_cost(training: Training, batch: Any) -> StepCost:

@@ -38,7 +38,7 @@ class Trainer(TrainerProperties):
     `max_time` or `fast_dev_run`.
 
     Args:
-        strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "simulate:8" or a
+        strategy: A name ("single", "ddp", "fsdp", "zero2", "zero1", "hsdp", "shard_map", "pmap", "replicas:8" or a
             registered one), a `Strategy`, or "auto" for the first that fits into memory, see `strategies.Auto`.
         devices: How many devices, or "auto" for all; `single` uses one. Absent ones are refused when a run begins.
         mesh: A `jax.sharding.Mesh`, whose axes keep their types, or the size of each axis by name, one -1 at most; None

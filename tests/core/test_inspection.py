@@ -106,7 +106,7 @@ def test_a_step_may_train_its_parameters_itself(caplog: pytest.LogCaptureFixture
     assert_same(model, by_hand)
 
 
-STRATEGIES = ("shard_map", "pmap", "simulate:4")
+STRATEGIES = ("shard_map", "pmap", "replicas:4")
 SIZES = (8, 8, 7, 3)
 
 
@@ -134,7 +134,7 @@ def make_batches(*sizes: int) -> list[dict[str, np.ndarray]]:
 
 
 def fit_replicas(module: Any, strategy: Any, *callbacks: jl.Callback, sizes: Any = SIZES) -> jl.Trainer:
-    devices = "auto" if str(strategy).startswith("simulate") else 1 if strategy == "single" else 4
+    devices = 1 if strategy == "single" else 4
     trainer = make_trainer(*callbacks, strategy=strategy, devices=devices)
     trainer.fit(module, make_batches(*sizes))
     return trainer
@@ -330,7 +330,7 @@ def test_a_sum_and_another_term_are_told_apart_under_batch_norm() -> None:
         fit_replicas(Normed(), "shard_map")
 
 
-SUMMED = [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Simulated, 1)]
+SUMMED = [(jl.strategies.ShardMapDDP, 1), (jl.strategies.PMap, 3), (jl.strategies.Replicas, 1)]
 
 
 @pytest.mark.parametrize(("cls", "accumulate"), thinned(SUMMED, SUMMED[1]))
@@ -412,7 +412,7 @@ def logging_step(m: Any, b: Any) -> jax.Array:
     return errors.mean()
 
 
-@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "simulate:4"))
+@pytest.mark.parametrize("strategy", thinned(STRATEGIES, "replicas:4"))
 def test_logged_values_that_replicas_may_change_are_named(strategy: str, caplog: pytest.LogCaptureFixture) -> None:
     fit_replicas(Line(logging_step), strategy, sizes=(8,))
     (message,) = [m for m in warnings_of(caplog) if "may differ" in m]

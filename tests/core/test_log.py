@@ -156,7 +156,7 @@ def masked_mean(batches: Any) -> float:
 
 
 REDUCED = [("single", 1), ("fsdp", 2), ("shard_map", 2), ("single", 2), ("pmap", 1)]
-REDUCED += [("ddp", 1), ("zero1", 2), ("simulate:8", 1)]
+REDUCED += [("ddp", 1), ("zero1", 2), ("replicas:8", 1)]
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), thinned(REDUCED, REDUCED[0], full=REDUCED[1:4]))
@@ -192,7 +192,7 @@ def test_the_mean_of_a_million_batches_is_exact(value: float) -> None:
     assert table.read(np.asarray(sums)) == pytest.approx([x, x * 10**6, x], rel=1e-7)
 
 
-INTEGERS = [("single", 1), ("fsdp", 1), ("shard_map", 2), ("single", 2), ("pmap", 1), ("simulate:8", 2), ("ddp", 2)]
+INTEGERS = [("single", 1), ("fsdp", 1), ("shard_map", 2), ("single", 2), ("pmap", 1), ("replicas:8", 2), ("ddp", 2)]
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), thinned(INTEGERS, ("single", 2), full=INTEGERS[1:3]))

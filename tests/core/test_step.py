@@ -26,7 +26,7 @@ from jaxlit.errors import NonFiniteError
 BAD = 2  # the batch that holds a NaN
 CASES = [(policy, size, "single") for policy in ("raise", "skip", "ignore") for size in (1, 2)]
 CASES += [("skip", 1, "ddp"), ("raise", 2, "fsdp"), ("skip", 1, "zero1"), ("raise", 2, "shard_map")]
-CASES += [("skip", 2, "pmap"), ("skip", 1, "simulate:8"), ("ignore", 1, "shard_map")]
+CASES += [("skip", 2, "pmap"), ("skip", 1, "replicas:8"), ("ignore", 1, "shard_map")]
 
 
 class Tracked(Linear):

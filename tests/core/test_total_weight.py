@@ -60,8 +60,8 @@ def of_16(rows: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 PIPELINE = jl.strategies.Pipeline(stages=2, microbatches=4)
 CASES: list[tuple[Any, int, dict[str, Any]]] = [
-    *((name, 16, {}) for name in ("single", "fsdp", "shard_map", "pmap", "simulate:8", PIPELINE)),
-    *((name, 8, {"accumulate_grad_batches": 2}) for name in ("single", "fsdp", "shard_map", "simulate:4", PIPELINE)),
+    *((name, 16, {}) for name in ("single", "fsdp", "shard_map", "pmap", "replicas:8", PIPELINE)),
+    *((name, 8, {"accumulate_grad_batches": 2}) for name in ("single", "fsdp", "shard_map", "replicas:4", PIPELINE)),
     *((name, 4, {"accumulate_grad_batches": 4}) for name in ("single", "ddp", "pmap")),
     *((name, 16, {"steps_per_execution": 3}) for name in ("single", "shard_map")),
     ("shard_map", 8, {"accumulate_grad_batches": 2, "steps_per_execution": 6}),
@@ -83,7 +83,7 @@ def test_parts_of_a_batch_count_by_their_total_weight(strategy: Any, size: int, 
     np.testing.assert_allclose(trainer.callback_metrics["loss_epoch"], epoch, rtol=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["shard_map", "pmap", "simulate:4"])
+@pytest.mark.parametrize("strategy", ["shard_map", "pmap", "replicas:4"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_replica_without_weight_counts_nothing(strategy: str, norm: bool) -> None:
     """Its loss is 0 / 0, or its part of a BatchNorm's statistics, which are those of all words that count."""

@@ -157,7 +157,7 @@ def test_it_refuses(arrays, batch_size, message):
     refuses(JaxlitError, lambda: jl.ArrayLoader(arrays, batch_size), message)
 
 
-LAYOUTS = [("single", 1), *itertools.product(("ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate"), (1, 3, 8))]
+LAYOUTS = [("single", 1), *itertools.product(("ddp", "fsdp", "zero1", "shard_map", "pmap", "replicas"), (1, 3, 8))]
 SIZES = [*itertools.product((1, 7, 63, 65, 1797), (8, 64))]  # rows, and those of a batch
 
 

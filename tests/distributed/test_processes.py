@@ -153,8 +153,9 @@ def meet():
     own = {"default_root_dir": Path(f"run{jax.process_index()}").absolute(), "logger": True}
     say("list", train_on(own_batches(26), **own))
     say("spanning", train_on(own_batches(26), strategy=jl.strategies.DDP(mesh={"copies": 2, "data": -1})))
+    say("replicas", train_on(own_batches(26), strategy="replicas:16"))
     say("files", sorted(x.name for x in own["default_root_dir"].rglob("[!.]*")))
-    for strategy in ("pmap", "single", "simulate:8"):
+    for strategy in ("pmap", "single"):
         say(strategy, error_of(lambda: make_trainer(strategy=strategy).strategy))  # noqa: B023
     say("devices", error_of(lambda: make_trainer(strategy="ddp", devices=4).strategy))
     make_trainer(strategy="ddp", **BARE).fit(Scale(), datamodule=Download())
@@ -349,8 +350,9 @@ def test_two_processes_train_on_their_own_rows(tmp_path):
         assert said["processes"] == [2, index, 8]
         check_against_numpy(said["list"], interleaved(26), ROWS)
         check_against_numpy(said["spanning"], interleaved(26), ROWS)
+        check_against_numpy(said["replicas"], interleaved(26), ROWS)
         assert said["files"] == (["metrics.csv"] if index == 0 else []), "only process 0 writes"
-        for strategy in ("pmap", "single", "simulate:8", "devices"):
+        for strategy in ("pmap", "single", "devices"):
             assert said[strategy].startswith("ArgumentError")
             assert ("2 processes" if strategy == "devices" else "there are 2") in said[strategy]
         assert said["prepared"] == "0", "one has downloaded while the other waited"

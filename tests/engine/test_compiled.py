@@ -94,7 +94,7 @@ def test_a_compiled_step_is_that_of_an_optax_loop(strategy) -> None:
         assert step.strategy.num_replicas == 8
 
 
-@pytest.mark.parametrize("strategy", thinned(("single", "fsdp", "pmap", "zero1", "simulate:8"), "single", "pmap"))
+@pytest.mark.parametrize("strategy", thinned(("single", "fsdp", "pmap", "zero1", "replicas:8"), "single", "pmap"))
 def test_the_module_of_a_state_is_a_copy(strategy) -> None:
     _, history = by_hand(make_line())
     state, step = compiled(strategy=strategy)

@@ -7,11 +7,11 @@ import pytest
 
 import jaxlit as jl
 
-STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "simulate:8")
+STRATEGIES = ("single", "ddp", "fsdp", "zero1", "shard_map", "pmap", "replicas:8")
 THREE = ("single", "fsdp", "shard_map")  # one of each kind: one device, global arrays, replicas
 FOUR = (*THREE, "pmap")  # which compiles replicas in its own way
 SEVERAL = STRATEGIES[1:]
-REPLICAS = ("shard_map", "pmap", "simulate:8")  # those that run a step once on each replica's rows
+REPLICAS = ("shard_map", "pmap", "replicas:8")  # those that run a step once on each replica's rows
 
 # For what looks at the terminal, counts files or writes, or takes thousands of steps.
 BARE: dict[str, Any] = dict.fromkeys(

@@ -115,7 +115,7 @@ def assert_close(got: Any, expected: Any) -> None:
 # Each strategy with each kind of window that its programs differ by.
 WINDOWS = [("single", 3, CLIP), ("fsdp", 3, CLIP), ("shard_map", 1, None), ("pmap", 1, CLIP)]
 MORE_WINDOWS = [("single", 1, None), ("ddp", 3, CLIP), ("fsdp", 1, None), ("zero1", 1, CLIP)]
-MORE_WINDOWS += [("shard_map", 3, CLIP), ("pmap", 3, None), ("simulate:8", 3, CLIP)]
+MORE_WINDOWS += [("shard_map", 3, CLIP), ("pmap", 3, None), ("replicas:8", 3, CLIP)]
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def test_estimated_stepping_batches_match_the_fit(arguments: dict[str, Any], ste
 
 
 # Not eagerly a per-replica body: operation by operation that takes half a minute even on one device.
-EAGER = [(name, False, True) for name in ("single", "fsdp", "simulate:2")] + [("single", True, True)]
+EAGER = [(name, False, True) for name in ("single", "fsdp", "replicas:2")] + [("single", True, True)]
 DEBUGGED = [*((name, True, False) for name in STRATEGIES), *EAGER]
 
 

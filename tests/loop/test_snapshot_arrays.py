@@ -83,11 +83,11 @@ PAIRS = [
 MORE = [
     (("pmap", 8), ("pmap", 4)),
     (("single", 1), ("fsdp", 8)),
-    (("pmap", 8), ("simulate:8", None)),
-    (("simulate:8", None), ("fsdp", 8)),
-    *[(("ddp", 8), now) for now in (("ddp", 4), ("simulate:8", None))],
+    (("pmap", 8), ("replicas:8", None)),
+    (("replicas:8", None), ("fsdp", 8)),
+    *[(("ddp", 8), now) for now in (("ddp", 4), ("replicas:8", None))],
     *[(("pmap", 8), ("shard_map", 8)), (("fsdp", 8), ("ddp", 8)), (("shard_map", 8), ("fsdp", 8))],
-    *[(("zero1", 8), ("simulate:8", None)), (("shard_map", 2), ("pmap", 8)), (("hsdp", 8), ("zero2", 8))],
+    *[(("zero1", 8), ("replicas:8", None)), (("shard_map", 2), ("pmap", 8)), (("hsdp", 8), ("zero2", 8))],
 ]
 
 
@@ -108,7 +108,7 @@ def test_every_number_is_the_same_under_another_strategy(was: Any, now: Any, fol
     assert seen.shardings == look(None, max_steps=0, **given).shardings
 
 
-WINDOWS = [("pmap", "fsdp"), ("single", "shard_map"), ("fsdp", "pmap"), ("simulate:8", "pmap")]
+WINDOWS = [("pmap", "fsdp"), ("single", "shard_map"), ("fsdp", "pmap"), ("replicas:8", "pmap")]
 
 
 @pytest.mark.parametrize(("was", "now"), thinned(WINDOWS, WINDOWS[0], full=WINDOWS[1:3]))

@@ -111,7 +111,7 @@ def clipped_by_hand(accumulate: int) -> list[dict[str, Any]]:
     return by_hand([jax.tree.map(lambda *x: np.concatenate(x), *window) for window in windows] * 2, clip=True)
 
 
-CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2), ("pmap", 1), ("simulate:8", 2)]
+CASES = [("single", 1), ("shard_map", 2), ("ddp", 2), ("fsdp", 1), ("zero1", 2), ("pmap", 1), ("replicas:8", 2)]
 
 
 @pytest.mark.parametrize(

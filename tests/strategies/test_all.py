@@ -169,7 +169,7 @@ def line_by_hand(windows: list[list[Any]], most: float) -> tuple[dict[str, np.nd
 
 @pytest.mark.parametrize(
     "strategy",
-    thinned([*STRATEGIES, "zero2", "hsdp"], "shard_map", "simulate:8", full=["single", "zero2", "hsdp", "pmap"]),
+    thinned([*STRATEGIES, "zero2", "hsdp"], "shard_map", "replicas:8", full=["single", "zero2", "hsdp", "pmap"]),
 )
 def test_windows_are_clipped_steps_on_all_their_rows(strategy: str) -> None:
     data, rows = sized(*WINDOWED, features=8), Rows()

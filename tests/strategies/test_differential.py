@@ -31,7 +31,7 @@ def check(case: Case) -> None:
         a_sum = case.per_replica and case.loss == "sum" and not case.loss_reduction and case.divides
         assert not a_sum, "a sum over rows was not refused"
         assert_same(by_hand.drawn(), record.drawn(), 0.0)
-        by_hand = trainer_run.train(replace(case, strategy="shard_map" if case.strategy == "simulate" else "simulate"))
+        by_hand = trainer_run.train(replace(case, strategy="shard_map" if case.strategy == "replicas" else "replicas"))
     assert_same(by_hand, record, {"32-true": 1e-5, "bf16-mixed": 2e-2}[case.precision])
 
 
@@ -45,7 +45,7 @@ CASES = (
     Case(parts=("dropout",), sizes=(8,), epochs=2, strategy="pmap", devices=2),
     Case(parts=("eval_norm", "copied"), optimizer="adamw"),
     Case(parts=("weight_norm", "soft_target"), wrt="online", strategy="fsdp", devices=2),
-    Case(parts=("average",), loss="sum", loss_reduction="sum", sizes=(8,), strategy="simulate", devices=2),
+    Case(parts=("average",), loss="sum", loss_reduction="sum", sizes=(8,), strategy="replicas", devices=2),
     Case(parts=("gru", "own_hard_target"), sizes=(8,), strategy="shard_map", devices=2),
 )
 

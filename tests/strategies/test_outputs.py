@@ -16,7 +16,7 @@ from jaxlit.errors import ModuleError
 
 @pytest.mark.parametrize(
     ("strategy", "verb"),
-    thinned([("shard_map", "fit"), ("pmap", "validate"), ("simulate:8", "fit")], ("shard_map", "fit")),
+    thinned([("shard_map", "fit"), ("pmap", "validate"), ("replicas:8", "fit")], ("shard_map", "fit")),
 )
 def test_an_output_stays_averaged_for_later_batches(strategy: str, verb: str) -> None:
     # 10 values; the second batch has 80 rows and so 10 a replica, the third has 10 in all.
@@ -29,7 +29,7 @@ def test_an_output_stays_averaged_for_later_batches(strategy: str, verb: str) ->
 
 @pytest.mark.parametrize(
     ("strategy", "rows", "verb"),
-    [("ddp", 16, "fit"), ("simulate:8", 16, "fit"), ("shard_map", 23, "validate"), ("pmap", 23, "predict")],
+    [("ddp", 16, "fit"), ("replicas:8", 16, "fit"), ("shard_map", 23, "validate"), ("pmap", 23, "predict")],
 )
 def test_a_count_is_that_of_the_whole_batch(strategy: str, rows: int, verb: str) -> None:
     batches, count = make_batches(rows), lambda module, batch: {"correct": (batch["x"][:, 0] > 0).sum()}
@@ -65,7 +65,7 @@ def test_confusion_matrices_add_up_to_that_of_all_rows(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "rows", "verb"),
-    [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("simulate:8", 16, "validate"), ("pmap", 23, "predict")],
+    [("shard_map", 16, "fit"), ("pmap", 23, "fit"), ("replicas:8", 16, "validate"), ("pmap", 23, "predict")],
 )
 def test_an_int_that_differs_by_replica_is_refused(strategy: str, rows: int, verb: str) -> None:
     module = returning(lambda m, batch: {"largest": batch["x"][:, 0].argmax()})

@@ -116,7 +116,7 @@ def test_batchnorm_statistics_are_those_of_all_rows(strategy: str) -> None:
     [
         jl.strategies.ShardMapDDP(sync_batchnorm=False),
         jl.strategies.PMap(sync_batchnorm=False),
-        jl.strategies.Simulated(8, sync_batchnorm=False),
+        jl.strategies.Replicas(8, sync_batchnorm=False),
     ],
     ids=REPLICAS,
 )
@@ -158,7 +158,7 @@ def test_a_batch_spec_of_a_replica_strategy_is_refused() -> None:
         type("Own", (jl.strategies.ShardMapDDP,), {"batch_spec": lambda self, x: None})().setup()
 
 
-@pytest.mark.parametrize("strategy", thinned(["single", "pmap", "simulate:8"], "pmap"))
+@pytest.mark.parametrize("strategy", thinned(["single", "pmap", "replicas:8"], "pmap"))
 def test_stacked_dropouts_are_evaluated_without_dropping(strategy: str) -> None:
     for result in outputs_of("validate", Stacked(rngs=nnx.Rngs(0)), make_batches(16, 5), strategy):
         np.testing.assert_array_equal(result["masks"], 1.0)
@@ -194,11 +194,3 @@ def test_dropout_under_remat_or_jit_drops_the_same(strategy: str) -> None:
     np.testing.assert_allclose(weights[nnx.jit], weights[plainly], rtol=1e-6, atol=1e-6)
     make_trainer(strategy=strategy).fit(whole := Line(), batches)
     assert np.abs(weights[plainly] - whole.w[...]).max() > 1e-3  # it has dropped
-
-
-@pytest.mark.parametrize(
-    ("strategy", "devices", "count"), [("simulate:4", "auto", 4), ("simulate", 3, 3), ("simulate:3", 3, 3)]
-)
-def test_as_many_replicas_are_simulated_as_were_asked_for(strategy: str, devices: Any, count: int) -> None:
-    made = make_trainer(strategy=strategy, devices=devices).strategy
-    assert (made.num_replicas, made.mesh.size) == (count, 1)

@@ -244,7 +244,7 @@ def test_a_mesh_is_taken_by_its_axes_or_as_it_is(strategy: Any, mesh: Any, descr
     [
         (ArgumentError, "single", {"data": 1}, "SingleDevice builds its own mesh.*'ddp', 'fsdp' or 'shard_map'"),
         (ArgumentError, "pmap", {"data": 8}, "PMap builds its own mesh"),
-        (ArgumentError, "simulate:4", {"data": 8}, "Simulated builds its own mesh"),
+        (ArgumentError, "replicas:4", {"data": 8}, "Replicas builds its own mesh"),
         (ArgumentError, TensorParallel(tp=2, data=4), {"tp": 8}, "TensorParallel has a mesh of its own already"),
         (ArgumentError, "fsdp", {"rows": 4, "model": 2}, r"FSDP\(mesh=\.\.\.\).*'batch' or 'fsdp'.*'rows', 'model'"),
         (ArgumentTypeError, "ddp", 8, r"DDP\(mesh=\.\.\.\) takes a jax\.sharding\.Mesh or the sizes"),

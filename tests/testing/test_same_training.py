@@ -107,7 +107,7 @@ WRONG = [
     ([forgetful(jl.strategies.ShardMapDDP)], "grads", f"{FIRST}single on auto and wrong on 2"),
     ([Miscounting()], "params", r"params counts: single on auto has \[.*\], wrong on 2 has"),
     ([forgetful(jl.strategies.PMap)], "grads", f"{FIRST}single on auto and wrong on 2"),
-    ([forgetful(jl.strategies.Simulated)], "grads", f"{FIRST}single on auto and wrong on 2"),
+    ([forgetful(jl.strategies.Replicas)], "grads", f"{FIRST}single on auto and wrong on 2"),
 ]
 
 
@@ -142,7 +142,7 @@ def test_a_reference_loop_is_compared_on_a_tail_too():
 @pytest.mark.full
 def test_random_models_are_compared_with_a_kin_strategy():
     wrong = forgetful(jl.strategies.ShardMapDDP)  # the right one before it is passed over
-    with pytest.raises(AssertionError, match=f"{FIRST}Simulated on 2 and wrong on 2"):
+    with pytest.raises(AssertionError, match=f"{FIRST}Replicas on 2 and wrong on 2"):
         compare("shard_map", wrong, module=Random, steps=1, compare=("grads",))
 
 

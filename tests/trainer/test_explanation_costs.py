@@ -94,7 +94,7 @@ def test_programs_have_flops_memory_and_collectives(strategy, accumulate) -> Non
     assert train.memory.arguments == state + 4 * ROWS * INSIDE // devices
     assert train.memory.aliased == state
     for cost in (train, *([micro] if micro else [])):
-        each = strategy in SEVERAL and strategy not in ("shard_map", "pmap", "simulate:8")
+        each = strategy in SEVERAL and strategy not in ("shard_map", "pmap", "replicas:8")
         # The gradients, and a few numbers: the loss, whether all is finite, how many rows.
         reduces = each or (cost is train and strategy in ("shard_map", "pmap"))
         assert sent(cost, "all-reduce") - KERNEL * reduces in range(16)

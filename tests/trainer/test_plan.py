@@ -284,9 +284,9 @@ def test_the_mesh_of_the_trainer_is_planned(strategy: str) -> None:
 
 @pytest.mark.full
 def test_devices_are_those_of_the_trainer_unless_asked() -> None:
-    asked = {"single": {}, "ddp": {"devices": 2}, "simulate:4": {}}
+    asked = {"single": {}, "ddp": {"devices": 2}, "replicas:4": {}}
     plans = [planner(strategy=name, **given).plan(jl.lazy(Two), batches()) for name, given in asked.items()]
-    assert [plan.plans[0].devices for plan in plans] == [1, 2, 1]
+    assert [plan.plans[0].devices for plan in plans] == [1, 2, 4]
     with pytest.raises(ArgumentError, match="number of devices is fixed"):
         planner(strategy="ddp", mesh={"data": 8}).plan(jl.lazy(Two), batches(), devices=4)
 
@@ -394,12 +394,12 @@ def test_rows_that_do_not_divide_are_noted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "module"),
-    [("simulate:8", Two), pytest.param(Pipeline(stages=2, microbatches=4), Marked, marks=pytest.mark.full)],
-    ids=["simulate", "pipeline"],
+    ("strategy", "module", "devices"),
+    [("replicas:8", Two, 1), pytest.param(Pipeline(stages=2, microbatches=4), Marked, 8, marks=pytest.mark.full)],
+    ids=["replicas", "pipeline"],
 )
-def test_nothing_is_noted_where_devices_share_no_batch(strategy: Any, module: Any) -> None:
-    row = planned(planner(), strategy, jl.lazy(module), devices=8, batch_size=13)
+def test_nothing_is_noted_where_devices_share_no_batch(strategy: Any, module: Any, devices: int) -> None:
+    row = planned(planner(), strategy, jl.lazy(module), devices=devices, batch_size=13)
     assert row.note == ""
     assert row.batch_size == 13
 

@@ -264,8 +264,8 @@ def test_what_is_recommended_fits_with_its_window(effective: int | None) -> None
 
 
 @pytest.mark.full
-def test_simulated_replicas_are_scaled() -> None:
-    found = jl.scale_batch_size(planner("simulate:4"), jl.lazy(Counts), DATA, memory_bytes=200_000)
+def test_replicas_are_scaled() -> None:
+    found = jl.scale_batch_size(planner("replicas:4"), jl.lazy(Counts), DATA, memory_bytes=200_000)
     assert found.memory <= 200_000
     assert found.batch_size % 4 == 0
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, fields
 
-GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "simulate")
+GLOBAL, PER_REPLICA = ("single", "ddp", "fsdp", "zero1"), ("shard_map", "pmap", "replicas")
 STRATEGIES = GLOBAL + PER_REPLICA
 
 LAYERS = ("linear", "norm", "masked_norm", "attention", "gru", "scan", "scan_remat", "tied", "embed", "lora")
@@ -46,7 +46,7 @@ class Case:
     cut: int = 0  # optimizer steps after which training ends and a new Trainer continues; 0 for none
     resume_on: str = ""  # the strategy that continues; empty for the same
     strategy: str = "single"
-    devices: int = 1  # or replicas of "simulate"
+    devices: int = 1  # or replicas of "replicas"
     loss_reduction: str = ""  # what a per-replica strategy is told of the loss: or "sum"
 
     def __repr__(self) -> str:

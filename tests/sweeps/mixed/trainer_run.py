@@ -133,8 +133,8 @@ def _layout(case: Case, strategy: str) -> dict[str, Any]:
     """Return the Trainer's strategy and devices; what is small is split as well."""
     kinds = jl.strategies
     told = {"loss_reduction": case.loss_reduction} if case.loss_reduction and strategy in PER_REPLICA else {}
-    if strategy == "simulate":
-        return {"strategy": kinds.Simulated(case.devices, **told)}
+    if strategy == "replicas":
+        return {"strategy": kinds.Replicas(case.devices, **told)}
     if strategy == "single":
         return {"strategy": "single", "devices": 1}
     replicas = {"shard_map": kinds.ShardMapDDP, "pmap": kinds.PMap}.get(strategy)
