@@ -107,6 +107,20 @@ def test_records_reaches_95_percent(strategy: str, run: Any) -> None:
 
 
 @pytest.mark.full
+def test_replicas_have_the_same_bits_on_any_devices(called: Any) -> None:
+    _, hashes = called("same_bits.py")
+    assert len({*hashes.pop("ddp")}) == 4
+    assert len({x for each in hashes.values() for x in each}) == 1 and len(hashes) == 3
+
+
+@pytest.mark.full
+def test_a_run_is_followed_from_another_process(load: Any, tmp_path: Path) -> None:
+    rows = load("follow.py", as_name="example")["main"](tmp_path)
+    assert [row["step"] for row in rows] == [22 * k for k in range(1, 9)]
+    assert max(row["val/accuracy"] for row in rows) >= 0.9
+
+
+@pytest.mark.full
 def test_the_custom_strategy_trains_like_a_single_device(run: Any) -> None:
     out = run("custom_strategy.py")
     assert "TensorParallel on mesh data=4 x tp=2" in out

@@ -17,19 +17,25 @@ _logger = logging.getLogger("jaxlit")
 
 
 def follow(
-    trainer: "Trainer", run: Place, given: dict[str, Any], monitor: str | None, mode: str, every: float
+    trainer: "Trainer",
+    run: Place,
+    given: dict[str, Any],
+    monitor: str | None,
+    mode: str,
+    every: float,
+    timeout: float | None,
 ) -> list[dict[str, float]]:
     """Return the rows of the checkpoints that were there to be validated; `given` are the arguments of `validate`."""
     rows, seen, best = list[dict[str, float]](), set[tuple[str, float]](), None
+    since = time.monotonic()  # nothing new was there
     say(f"follow: {run}, until its training has ended")
     while True:
-        folder = files.checkpoints_in(run)
+        folder, is_late = files.checkpoints_in(run), timeout is not None and time.monotonic() - since > timeout
         has_ended = read_claim(folder).get("ended", False)  # before the list, which is then all
         found = [(path.name, files.order_of(path)) for path in reversed(files.candidates(folder))]
-        has_ended, found = team().agree("the run that is followed", [has_ended, found])[0]
-        for name, order in found:
-            if (name, order) in seen:
-                continue
+        has_ended, is_late, found = team().agree("the run that is followed", [has_ended, is_late, found])[0]
+        new = [(name, order) for name, order in found if (name, order) not in seen]
+        for name, order in new:
             seen.add((name, order))
             path = folder / name
             try:
@@ -49,9 +55,12 @@ def follow(
                 continue
             rows.append(row)
         if has_ended:
-            break
+            return rows
+        if is_late and not new:
+            _logger.warning("follow: %s has not ended, and had no new checkpoint for %s seconds.", run, timeout)
+            return rows
+        since = time.monotonic() if new else since
         time.sleep(every)
-    return rows
 
 
 def _score(row: dict[str, float], monitor: str) -> float:

@@ -258,6 +258,7 @@ class Trainer(TrainerProperties):
         monitor: str | None = None,
         mode: Literal["min", "max"] = "min",
         every: float = 10.0,
+        timeout: float | None = None,
     ) -> list[dict[str, float]]:
         """Validate each new checkpoint of a run that trains in another process, until that has ended.
 
@@ -274,6 +275,7 @@ class Trainer(TrainerProperties):
                 None for no copy.
             mode: Whether "min" or "max" of it is best.
             every: Seconds between looks for a new checkpoint.
+            timeout: Seconds without a new one after which it gives up with a warning; None to wait for ever.
 
         Returns:
             The metrics of each checkpoint, with its "step".
@@ -292,8 +294,10 @@ class Trainer(TrainerProperties):
 
         owner, given = "Trainer.follow", {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
         check.number("every", every, low=0, owner=owner)
+        if timeout is not None:
+            check.number("timeout", timeout, low=0, owner=owner)
         check.one_of("mode", mode, ("min", "max"), owner=owner)
-        return follow(self, place_of(check.url("run", run, owner=owner)), given, monitor, mode, every)
+        return follow(self, place_of(check.url("run", run, owner=owner)), given, monitor, mode, every, timeout)
 
     @takes_only_its_arguments("Trainer.test")
     def test(

@@ -1,6 +1,7 @@
 """`trainer.follow` validates the checkpoints of a run that trains in another process."""
 
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -94,6 +95,23 @@ def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest
     rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1))
     assert [row["step"] for row in rows] == [1, 3]
     assert "step_00000002 was deleted before it was validated" in caplog.text
+
+
+def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    stop = hooks(on_train_epoch_start=lambda trainer, _: 1 / (2 - trainer.current_epoch))
+    with pytest.raises(ZeroDivisionError):
+        fit(
+            Line(),
+            line_data(16),
+            None,
+            jl.callbacks.ModelCheckpoint(**EVERY),
+            stop,
+            max_epochs=9,
+            default_root_dir="run",
+        )
+    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), every=0.01, timeout=0.1)
+    assert [row["step"] for row in rows] == [4, 8]
+    assert re.search("run has not ended, and had no new checkpoint for 0.1 seconds", caplog.text)
 
 
 def test_what_does_not_fit_is_refused() -> None:
