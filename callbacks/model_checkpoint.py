@@ -98,7 +98,7 @@ class ModelCheckpoint(Callback):
         self.on_save_error = check.one_of("on_save_error", on_save_error, ("raise", "warn"), owner=owner)
         interval = train_time_interval
         self.train_time_interval = None if interval is None else check.duration("train_time_interval", interval, owner)
-        if save_top_k == 0 and not save_last:
+        if save_top_k == 0 and not (save_last or keep_every_n_steps):
             raise ArgumentError(f"{owner}(save_top_k=0, save_last=False) keeps nothing: set enable_checkpointing=False")
         self.dirpath = None if not dirpath else place_of(check.url("dirpath", dirpath, owner=owner))
         self.filename, self.monitor, self.mode = filename, monitor, mode
@@ -227,6 +227,11 @@ class ModelCheckpoint(Callback):
             self._save(trainer, epoch_over, due=due, forced=training_over)
             self._clock = time.monotonic()
 
+    def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
+        """Say that a training goes on; one with nothing left to do does not come here."""
+        if self._lock is not None:
+            self._lock.mark(ended=False)
+
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write the state at the error, if it is complete and all processes can write it together."""
         may_save = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
@@ -243,7 +248,7 @@ class ModelCheckpoint(Callback):
         """Wait for the last checkpoint, before other callbacks print its path; warn if none could be ranked."""
         self.finish(trainer)
         if self._lock is not None and not trainer.interrupted:
-            self._lock.end()
+            self._lock.mark(ended=True)
         if self._had_value == {False} and not trainer.interrupted:
             text = "ModelCheckpoint(monitor=%r) ranks no checkpoint that was due: it has no value of their steps. Give "
             text += "every_n_... and Trainer(val_check_interval=%s) values that meet."

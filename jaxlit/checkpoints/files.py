@@ -524,14 +524,16 @@ def remove(path: Place) -> None:
 
 def copy(path: Place, to: Place) -> None:
     """Copy a checkpoint, without a user's files, to a folder where it replaces another one once it is complete."""
-    names = files_of(path)
+    manifest, names = (path / MANIFEST).read_bytes(), files_of(path)
     for name in names:
         if isinstance(to, Path):
             (to / name).parent.mkdir(parents=True, exist_ok=True)
         with (path / name).open("rb") as source, (to / name).open("wb") as target:
             shutil.copyfileobj(source, target)
         places.fsync(to / name)
-    places.write(to / MANIFEST, (path / MANIFEST).read_bytes())
+    if (path / MANIFEST).read_bytes() != manifest:
+        raise CheckpointError(f"{path} was written again while it was copied.")
+    places.write(to / MANIFEST, manifest)
     kept = {name.partition("/")[0] for name in names}
     clear([x for x in to.iterdir() if x.name.startswith("data-") and x.name not in kept], places.remove)
 

@@ -258,10 +258,11 @@ class FolderLock:
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                self.noted["ended"] = read_claim(folder, of_run=of_run).get("ended", False)
                 file = self._path.open("a+")
                 self._file = file if self._locks(file) else file.close()
             if self._file is None:
-                self.note(**read_claim(folder, of_run=of_run) | {"ended": False})
+                self.note(**read_claim(folder, of_run=of_run))
         except CheckpointError:
             raise
         except Exception as error:  # of any class: each file system has its own
@@ -325,19 +326,18 @@ class FolderLock:
             claim = {**self.noted, "number": self.number, "holder": _holder()}
             write(self._path, json.dumps(claim).encode())
 
-    def end(self) -> None:
-        """Say to those that follow the training that it has ended, until another one begins there."""
+    def mark(self, *, ended: bool) -> None:
+        """Say to those that follow the training whether it has ended, which stays so until another one begins there."""
         with contextlib.suppress(Exception):  # of any class: each file system has its own
-            self.note(ended=True)
-            if self._file is not None:
-                self._file.truncate(0)
-                self._file.write(json.dumps(self.noted))
-                self._file.flush()
+            self.note(ended=ended)
 
     def close(self) -> None:
         """Release the folder."""
         if _held.pop(str(self._path), None) is not None and self._file is not None:
             with contextlib.suppress(OSError):
+                if self.noted.get("ended"):
+                    self._file.truncate(0)
+                    self._file.write(json.dumps({"ended": True}))
                 self._file.close()
 
 

@@ -1,10 +1,13 @@
 """What `Trainer.follow` does: each new checkpoint of a run that trains in another process is validated."""
 
 import logging
+import math
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.checkpoints import files
+from jaxlit.checkpoints.files import MANIFEST
 from jaxlit.checkpoints.places import Place, read_claim
 from jaxlit.distributed.team import team
 from jaxlit.errors import ArgumentError, CheckpointError
@@ -16,54 +19,76 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("jaxlit")
 
 
-def follow(
-    trainer: "Trainer",
-    run: Place,
-    given: dict[str, Any],
-    monitor: str | None,
-    mode: str,
-    every: float,
-    timeout: float | None,
-) -> list[dict[str, float]]:
-    """Return the rows of the checkpoints that were there to be validated; `given` are the arguments of `validate`."""
-    rows, seen, best = list[dict[str, float]](), set[tuple[str, float]](), None
-    since = time.monotonic()  # nothing new was there
-    say(f"follow: {run}, until its training has ended")
-    while True:
-        folder, is_late = files.checkpoints_in(run), timeout is not None and time.monotonic() - since > timeout
-        has_ended = read_claim(folder).get("ended", False)  # before the list, which is then all
-        found = [(path.name, files.order_of(path)) for path in reversed(files.candidates(folder))]
-        has_ended, is_late, found = team().agree("the run that is followed", [has_ended, is_late, found])[0]
-        new = [(name, order) for name, order in found if (name, order) not in seen]
-        for name, order in new:
-            seen.add((name, order))
-            path = folder / name
+@dataclass
+class Follower:
+    """Validates what a run saves, and keeps the best of it."""
+
+    trainer: "Trainer"
+    run: Place
+    given: dict[str, Any]  # the arguments of `validate`
+    monitor: str | None
+    mode: str
+    best: float = math.nan  # the score of the checkpoint in `<run>/best`
+
+    def follow(self, every: float, timeout: float | None) -> list[dict[str, float]]:
+        """Return the rows of the checkpoints that could be validated, once the training has ended."""
+        rows = list[dict[str, float]]()
+        seen = set[tuple[str, float]]()
+        since = time.monotonic()  # nothing new was there
+        say(f"follow: {self.run}, until its training has ended")
+        while True:
+            folder = files.checkpoints_in(self.run)
+            is_late = timeout is not None and time.monotonic() - since > timeout
+            has_ended = read_claim(folder).get("ended", False)  # before the list, which is then all
+            found = [(str(path), files.order_of(path)) for path in reversed(files.candidates(folder))]
+            if not (found or seen or rows):
+                say(f"follow: no checkpoint in {folder} yet", aside=True)
+            if not seen and self.monitor is not None and (self.run / "best" / MANIFEST).exists():
+                found.insert(0, (str(self.run / "best"), 0))  # of an earlier start: what it was copied from may be gone
+            state = team().agree("the run that is followed", [has_ended, is_late, found])[0]
+            has_ended, is_late, found = state
+            new = [(path, order) for path, order in found if (path, order) not in seen]
+            for path, order in new:
+                seen.add((path, order))
+                rows += self._validated(files.place_of(path))
+            if has_ended:
+                return rows
+            if is_late and not new:
+                _logger.warning("follow: %s has not ended, and had no new checkpoint for %s s.", self.run, timeout)
+                return rows
+            since = time.monotonic() if new else since
+            time.sleep(every)
+
+    def _validated(self, path: Place) -> list[dict[str, float]]:
+        """Return the row of a checkpoint, and keep it if it is the best; none if it is damaged, or deleted by now."""
+        try:
+            step = files.read_state(path)["global_step"]
+            results = self.trainer.validate(**self.given, ckpt_path=str(path))
+        except (CheckpointError, FileNotFoundError) as error:
             try:
-                step = files.read(path).state["global_step"]
-                results = trainer.validate(**given, ckpt_path=path)
-                given["model"] = trainer.module  # with its compiled step
-                row = {"step": step, **{name: x for result in results for name, x in result.items()}}
-                score = None if monitor is None else _score(row, monitor)
-                if score is not None and (best is None or (score > best if mode == "max" else score < best)):
-                    if trainer.is_global_zero:
-                        files.copy(path, run / "best")
-                    best = score
-            except (CheckpointError, FileNotFoundError) as error:
-                if files.order_of(path) >= 0:
-                    raise
-                _logger.warning("%s was deleted before it was validated: %s", path, error)
-                continue
-            rows.append(row)
-        if has_ended:
-            return rows
-        if is_late and not new:
-            _logger.warning("follow: %s has not ended, and had no new checkpoint for %s seconds.", run, timeout)
-            return rows
-        since = time.monotonic() if new else since
-        time.sleep(every)
+                files.verify(path)
+            except (CheckpointError, FileNotFoundError):
+                _logger.warning("%s is left out, as it was deleted or is damaged: %s", path, error)
+                return []
+            raise
+        self.given["model"] = self.trainer.module  # with its compiled step
+        row = {"step": step, **{name: x for result in results for name, x in result.items()}}
+        if self.monitor is not None:
+            if self.monitor not in row:
+                text = f"Trainer.follow(monitor={self.monitor!r}): validation_step logs {[*row][1:]}."
+                raise ArgumentError(text)
+            self._keep_best(path, row[self.monitor])
+        return [row]
 
-
-def _score(row: dict[str, float], monitor: str) -> float:
-    if monitor not in row:
-        raise ArgumentError(f"Trainer.follow(monitor={monitor!r}): validation_step logs {[*row][1:]}.")
-    return row[monitor]
+    def _keep_best(self, path: Place, score: float) -> None:
+        is_better = score > self.best if self.mode == "max" else score < self.best
+        if math.isnan(score) or not (is_better or math.isnan(self.best)):
+            return
+        kept = self.run / "best"
+        try:
+            if self.trainer.is_global_zero and path != kept:
+                files.copy(path, kept)
+        except (CheckpointError, FileNotFoundError) as error:
+            _logger.warning("%s is the best, and was deleted before it was copied: %s", path, error)
+            return
+        self.best = score

@@ -156,7 +156,7 @@ def resolve_checkpoint(
     """Return the checkpoint that a run begins with, verified; None to start again.
 
     `wanted` is "auto", "last", "best" or a path, None for nothing, `argument` where it was asked for, and `purpose` is
-    in the line that names it. The folders of the callbacks are where.
+    in the line that names it. The folders of the callbacks are searched.
     """
     if wanted is None:
         return None
@@ -173,7 +173,10 @@ def resolve_checkpoint(
         checkpoint, skipped = newest(*folders, progress=partial(_progress, purpose))
         if wanted == "best":
             asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
-            if asked is not None and asked.best_model_path:
+            followed = folder.home / "best"  # which `trainer.follow` keeps
+            if getattr(asked, "monitor", None) is None and (followed / MANIFEST).exists():
+                checkpoint = read(followed)
+            elif asked is not None and asked.best_model_path:
                 checkpoint = read(place_of(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)

@@ -16,6 +16,7 @@ from jaxlit.core.train_state import PrecisionName
 from jaxlit.data.loaders import DataModule
 from jaxlit.distributed.job import join_job
 from jaxlit.engine.creation import lazy
+from jaxlit.errors import ArgumentError
 from jaxlit.faces import no_such_name, takes_only_its_arguments
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import ClipAlgorithm, NanPolicy, Settings
@@ -290,14 +291,24 @@ class Trainer(TrainerProperties):
             ...     watcher = jl.Trainer(default_root_dir="validation")
             ...     return watcher.follow("runs/x", Line(), line_data(16), monitor="val/loss")
         """
-        from jaxlit.trainer.follow import follow
+        from jaxlit.trainer.follow import Follower
 
-        owner, given = "Trainer.follow", {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
+        owner = "Trainer.follow"
+        check.require(isinstance(run, (str, Path)) and str(run) != "", "run", run, "takes a folder", owner=owner)
+        is_name = monitor is None or (isinstance(monitor, str) and monitor != "")
+        check.require(is_name, "monitor", monitor, "takes the name of a logged metric or None", owner=owner)
+        check.one_of("mode", mode, ("min", "max"), owner=owner)
         check.number("every", every, low=0, owner=owner)
         if timeout is not None:
             check.number("timeout", timeout, low=0, owner=owner)
-        check.one_of("mode", mode, ("min", "max"), owner=owner)
-        return follow(self, place_of(check.url("run", run, owner=owner)), given, monitor, mode, every, timeout)
+        place = place_of(check.url("run", run, owner=owner))
+        if str(place_of(self.saver.root)) == str(place):
+            raise ArgumentError(
+                f"Trainer.follow(run={str(run)!r}) is this Trainer's default_root_dir too, where the training writes "
+                f"its rows. Pass another one, Trainer(default_root_dir={str(run) + '/validation'!r})."
+            )
+        given = {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
+        return Follower(self, place, given, monitor, mode).follow(every, timeout)
 
     @takes_only_its_arguments("Trainer.test")
     def test(

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from kit.batches import numbered
 from kit.journal import Rows, hooks
@@ -16,7 +18,7 @@ from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
-from jaxlit.errors import ArgumentError
+from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Line, line_data
 
 EVERY = {"save_top_k": -1, "every_n_epochs": 1}
@@ -77,10 +79,44 @@ def test_the_best_is_kept_whatever_training_deletes(
     assert [row["score"] for row in rows] == [*scores.values()]
     kept = make_trainer(logger=False)
     assert kept.validate(score, numbered(1), ckpt_path=f"{folder}/best") == [{"score": scores[best]}]
-    # A second look finds the same, and leaves no file of the copy before.
+    # A second look finds the same, and leaves no file of the copy before; also if the training has deleted it.
+    for name in ("MANIFEST.json", "data-*/*"):
+        for path in Path(folder, f"checkpoints/step_0000000{best}").glob(name):
+            path.unlink()
     make_trainer().follow(folder, score, numbered(1), monitor="score", mode=mode)
+    assert kept.validate(score, numbered(1), ckpt_path=f"{folder}/best") == [{"score": scores[best]}]
+    of_run = make_trainer(default_root_dir=folder, resume="auto", enable_checkpointing=True)
+    assert of_run.validate(score, numbered(1), ckpt_path="best") == [{"score": scores[best]}]
     if root == "run":
         assert len(list(Path(folder, "best").iterdir())) == 2
+
+
+def test_a_score_that_is_no_number_is_never_best() -> None:
+    scores = iter([np.nan, 3.0, 2.0, np.nan])
+    score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
+    set_score = lambda trainer, model: model.w.set_value(jnp.full(1, next(scores)))  # noqa: E731
+    given = {"max_epochs": 4, "default_root_dir": "run", "nan_policy": "ignore"}
+    saves = jl.callbacks.ModelCheckpoint(**EVERY)
+    fit(score, numbered(1), None, hooks(on_train_epoch_end=set_score), saves, **given)
+    make_trainer().follow("run", score, numbered(1), monitor="score")
+    assert make_trainer().validate(score, numbered(1), ckpt_path="run/best") == [{"score": 2.0}]
+
+
+@pytest.mark.parametrize("again", [2, 3])
+def test_a_run_that_has_ended_is_not_waited_for_though_it_was_started_again(again: int) -> None:
+    for epochs in (2, again):
+        fit(Line(), line_data(16), None, max_epochs=epochs, default_root_dir="run", resume="auto")
+    assert len(make_trainer(**BARE).follow("run", Line(), line_data(16), every=0.01)) >= 1
+
+
+def test_a_damaged_checkpoint_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
+    (path,) = Path("run/checkpoints/step_00000008").glob("data-*/0.safetensors")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss")
+    assert [row["step"] for row in rows] == [4, 12] and "step_00000008 is left out" in caplog.text
+    with pytest.raises(CheckpointError, match="do not fit|does not fit|has no"):
+        make_trainer(**BARE).follow("run", Mean(), numbered(1))
 
 
 def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,7 +130,7 @@ def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest
 
     rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1))
     assert [row["step"] for row in rows] == [1, 3]
-    assert "step_00000002 was deleted before it was validated" in caplog.text
+    assert "step_00000002 is left out, as it was deleted or is damaged" in caplog.text
 
 
 def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +147,7 @@ def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixtu
         )
     rows = make_trainer(**BARE).follow("run", Line(), line_data(16), every=0.01, timeout=0.1)
     assert [row["step"] for row in rows] == [4, 8]
-    assert re.search("run has not ended, and had no new checkpoint for 0.1 seconds", caplog.text)
+    assert re.search("run has not ended, and had no new checkpoint for 0.1 s", caplog.text)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -120,3 +156,7 @@ def test_what_does_not_fit_is_refused() -> None:
     refuses(ArgumentError, lambda: follow(monitor="loss"), r"monitor='loss'\): validation_step logs \['val/loss'\]")
     refuses(ArgumentError, lambda: follow(mode="least"), "mode.*'least'")
     refuses(ArgumentError, lambda: follow(every=-1), "every")
+    refuses(ArgumentError, lambda: follow(monitor=3), "monitor.*got 3")
+    refuses(ArgumentError, lambda: make_trainer().follow("", Line(), line_data(16)), "run=.*takes a folder")
+    of_run = make_trainer(default_root_dir="run", resume="auto")
+    refuses(ArgumentError, lambda: of_run.follow("run", Line(), line_data(16)), "default_root_dir='run/validation'")
