@@ -182,7 +182,10 @@ class Configured:
         for x in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
             value = vars(self).get(x.name)
             value = getattr(value, "given", value)  # rules
-            if isinstance(value, _PLAIN) and value != x.default and (value or x.default is not None):
+            if callable(value) and value is not x.default:
+                name = getattr(getattr(value, "func", value), "__qualname__", type(value).__name__)
+                texts.append(f"{x.name}={name.replace('.<locals>', '')}")
+            elif isinstance(value, _PLAIN) and value != x.default and (value or x.default is not None):
                 is_first = x.kind is x.POSITIONAL_OR_KEYWORD and x.default is x.empty
                 texts.append(_short.repr(value) if is_first else f"{x.name}={_short.repr(value)}")
         return f"{type(self).__name__}({', '.join(texts)})"

@@ -44,7 +44,8 @@ class Stacked(nnx.Module):
 
     def __init__(self, make: Callable[[nnx.Rngs], Any], count: int, *, rngs: nnx.Rngs) -> None:
         count = check.integer("count", count, low=1, owner="jl.Stacked")
-        self.layers = nnx.split_rngs(splits=count)(nnx.vmap(make, transform_metadata=_NO_AXIS, graph=True))(rngs)
+        make_all = nnx.vmap(make, transform_metadata=_NO_AXIS, graph=True, graph_updates=True)
+        self.layers = nnx.split_rngs(splits=count)(make_all)(rngs)
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last layer returns; the other arguments are the same for all layers."""

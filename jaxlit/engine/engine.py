@@ -183,12 +183,12 @@ class Engine:
         held = held_in(self.training.options.parts, epoch)
         self._use(replace(self.training, held=held), held != self.training.held)
 
-    def log_every(self, steps: int, *, after_row: bool) -> None:
-        """Begin the means since the last row every so many steps, and at once if no step was taken since."""
+    def log_every(self, steps: int, step: int, *, after_row: bool) -> None:
+        """From a step on begin the means since the last row every so many steps, and at once `after_row`."""
         training = self.training
         assert training is not None
         if steps != training.options.log_every:
-            options = replace(training.options, log_every=steps)
+            options = replace(training.options, log_every=steps, rows_after=step)
             sums, table = self.state.spec.index.sums, self.training_table
             self._use(replace(training, options=options), table.has_row_means)
             if table.has_row_means and after_row:

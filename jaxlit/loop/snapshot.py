@@ -54,6 +54,7 @@ def take(
         # The newest step's table, bit by bit: callbacks that read metrics after a resume see what they would have seen.
         "latest": None if run.results.latest is None else fetch(run.results.latest),
         "results": run.results.state_dict(),
+        "row": run.results.steps_at_row,
         # What hooks have logged since the last row of the step or the epoch; those before a first batch run again.
         "log": run.hooks.log.state_dict() if at.batch_idx or at.over else {"window": [], "epoch": []},
         # Without that of a callback that fails to return it and is disabled.
@@ -233,6 +234,7 @@ def load_run(run: Run, state: Mapping[str, Any]) -> None:
         run.results.latest = jnp.asarray(state["latest"].view())  # nothing else than an array has it
         run.results.show_steps(replace(run.engine.step_table, metrics=table))
     run.results.load_state_dict(state["results"])
+    run.results.steps_at_row = state.get("row", -1)
     run.hooks.log.load_state_dict(state["log"])
 
 

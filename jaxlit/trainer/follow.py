@@ -35,18 +35,16 @@ class Follower:
         rows = list[dict[str, float]]()
         seen = set[tuple[str, float]]()
         since = time.monotonic()  # nothing new was there
-        say(f"follow: {self.run}, until its training has ended")
+        is_there = "" if files.candidates(files.checkpoints_in(self.run)) else ", which has no checkpoint yet"
+        say(f"follow: {self.run}{is_there}, until its training has ended")
         while True:
             folder = files.checkpoints_in(self.run)
             is_late = timeout is not None and time.monotonic() - since > timeout
             has_ended = read_claim(folder).get("ended", False)  # before the list, which is then all
             found = [(str(path), files.order_of(path)) for path in reversed(files.candidates(folder))]
-            if not (found or seen or rows):
-                say(f"follow: no checkpoint in {folder} yet", aside=True)
             if not seen and self.monitor is not None and (self.run / "best" / MANIFEST).exists():
                 found.insert(0, (str(self.run / "best"), 0))  # of an earlier start: what it was copied from may be gone
-            state = team().agree("the run that is followed", [has_ended, is_late, found])[0]
-            has_ended, is_late, found = state
+            has_ended, is_late, found = team().agree("the run that is followed", [has_ended, is_late, found])[0]
             new = [(path, order) for path, order in found if (path, order) not in seen]
             for path, order in new:
                 seen.add((path, order))
@@ -75,8 +73,7 @@ class Follower:
         row = {"step": step, **{name: x for result in results for name, x in result.items()}}
         if self.monitor is not None:
             if self.monitor not in row:
-                text = f"Trainer.follow(monitor={self.monitor!r}): validation_step logs {[*row][1:]}."
-                raise ArgumentError(text)
+                raise ArgumentError(f"Trainer.follow(monitor={self.monitor!r}): validation_step logs {[*row][1:]}.")
             self._keep_best(path, row[self.monitor])
         return [row]
 

@@ -266,6 +266,15 @@ def row_means(*callbacks: Any, batches: Any = None, **given: Any) -> list[float]
     return rows.of("mean")
 
 
+@pytest.mark.parametrize(("at", "expected"), [(8, [9.5]), (6, [7.5, 10.5]), (4, [6.0, 10.5])])
+def test_a_resume_with_another_interval_continues_the_mean_of_a_row(at: int, expected: list[float]) -> None:
+    """Rows were every 3 steps, and are every 4: the first one has the steps since the last of the rows before."""
+    rows, save = Rows(), at_batch(at - 1, lambda t, m: t.save_checkpoint("kept"))
+    fit(module(mean_since_row), numbered(12), None, save, log_every_n_steps=3, **BARE)
+    fit(module(mean_since_row), numbered(12), None, rows, ckpt_path="kept", log_every_n_steps=4, **BARE)
+    assert rows.of("mean") == expected
+
+
 def test_a_step_that_is_left_out_after_a_row_is_in_no_mean() -> None:
     batches = numbered(9)
     batches[3]["x"][:] = np.nan
@@ -278,6 +287,7 @@ def test_a_step_that_is_left_out_after_a_row_is_in_no_mean() -> None:
         ("on_train_batch_end", 7, [2.0, 5.0, 7.5, 10.5]),  # of 1 to 3, 4 to 6, 7 and 8, 9 to 12
         ("on_train_batch_end", 6, [2.0, 6.0, 10.5]),  # step 6 has no row any more
         ("on_safe_point", 6, [2.0, 5.0, 7.5, 10.5]),  # it has one already
+        ("on_safe_point", 4, [2.0, 6.0, 10.5]),  # step 4 has none, though it would have by the new interval
     ],
 )
 @pytest.mark.parametrize("epochs", [1, 2])
