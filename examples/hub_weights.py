@@ -2,13 +2,11 @@
 
     pip install transformers torch; python examples/hub_weights.py
 
-Here transformers makes small models with random weights. For the hub's, the folder is the name of a repository,
-"hf://Qwen/Qwen3-0.6B", of which only the bytes that are needed are read. It simulates eight devices on a CPU.
+Here transformers makes small models with random weights. For the hub's, the config is of "Qwen/Qwen3-0.6B", and the
+weights are of "hf://Qwen/Qwen3-0.6B", of which only the bytes that are needed are read. It simulates eight devices.
 """
 
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -64,7 +62,7 @@ if __name__ == "__main__":
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], (8, 24))
     for name, given in MODELS.items():
         theirs = make(name, given, tokens)
-        config = json.loads(Path(name, "config.json").read_text())
+        config = transformers.AutoConfig.from_pretrained(name).to_dict()
         for title, strategy in STRATEGIES.items():
             ours = predict(name, config, tokens, strategy)
             print(

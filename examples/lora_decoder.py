@@ -7,13 +7,12 @@ original weights. Without an accelerator it simulates eight devices.
 """
 
 import argparse
-import json
-from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import qwix
+import transformers
 from decoders.decoder import Decoder
 from decoders.rules import rules_for
 from flax import nnx
@@ -52,7 +51,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     tokens = (np.arange(512)[:, None] + np.arange(24)) % 96  # each is the one before and one more
     make("qwen3", MODELS["qwen3"], tokens[:8])
-    config = json.loads(Path("qwen3", "config.json").read_text())
+    config = transformers.AutoConfig.from_pretrained("qwen3").to_dict()
     model = Tuned(config, rngs=nnx.Rngs(0))
     jl.load_weights(model, "qwen3", rules_for(config))
     base = jax.tree.map(np.asarray, arrays(model, nnx.Param))

@@ -62,7 +62,7 @@ def encode(x: Any) -> Any:
     if kind in (list, tuple):
         values = [encode(value) for value in x]
         return values if kind is list else _node("tuple", values)
-    if kind is P and P(*x) == x:
+    if kind is P and P(*x.partitions) == x:  # it is not, if it has unreduced axes
         return _node("partition", [encode(entry) for entry in x])
     if kind is dict:
         if _KIND not in x and all(isinstance(key, str) for key in x):

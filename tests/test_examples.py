@@ -304,6 +304,49 @@ def test_a_decoder_has_the_logits_of_transformers(package: str, run: Any) -> Non
     assert len([*Path("llama").glob("model-*-of-*.safetensors")]) > 1
 
 
+HUBS = {"head_dim": 16, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 96, "num_hidden_layers": 2}
+HUBS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8, "hidden_act": "silu"}
+HUBS |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "sliding_window": 4}  # as files of transformers 4 have them
+REFUSED = [
+    ({"model_type": "mistral"}, "takes model_type llama, qwen3, gemma2, gemma3_text, and the config has mistral"),
+    ({"hidden_act": "mish"}, "takes hidden_act silu, relu, gelu_pytorch_tanh, gelu, and the config has mish"),
+    ({"use_bidirectional_attention": True}, "takes use_bidirectional_attention False, and the config has True"),
+    ({"model_type": "gemma2"}, "lacks layer_types: pass transformers.AutoConfig"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "has plain rotary embeddings"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_a_decoder_refuses_what_it_does_not_compute(change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from decoders.decoder import Decoder
+
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = HUBS | rope | {"model_type": "llama", "tie_word_embeddings": True}
+    assert Decoder(config, rngs=nnx.Rngs(0))(jnp.zeros((1, 20), int)).shape == (1, 20, 96)
+    with pytest.raises(ValueError, match=words):
+        Decoder(config | change, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch and transformers
+@pytest.mark.parametrize("package", needing("transformers"))
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_decoder_takes_the_config_of_a_hub(package: str, activation: str, kind: str, load: Any) -> None:
+    example = load("hub_weights.py", as_name="example")
+    transformers, tokens = example["transformers"], np.arange(24)[None] * 5 % 96  # more than max_position_embeddings
+    Path("old").mkdir()
+    key = "hidden_activation" if kind == "gemma2" else "hidden_act"
+    given = HUBS | {"model_type": kind, key: activation, "initializer_range": 0.2}
+    Path("old/config.json").write_text(json.dumps(given))
+    config = transformers.AutoConfig.from_pretrained("old")
+    theirs = example["make"]("new", config, tokens)
+    ours = example["predict"]("new", config.to_dict(), tokens, "single")
+    assert np.abs(theirs).max() > 1
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch, transformers and qwix
 @pytest.mark.parametrize("package", needing("transformers"))

@@ -1,4 +1,4 @@
-"""A decoder of the families of Llama, Qwen3 and Gemma, by the config.json of a repository.
+"""A decoder of the families of Llama, Qwen3 and Gemma, by a config of transformers.
 
 Shapes: B batch, T time, D width, N query heads, K heads of keys and values, G = N / K, H the size of a head.
 """
@@ -13,7 +13,27 @@ from flax import nnx
 
 import jaxlit as jl
 
-Config = dict[str, Any]
+Config = dict[str, Any]  # transformers.AutoConfig.from_pretrained(name).to_dict()
+KINDS = ("llama", "qwen3", "gemma2", "gemma3_text")
+ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_pytorch_tanh": jax.nn.gelu}
+ACTIVATIONS["gelu"] = partial(jax.nn.gelu, approximate=False)
+
+
+def checked(config: Config) -> Config:
+    """Return a config; refuse one that this decoder does not compute."""
+    kind, is_bidirectional = config.get("model_type"), bool(config.get("use_bidirectional_attention"))
+    rules = [("model_type", kind, KINDS), ("hidden_act", activation_of(config), ACTIVATIONS)]
+    for name, given, known in [*rules, ("use_bidirectional_attention", is_bidirectional, [False])]:
+        if given not in known:
+            raise ValueError(f"This decoder takes {name} {', '.join(map(str, known))}, and the config has {given}.")
+    needed = {"head_dim", "rope_parameters", "tie_word_embeddings", *(["layer_types"] if kind != "llama" else [])}
+    if lacking := ", ".join(sorted(needed - config.keys())):
+        raise ValueError(f"The config lacks {lacking}: pass transformers.AutoConfig.from_pretrained(name).to_dict().")
+    return config
+
+
+def activation_of(config: Config) -> str | None:
+    return config.get("hidden_activation") or config.get("hidden_act")  # the first is Gemma's
 
 
 class Norm(nnx.Module):
@@ -45,10 +65,9 @@ class Attention(nnx.Module):
     """Causal attention of groups of queries, in Gemma's layers of one kind to the last tokens only."""
 
     def __init__(self, config: Config, layer: int, *, rngs: nnx.Rngs) -> None:
-        is_local = config.get("layer_types", {layer: ""})[layer] == "sliding_attention"
-        self.window = config["sliding_window"] if is_local else config["max_position_embeddings"]
-        rope = config["rope_parameters"]
-        rope = rope.get("sliding_attention" if is_local else "full_attention", rope)
+        kind = config["layer_types"][layer] if "layer_types" in config else "full_attention"
+        self.window = {"full_attention": jnp.inf, "sliding_attention": config.get("sliding_window")}[kind]
+        rope = config["rope_parameters"].get(kind, config["rope_parameters"])
         if rope["rope_type"] != "default":
             raise ValueError(f"This decoder has plain rotary embeddings, and the config has {rope}.")
         self.rotate = partial(rotate, base=rope["rope_theta"])
@@ -93,7 +112,7 @@ class Layer(nnx.Module):
         self.attention = Attention(config, layer, rngs=rngs)
         self.gate, self.up, self.down = linear(D, F), linear(D, F), linear(F, D)
         is_gemma = config["model_type"].startswith("gemma")
-        self.activation = partial(jax.nn.gelu, approximate=True) if is_gemma else jax.nn.silu
+        self.activation = ACTIVATIONS[activation_of(config)]
         self.before_attention, self.before_mlp = Norm(D, config), Norm(D, config)
         self.after_attention, self.after_mlp = (Norm(D, config) if is_gemma else lambda x: x for _ in range(2))
 
@@ -107,7 +126,7 @@ class Decoder(jl.TrainModule):
     """From tokens (B, T) int32 to logits (B, T, vocabulary)."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
-        D, V = config["hidden_size"], config["vocab_size"]
+        D, V = checked(config)["hidden_size"], config["vocab_size"]
         self.embed = nnx.Embed(V, D, rngs=rngs)
         self.scale = D**0.5 if config["model_type"].startswith("gemma") else 1.0
         self.layers = nnx.List([Layer(config, i, rngs=rngs) for i in range(config["num_hidden_layers"])])

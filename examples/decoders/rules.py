@@ -1,6 +1,7 @@
 """Rules for `jl.load_weights`: from the names and layout of the hub to those of `Decoder`, by the type of the model."""
 
 import jaxlit as jl
+from decoders.decoder import checked
 
 LAYER = r"model\.layers\.(\d+)\."
 LLAMA = {
@@ -22,6 +23,7 @@ RULES = {"llama": LLAMA, "qwen3": QWEN3, "gemma2": GEMMA2, "gemma3_text": GEMMA3
 
 
 def rules_for(config: dict) -> dict[str, str | jl.WeightRule | None]:
-    """Return the rules for the weights of a config.json; a file may have the embedding as the head again."""
+    """Return the rules for the weights of a config; a file may have the embedding as the head again."""
+    config = checked(config)
     head = None if config["tie_word_embeddings"] else jl.WeightRule("head.kernel", transpose=True)
     return RULES[config["model_type"]] | {r"lm_head\.weight": head}

@@ -24,7 +24,7 @@ from jaxlit.texts import count, is_key, listed, shown
 from jaxlit.variables import is_array, leaves_of
 from jaxlit.version import __version__
 from jaxlit.weights.sources import dotted, read_arrays, write_safetensors
-from jaxlit.weights.weight_rules import Assigned, Ranged, WeightRule, assign
+from jaxlit.weights.weight_rules import Assigned, Ranged, WeightRule, assign, in_files
 
 _logger = logging.getLogger("jaxlit")
 
@@ -77,6 +77,7 @@ def load_weights(
             match by name and shape, and warn about the others.
         missing: Regular expressions of leaves that keep their values where the source has nothing for them, or an array
             of another shape: `missing=r"head\..*"` loads everything but a new head, and refuses all other differences.
+            Rules for these leaves may match no name.
 
     Returns:
         Which arrays were loaded and which were not.
@@ -97,9 +98,8 @@ def load_weights(
         needed |= {*assigned.arrays}
         arrays = {name: weight.array for name, weight in weights.items() if name in needed}
         report = _compare(arrays, assigned)
-        missing = [missing] if isinstance(missing, str) else list(missing or ())
         kept = _matched(missing, arrays, type(module).__name__)
-        assigned.idle[:] = [x for x in assigned.idle if not _is_optional((rename or {})[x], missing)]
+        assigned.idle[:] = [x for x in assigned.idle if not _is_optional((rename or {})[x], arrays, kept, assigned)]
         _check(report, assigned, arrays, type(module).__name__, source, strict, kept)
     loaded = [weights[name] for name, _, _ in report.taken]
     with error_of_all("reading weights", timeout=LONG_S):
@@ -157,13 +157,16 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
                 pass
 
 
-def _matched(patterns: Sequence[str], names: Collection[str], owner: str) -> set[str]:
+def _matched(missing: Any, names: Collection[str], owner: str) -> set[str]:
     """Return the names that a regular expression matches entirely; refuse one that matches none."""
+    patterns = [missing] if isinstance(missing, str) else missing
+    if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ArgumentTypeError(f"load_weights(missing=...) takes regular expressions, got {shown(missing)}.")
     result = set()
     for pattern in patterns:
         try:
             found = {name for name in names if re.fullmatch(pattern, name)}
-        except (re.error, TypeError) as error:
+        except re.error as error:
             raise ArgumentError(
                 f"load_weights(missing=...) takes regular expressions, got {pattern!r}: {error}."
             ) from None
@@ -173,11 +176,13 @@ def _matched(patterns: Sequence[str], names: Collection[str], owner: str) -> set
     return result
 
 
-def _is_optional(rule: Any, missing: Sequence[str]) -> bool:
-    """Return whether all leaves of a rule may be missing, whatever its groups are."""
+def _is_optional(rule: Any, names: Collection[str], kept: set[str], assigned: Assigned) -> bool:
+    """Return whether each leaf of a rule, whatever its groups are, may be missing, or has an array by another rule."""
     to = rule.to if isinstance(rule, WeightRule) else rule
-    leaves = [re.sub(r"\\(\d+|g<\w+>)", "0", leaf) for leaf in ([to] if isinstance(to, str) else to)]
-    return all(any(re.fullmatch(pattern, leaf) for pattern in missing) for leaf in leaves)
+    parts = [re.split(r"\\(?:\d+|g<\w+>)", in_files(leaf)) for leaf in ([to] if isinstance(to, str) else to)]
+    patterns = [".+".join(map(re.escape, texts)) for texts in parts]
+    found = [{name for name in names if re.fullmatch(pattern, name)} for pattern in patterns]
+    return all(leaves & kept and leaves <= kept | assigned.arrays.keys() for leaves in found)
 
 
 def _compare(arrays: Mapping[str, Any], assigned: Assigned) -> LoadedWeights:

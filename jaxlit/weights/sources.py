@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
+from jaxlit.checkpoints.files import FOLDER, MANIFEST, step_of
 from jaxlit.checkpoints.places import Place, place_of, replacing, staging
 from jaxlit.checkpoints.safetensors import Spec, Stored, read_header, read_region, read_safetensors, write_arrays
 from jaxlit.distributed.team import fetch
@@ -24,11 +25,16 @@ from jaxlit.weights.weight_rules import Ranged
 
 _INDEX = ".safetensors.index.json"
 _SUFFIXES = (".safetensors", _INDEX, ".npz")
+_MODELS = ("model.safetensors", f"model{_INDEX}")  # of a folder, the first that is there, as in transformers
 
 
 def is_weights(path: Any) -> bool:
-    """Return whether a path has the suffix of a file of weights, or is a folder as the Hugging Face hub has it."""
-    return isinstance(path, (str, os.PathLike)) and _file_of(os.fspath(path)).endswith(_SUFFIXES)
+    """Return whether `init_from` is a file of weights, or a folder as the hub has it that is no run or checkpoint."""
+    if not isinstance(path, (str, os.PathLike)):
+        return False
+    inside = _inside(check.url("init_from", path, owner="Trainer.fit"))
+    is_run = any(place.name in (FOLDER, MANIFEST) or step_of(place) is not None for place in inside)
+    return os.fspath(path).endswith(_SUFFIXES) or (not is_run and any(place.name in _MODELS for place in inside))
 
 
 def dotted(path: Any) -> str:
@@ -46,7 +52,8 @@ def read_arrays(source: Any) -> dict[str, Any]:
         raise ArgumentTypeError(
             f"load_weights takes the path of a file, or a mapping of names to arrays, got {shown(source)}."
         )
-    source = _file_of(os.fspath(source))
+    inside = {place.name for place in _inside(check.url("source", source, owner="load_weights"))}
+    source = next((os.path.join(source, name) for name in _MODELS if name in inside), os.fspath(source))
     path = place_of(source) if check.is_url(source) else Path(source)
     if not path.exists():
         folder = "" if path == place_of(path) else f" in {Path.cwd()}"
@@ -67,7 +74,7 @@ def read_arrays(source: Any) -> dict[str, Any]:
 
 def fetched(url: Any) -> Path:
     """Return a file; that of a URL is fetched to this machine, unless it is there and has not changed."""
-    source = place_of(check.url("url", url, owner="fsspec"))
+    source = place_of(url)
     if isinstance(source, Path):
         return source if check.is_url(url) else Path(url)
     path = staging(str(url), "fetched")
@@ -84,14 +91,10 @@ def fetched(url: Any) -> Path:
     return path
 
 
-def _file_of(source: str) -> str:
-    """Return the file with the weights of a folder as the Hugging Face hub has it, or the source."""
-    is_folder = check.is_url(check.url("url", source, owner="fsspec")) or os.path.isdir(source)
-    if source.endswith(_SUFFIXES):
-        return source
-    names = [path.name for path in place_of(source).iterdir()] if is_folder else []
-    known = [f"model{suffix}" for suffix in (_INDEX, ".safetensors") if f"model{suffix}" in names]
-    return os.path.join(source, known[0]) if known else source
+def _inside(source: str | os.PathLike[str]) -> list[Place]:
+    """Return what is in a folder of a disk or at a URL."""
+    is_folder = not os.fspath(source).endswith(_SUFFIXES) and (check.is_url(source) or os.path.isdir(source))
+    return [*place_of(source).iterdir()] if is_folder else []
 
 
 def _read_safetensors(path: Place) -> dict[str, Any]:
@@ -110,7 +113,9 @@ def _read_safetensors(path: Place) -> dict[str, Any]:
 def _read_sharded(path: Place) -> dict[str, Any]:
     try:
         files = json.loads(path.read_bytes())["weight_map"]
-        parts = {file: _read_safetensors(path.parent / Path(file).name) for file in {*files.values()}}
+        if outside := [file for file in files.values() if os.path.isabs(file) or ".." in Path(file).parts]:
+            raise ValueError(f"{outside[0]!r} is not in its folder")
+        parts = {file: _read_safetensors(path.parent / file) for file in {*files.values()}}
         return {name: parts[file][name] for name, file in files.items()}
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as an index of safetensors files: {error!r}.") from error

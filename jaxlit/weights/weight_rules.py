@@ -72,8 +72,7 @@ class WeightRule:
         `match` is that of the expression with the name of the array, `shapes` those of the leaves of the module.
         """
         try:
-            names = [match.expand(name) for name in ([self.to] if isinstance(self.to, str) else self.to)]
-            names = [re.sub(r"\[(\w+)\]", r".\1", name) for name in names]  # layers[0] is layers.0 in files
+            names = [in_files(match.expand(name)) for name in ([self.to] if isinstance(self.to, str) else self.to)]
             index = None if self.stack is None else int(match[self.stack])
             if self.transpose is not False:
                 x = np.transpose(x, None if self.transpose is True else tuple(self.transpose))
@@ -143,6 +142,11 @@ class Ranged:
         hull = [range(min(x.start for x in dim), max(x.stop for x in dim)) for dim in zip(*spans, strict=True)]
         box = self.read(hull)
         return replace(self, read=lambda at: box[tuple(_slice(x, y.start) for x, y in zip(at, hull, strict=True))])
+
+
+def in_files(leaf: str) -> str:
+    r"""Return the name of a leaf in files, layers.0 of layers[0]; of a rule's too, layers.\1 of layers[\1]."""
+    return re.sub(r"\[([\w\\<>]+)\]", r".\1", leaf)
 
 
 def _slice(x: range, begin: int = 0) -> slice:

@@ -207,6 +207,7 @@ LOCAL = [
     (lambda: lambda x: x, r"<function [\w.<>]*<lambda>>"),
     (lambda: optax.cosine_decay_schedule(1.0, 9), "<function cosine_decay_schedule.<locals>.schedule>"),
     (lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), r"Linear\(\.\.\.\)"),
+    (lambda: jax.P("a", unreduced={"b"}), r"P(artitionSpec)?\(\.\.\.\)"),
     (lambda: np.zeros((2, 3)), r"float64\[2, 3\]"),
     (lambda: {"f": jnp.zeros(2), "g": doubled}, r"float32\[2\]"),
     (lambda: Pair(1, "hunter2"), r"Pair\(\.\.\.\)"),  # nor what would come back as its base class

@@ -132,6 +132,31 @@ def test_a_rule_of_what_may_be_missing_may_be_idle() -> None:
         jl.load_weights(module, weights, RENAME | {"innerweight": "inner.kernel"}, missing=r"outer\..*")
 
 
+@pytest.mark.parametrize("leaf", [r"layers.\1.\2.kernel", r"layers[\1].\g<2>.kernel", [r"layers[\1].\2.kernel"]])
+def test_a_rule_with_groups_may_be_idle_if_its_leaves_may_be_missing(leaf: Any) -> None:
+    def linear() -> nnx.Linear:
+        return nnx.Linear(2, 2, use_bias=False, rngs=nnx.Rngs(0))
+
+    def load(missing: Any) -> list[float]:
+        module = nnx.Dict(layers=nnx.List([nnx.Dict(up=linear(), gate=linear()) for _ in range(2)]))
+        jl.load_weights(module, weights, rename, missing=missing)
+        return [float(x.kernel[0, 0]) for layer in module.layers for x in (layer["up"], layer["gate"])]
+
+    weights, wanted = {f"h.{i}.up": np.full((2, 2), 5.0) for i in range(2)}, float(linear().kernel[0, 0])
+    rename = {r"h\.(\d+)\.up": r"layers.\1.up.kernel", r"h\.(\d+)\.(up|gate)": jl.WeightRule(leaf)}
+    for missing in (r"layers\.\d+\.gate\..*", [r".*\.0\.gate\.kernel", r".*\.1\.gate\.kernel"]):
+        assert load(missing) == [5.0, wanted] * 2
+    for missing in ((), r"layers\.0\.gate\.kernel", r".*up\.kernel"):
+        with pytest.raises(CheckpointError, match=r"These rules apply to no name: 'h.*gate"):
+            load(missing)
+
+
+@pytest.mark.parametrize("missing", [5, [3], b"head", None])
+def test_what_may_be_missing_is_given_by_expressions(missing: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"\(missing=...\) takes regular expressions, got"):
+        jl.load_weights(Net(rngs=nnx.Rngs(1)), foreign(), RENAME, missing=missing)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_rule_that_matches_nothing_is_refused(strict: bool) -> None:
     module = Net(rngs=nnx.Rngs(1))
@@ -316,6 +341,16 @@ def test_init_from_takes_a_file(caplog: pytest.LogCaptureFixture) -> None:
     expected = params_of(by_hand(foreign()))
     assert_same({name: x for name, x in start[0].items() if "1" not in name}, expected)
     assert "blocks.1.kernel  nothing" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["run", "run/checkpoints", "run/checkpoints/step_00000001"])
+def test_a_run_with_a_file_of_weights_begins_with_its_checkpoint(place: str) -> None:
+    trained = params_of(fit(Net(rngs=nnx.Rngs(1)), random(1), default_root_dir="run").module)
+    jl.save_weights(Net(rngs=nnx.Rngs(2)), Path(place, "model.safetensors"))
+    start: list[Any] = []
+    look = jl.callbacks.LambdaCallback(on_fit_start=lambda trainer, module: start.append(params_of(module)))
+    fit(jl.lazy(Net), random(1), None, look, init_from=place)
+    assert_same(start[0], trained)
 
 
 def test_a_run_that_resumes_does_not_load_again() -> None:

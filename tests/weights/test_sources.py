@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -19,7 +20,7 @@ from kit.modules import Net
 from kit.pages import needing
 
 from jaxlit.checkpoints.safetensors import DTYPES
-from jaxlit.errors import ArgumentTypeError, CheckpointError
+from jaxlit.errors import ArgumentError, ArgumentTypeError, CheckpointError
 from jaxlit.weights import sources as safetensors_file
 from jaxlit.weights.loading import load_weights
 from jaxlit.weights.sources import read_arrays
@@ -70,16 +71,30 @@ def test_an_index_names_the_file_of_each_array() -> None:
     assert_equal(read_arrays(folder), expected)
 
 
-def test_an_index_reads_files_of_its_own_folder_only() -> None:
-    Path("snapshot").mkdir()
-    safetensors.numpy.save_file({"a": np.arange(3.0)}, "snapshot/part.safetensors")
-    safetensors.numpy.save_file({"a": np.zeros(3)}, "part.safetensors")
-    for file in ("../part.safetensors", str(Path("part.safetensors").absolute())):
-        Path("snapshot/model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-        assert_equal(read_arrays("snapshot"), {"a": np.arange(3.0)})
-    Path("snapshot/model.safetensors.index.json").unlink()
-    Path("snapshot/part.safetensors").rename("snapshot/model.safetensors")
-    assert_equal(read_arrays(Path("snapshot")), {"a": np.arange(3.0)})
+@pytest.mark.parametrize("source", ["snapshot", "memory://snapshot"])
+def test_an_index_reads_files_in_its_own_folder_only(source: str) -> None:
+    inside, outside = ({"a": x} for x in (np.arange(3.0), np.zeros(3)))
+    files = {"snapshot/sub/part.safetensors": inside, "part.safetensors": outside, "snapshot/part.safetensors": outside}
+    disk = fsspec.filesystem("memory" if "memory" in source else "file")
+
+    def write_index(file: str) -> None:
+        disk.pipe_file("snapshot/model.safetensors.index.json", json.dumps({"weight_map": {"a": file}}).encode())
+
+    disk.makedirs("snapshot/sub")
+    for name, arrays in files.items():
+        disk.pipe_file(name, safetensors.numpy.save(arrays))
+    write_index("sub/part.safetensors")
+    assert_equal(read_arrays(source), inside)
+    for file in ("../part.safetensors", "sub/../../part.safetensors", str(Path("part.safetensors").absolute())):
+        write_index(file)
+        with pytest.raises(CheckpointError, match=f"as an index.*{re.escape(file)}' is not in its folder"):
+            read_arrays(source)
+    # As in transformers, a file with all arrays has precedence over an index.
+    disk.pipe_file("snapshot/model.safetensors", safetensors.numpy.save({"a": np.ones(3)}))
+    assert_equal(read_arrays(source), {"a": np.ones(3)})
+    disk.rm("snapshot/model.safetensors.index.json")
+    assert_equal(read_arrays(source), {"a": np.ones(3)})
+    disk.rm("snapshot", recursive=True)
 
 
 @pytest.mark.parametrize("package", needing("torch"))
@@ -131,6 +146,8 @@ REFUSED = {
     "no archive": ("bad.npz", CheckpointError, "bad.npz cannot be read as a numpy archive"),
     "objects": ("objects.npz", CheckpointError, "Object arrays cannot be loaded"),
     "stored objects": ("stored.npz", CheckpointError, "stored.npz cannot be read"),
+    "no file system": ("foo://x", ArgumentError, "load_weights(source='foo://x') cannot be opened"),
+    "a password": ("s3://me:word@b/x.npz", ArgumentError, "load_weights(source=...) has a password in its URL"),
     "no index": ("bad.safetensors.index.json", CheckpointError, "as an index"),
 }
 
