@@ -56,7 +56,7 @@ def load_weights(
     rename: Mapping[str, str | WeightRule | None] | None = None,
     *,
     strict: bool = True,
-    missing: str | Sequence[str] = (),
+    missing: str | Sequence[str] | None = None,
 ) -> LoadedWeights:
     r"""Load pretrained weights into a module, each directly into the sharding of its leaf.
 
@@ -159,7 +159,7 @@ def save_weights(module: nnx.Module, path: str | Path) -> None:
 
 def _matched(missing: Any, names: Collection[str], owner: str) -> set[str]:
     """Return the names that a regular expression matches entirely; refuse one that matches none."""
-    patterns = [missing] if isinstance(missing, str) else missing
+    patterns = [missing] if isinstance(missing, str) else () if missing is None else missing
     if not isinstance(patterns, Sequence) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ArgumentTypeError(f"load_weights(missing=...) takes regular expressions, got {shown(missing)}.")
     result = set()
