@@ -70,7 +70,7 @@ class BackboneFreeze(Callback):
         """Say that the part is trained from now on."""
         if trainer.current_epoch == self.unfreeze_at_epoch and trainer.is_global_zero:
             epoch = trainer.current_epoch
-            say(f"BackboneFreeze: {shown(self.part)} is trained from epoch {epoch} on, by another program")
+            say(f"BackboneFreeze: {shown(self.part)} is trained from epoch {epoch} on (the step is compiled again)")
 
     @property
     def frozen_part(self) -> Any:  # type: ignore[override]
