@@ -193,7 +193,7 @@ UNREAD_ITEM: Any = object()
 
 
 class LazyDict(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc]
-    """A dict whose values `read` gives when they are first asked for; a pytree, of which `jax.tree.map` makes a dict."""
+    """A dict whose values `read` gives when they are first asked for; a pytree, of which `tree.map` makes a dict."""
 
     def __init_subclass__(cls) -> None:
         jax.tree_util.register_pytree_with_keys(
