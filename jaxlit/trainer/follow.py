@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from jaxlit.checkpoints import files
@@ -29,14 +29,13 @@ class Follower:
     monitor: str | None
     mode: str
     best: float = math.nan  # the score of the checkpoint in `<run>/best`
+    rows: list[dict[str, float]] = field(default_factory=list)
 
     def follow(self, every: float, timeout: float | None) -> list[dict[str, float]]:
         """Return the rows of the checkpoints that could be validated, once the training has ended."""
-        rows = list[dict[str, float]]()
         seen = set[tuple[str, float]]()
         since = time.monotonic()  # nothing new was there
-        is_there = "" if files.candidates(files.checkpoints_in(self.run)) else ", which has no checkpoint yet"
-        say(f"follow: {self.run}{is_there}, until its training has ended")
+        say(f"follow: {self.run}, until its training has ended")
         while True:
             folder = files.checkpoints_in(self.run)
             is_late = timeout is not None and time.monotonic() - since > timeout
@@ -48,44 +47,37 @@ class Follower:
             new = [(path, order) for path, order in found if (path, order) not in seen]
             for path, order in new:
                 seen.add((path, order))
-                rows += self._validated(files.place_of(path))
-            if has_ended:
-                return rows
-            if is_late and not new:
-                _logger.warning("follow: %s has not ended, and had no new checkpoint for %s s.", self.run, timeout)
-                return rows
+                self._validate(files.place_of(path))
+            if has_ended or (is_late and not new):
+                if not has_ended:
+                    _logger.warning("follow: %s has not ended, and had no new checkpoint for %s s.", self.run, timeout)
+                return self.rows
             since = time.monotonic() if new else since
             time.sleep(every)
 
-    def _validated(self, path: Place) -> list[dict[str, float]]:
-        """Return the row of a checkpoint, and keep it if it is the best; none if it is damaged, or deleted by now."""
+    def _validate(self, path: Place) -> None:
+        """Add the row of a checkpoint, and keep it if it is the best; leave out one that is damaged, or is gone."""
         try:
             step = files.read_state(path)["global_step"]
             results = self.trainer.validate(**self.given, ckpt_path=str(path))
+            self.given["model"] = self.trainer.module  # with its compiled step
+            self.rows.append({"step": step, **{name: x for result in results for name, x in result.items()}})
+            if self.monitor is not None:
+                self._rank(path, self.rows[-1])
         except (CheckpointError, FileNotFoundError) as error:
             try:
                 files.verify(path)
             except (CheckpointError, FileNotFoundError):
                 _logger.warning("%s is left out, as it was deleted or is damaged: %s", path, error)
-                return []
+                return
             raise
-        self.given["model"] = self.trainer.module  # with its compiled step
-        row = {"step": step, **{name: x for result in results for name, x in result.items()}}
-        if self.monitor is not None:
-            if self.monitor not in row:
-                raise ArgumentError(f"Trainer.follow(monitor={self.monitor!r}): validation_step logs {[*row][1:]}.")
-            self._keep_best(path, row[self.monitor])
-        return [row]
 
-    def _keep_best(self, path: Place, score: float) -> None:
+    def _rank(self, path: Place, row: dict[str, float]) -> None:
+        if self.monitor not in row:
+            raise ArgumentError(f"Trainer.follow(monitor={self.monitor!r}): validation_step logs {[*row][1:]}.")
+        score = row[self.monitor]
         is_better = score > self.best if self.mode == "max" else score < self.best
-        if math.isnan(score) or not (is_better or math.isnan(self.best)):
-            return
-        kept = self.run / "best"
-        try:
-            if self.trainer.is_global_zero and path != kept:
-                files.copy(path, kept)
-        except (CheckpointError, FileNotFoundError) as error:
-            _logger.warning("%s is the best, and was deleted before it was copied: %s", path, error)
-            return
-        self.best = score
+        if is_better or (math.isnan(self.best) and not math.isnan(score)):
+            if self.trainer.is_global_zero and path != self.run / "best":
+                files.copy(path, self.run / "best")
+            self.best = score
