@@ -22,7 +22,7 @@ class Digits(jl.TrainModule):
     def __init__(self, width: int = 256, lr: float = 3e-3, *, rngs: nnx.Rngs) -> None:
         self.lr = lr
         self.net = nnx.Sequential(
-            nnx.Linear(64, width, use_bias=False, rngs=rngs),
+            nnx.Linear(64, width, rngs=rngs),
             nnx.BatchNorm(width, rngs=rngs),
             nnx.relu,
             nnx.Dropout(0.2, rngs=rngs),

@@ -182,7 +182,7 @@ class Configured:
         for x in [*inspect.signature(type(self).__init__).parameters.values()][1:]:
             value = vars(self).get(x.name)
             value = getattr(value, "given", value)  # rules
-            if callable(value) and value is not x.default:
+            if callable(value) and value is not x.default and not isinstance(value, contextlib.ContextDecorator):
                 name = getattr(getattr(value, "func", value), "__qualname__", type(value).__name__)
                 texts.append(f"{x.name}={name.replace('.<locals>', '')}")
             elif isinstance(value, _PLAIN) and value != x.default and (value or x.default is not None):

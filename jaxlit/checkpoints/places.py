@@ -328,8 +328,9 @@ class FolderLock:
 
     def mark(self, *, ended: bool) -> None:
         """Say to those that follow the training whether it has ended, which stays so until another one begins there."""
-        with contextlib.suppress(Exception):  # of any class: each file system has its own
-            self.note(ended=ended)
+        if self.noted.get("ended", False) != ended:
+            with contextlib.suppress(Exception):  # of any class: each file system has its own
+                self.note(ended=ended)
 
     def close(self) -> None:
         """Release the folder."""

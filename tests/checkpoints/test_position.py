@@ -19,7 +19,7 @@ from kit.trainers import BARE, fit, thinned
 from jaxlit.errors import CheckpointError, DataError
 
 SECTIONS = "accumulate global_step epoch position loaders arrays optimizer metrics latest"
-SECTIONS += " results log callbacks datamodule module processes"
+SECTIONS += " results row log callbacks datamodule module processes"
 READ = (
     "position",
     "arrays",

@@ -240,7 +240,7 @@ def test_ctrl_c_in_a_terminal_which_reaches_the_workers_too_ends_quietly(tmp_pat
         os.killpg(training.pid, signal.SIGINT)
         out, err = training.communicate(timeout=120)
     assert training.returncode == 0 and "interrupted in epoch 1" in out
-    assert re.fullmatch(r"Ctrl-C: stopping after step \d+\. .*\n", err)
+    assert re.match(r"Ctrl-C: stopping after step \d+\. ", err) and "Traceback" not in err
 
 
 @pytest.mark.full
