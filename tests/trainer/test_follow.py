@@ -103,10 +103,13 @@ def test_a_score_that_is_no_number_is_never_best() -> None:
 
 
 @pytest.mark.parametrize("again", [2, 3])
-def test_a_run_that_has_ended_is_not_waited_for_though_it_was_started_again(again: int) -> None:
+def test_a_run_that_has_ended_is_not_waited_for_though_it_was_started_again(
+    again: int, caplog: pytest.LogCaptureFixture
+) -> None:
     for epochs in (2, again):
         fit(Line(), line_data(16), None, max_epochs=epochs, default_root_dir="run", resume="auto")
-    assert len(make_trainer(**BARE).follow("run", Line(), line_data(16), every=0.01)) >= 1
+    assert len(make_trainer(**BARE).follow("run", Line(), line_data(16), every=0.01, timeout=1)) >= 1
+    assert "has not ended" not in caplog.text
 
 
 def test_a_damaged_checkpoint_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
