@@ -20,19 +20,8 @@ _logger = logging.getLogger("jaxlit")
 _THREADS, _AHEAD = 16, 16
 # The stages that begin another epoch by `set_state`. Others keep something of the epoch in which they were made: a
 # seed, which packing has, or the state at its beginning.
-_NAMES = (
-    "WithOptions",
-    "Batch",
-    "Rebatch",
-    "ConcatThenSplit",
-    "Map",
-    "Filter",
-    "Limit",
-    "ThreadPrefetch",
-    "Zip",
-    "Mixed",
-)
-_SET_BACK = {f"{name}IterDataset" for name in _NAMES}
+_NAMES = "WithOptions Batch Rebatch ConcatThenSplit Map Filter Limit ThreadPrefetch Zip Mixed"
+_SET_BACK = {f"{name}IterDataset" for name in _NAMES.split()}
 
 
 class GrainSource(Source):

@@ -82,9 +82,7 @@ class InWorker(grain.IterDataset):
     def __iter__(self) -> Any:
         """Return an iterator; in a worker process, end with the one that began it, and not before."""
         if (parent := multiprocessing.parent_process()) is not None:
-            signal.signal(
-                signal.SIGINT, signal.SIG_IGN
-            )  # of a terminal, which sends it to all: the first one ends them
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all: the parent ends this one
             threading.Thread(target=_end_after, args=(parent,), name="jaxlit-parent", daemon=True).start()
         ordered = partial(self._ordered, self.parents[0])
         return iter(self.parents[0]) if self._epoch is None else _Epochs(ordered, self._epoch, self._step)

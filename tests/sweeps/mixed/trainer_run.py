@@ -132,10 +132,10 @@ def _fit(case: Case, record: Record, module: Any, strategy: str, number: int, **
 def _layout(case: Case, strategy: str) -> dict[str, Any]:
     """Return the Trainer's strategy and devices; what is small is split as well."""
     kinds = jl.strategies
-    told = {"loss_reduction": case.loss_reduction} if case.loss_reduction and strategy in PER_REPLICA else {}
+    given = {"loss_reduction": case.loss_reduction} if case.loss_reduction and strategy in PER_REPLICA else {}
     if strategy == "replicas":
-        return {"strategy": kinds.Replicas(case.devices, **told)}
+        return {"strategy": kinds.Replicas(case.devices, **given)}
     if strategy == "single":
         return {"strategy": "single", "devices": 1}
     replicas = {"shard_map": kinds.ShardMapDDP, "pmap": kinds.PMap}.get(strategy)
-    return {"strategy": splitting(strategy) if replicas is None else replicas(**told), "devices": case.devices}
+    return {"strategy": splitting(strategy) if replicas is None else replicas(**given), "devices": case.devices}
