@@ -227,11 +227,6 @@ class ModelCheckpoint(Callback):
             self._save(trainer, epoch_over, due=due, forced=training_over)
             self._clock = time.monotonic()
 
-    def on_train_start(self, trainer: "Trainer", module: "TrainModule") -> None:
-        """Say that a training goes on; one with nothing left to do does not come here."""
-        if self._lock is not None:
-            self._lock.mark(ended=False)
-
     def on_exception(self, trainer: "Trainer", module: "TrainModule", exception: BaseException) -> None:
         """Write the state at the error, if it is complete and all processes can write it together."""
         may_save = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
@@ -247,8 +242,6 @@ class ModelCheckpoint(Callback):
     def on_train_end(self, trainer: "Trainer", module: "TrainModule") -> None:
         """Wait for the last checkpoint, before other callbacks print its path; warn if none could be ranked."""
         self.finish(trainer)
-        if self._lock is not None and not trainer.interrupted:
-            self._lock.mark(ended=True)
         if self._had_value == {False} and not trainer.interrupted:
             text = "ModelCheckpoint(monitor=%r) ranks no checkpoint that was due: it has no value of their steps. Give "
             text += "every_n_... and Trainer(val_check_interval=%s) values that meet."

@@ -31,7 +31,8 @@ from jaxlit.errors import CheckpointError
 _TRANSIENT = (errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT)
 _WAITS_S = (0.1, 0.5, 2.0)
 RUN_LOCK = ".run-lock"
-_KINDS: dict[str, type] = {"number": str, "holder": str, "newest": list, "files": list, "ended": bool}  # of a claim
+ENDED = ".ended"  # in the folder of a run whose training has ended
+_KINDS: dict[str, type] = {"number": str, "holder": str, "newest": list, "files": list}  # of a claim
 _held: dict[str, "FolderLock"] = {}  # by the path of the lock, those of this process
 _without_locks: set[int] = set()  # file systems that were warned of
 _logger = logging.getLogger("jaxlit")
@@ -258,7 +259,6 @@ class FolderLock:
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self.noted["ended"] = read_claim(folder, of_run=of_run).get("ended", False)
                 file = self._path.open("a+")
                 self._file = file if self._locks(file) else file.close()
             if self._file is None:
@@ -326,19 +326,10 @@ class FolderLock:
             claim = {**self.noted, "number": self.number, "holder": _holder()}
             write(self._path, json.dumps(claim).encode())
 
-    def mark(self, *, ended: bool) -> None:
-        """Say to those that follow the training whether it has ended, which stays so until another one begins there."""
-        if self.noted.get("ended", False) != ended:
-            with contextlib.suppress(Exception):  # of any class: each file system has its own
-                self.note(ended=ended)
-
     def close(self) -> None:
         """Release the folder."""
         if _held.pop(str(self._path), None) is not None and self._file is not None:
             with contextlib.suppress(OSError):
-                if self.noted.get("ended"):
-                    self._file.truncate(0)
-                    self._file.write(json.dumps({"ended": True}))
                 self._file.close()
 
 

@@ -223,7 +223,7 @@ class StepOptions:
     # a function of (error, callback, hook) to whether training continues without the callback
     tolerates: Callable[[Exception, Any, str], bool] = lambda *_: False
     log_every: int = 0  # steps from row to row, 0 for none or as long as it is unknown
-    rows_after: int = 0  # the step from which on rows have been that far apart
+    rows_after: int = 0  # the step at which that interval was set: rows at later multiples of it count
     example: Any = None  # the first batch, for a strategy that looks at the step before it places the state
     holds_weights: bool = False  # whether the optimizer's state begins with numbers of the parameters, as averages do
 

@@ -187,10 +187,11 @@ class Engine:
         """From a step on begin the means since the last row every so many steps, and at once `after_row`."""
         training = self.training
         assert training is not None
-        if steps != training.options.log_every:
+        if steps != training.options.log_every or step <= training.options.rows_after:  # training may have gone back
             options = replace(training.options, log_every=steps, rows_after=step)
             sums, table = self.state.spec.index.sums, self.training_table
-            self._use(replace(training, options=options), table.has_row_means)
+            is_other = table.has_row_means and options != training.options
+            self._use(replace(training, options=options), is_other)
             if table.has_row_means and after_row:
                 self.state.put(sums, table.begin_row(self.state.leaves[sums], True))  # type: ignore[call-overload]
 
@@ -252,15 +253,20 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         counters, leaves = self.state.spec.index.counters, self.state.leaves
         leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
-        self._restored, sums = None, leaves[self.state.spec.index.sums]  # type: ignore[call-overload]
-        # Only the epoch that the checkpoint was in continues with its metrics; a row may have steps of two epochs.
-        self._use_metrics(table := self.training_table)
-        if table.has_row_means and sums.shape[0] > 4:
-            self.state.put(self.state.spec.index.sums, jnp.concatenate([table.empty_sums()[:4], sums[4:]]))
+        self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
+        sums = self._sums_of_row()
+        self._use_metrics(self.training_table)
+        self.state.put(self.state.spec.index.sums, sums)
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""
-        self.state.put(self.state.spec.index.sums, self.training_table.empty_sums())
+        self.state.put(self.state.spec.index.sums, self._sums_of_row())
+
+    def _sums_of_row(self) -> Any:
+        """Return the sums without those of the epoch: a row may have steps of two."""
+        empty, sums = self.training_table.empty_sums(), self.state.leaves[self.state.spec.index.sums]  # type: ignore[call-overload]
+        has_row = self.training_table.has_row_means and sums.shape[0] > 4
+        return jnp.concatenate([empty[:4], sums[4:]]) if has_row else empty
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""

@@ -111,6 +111,7 @@ def roll_back(run: Run, to: Checkpoint, why: str) -> None:
         position.first_step = was.global_step
         engine.clear_sums()
     run.results.history.clear(was.global_step)
+    run.results.steps_at_row = to.state.get("row", -1)
     run.hooks.log.take_window()
     run.unchecked.finite_step = was.global_step
     _forget_later(run)

@@ -131,6 +131,13 @@ class RunFolder:
             )
         self._is_ours = self._is_ours or fitting or continues or not used
 
+    def note(self, *, ended: bool) -> None:
+        """Say to those that follow the run whether its training has ended."""
+        if jax.process_index() == 0 and self.known is not None and self.known.is_dir():
+            with contextlib.suppress(Exception):  # of any class: each file system has its own
+                mark = self.home / places.ENDED
+                places.write(mark, b"") if ended else mark.unlink(missing_ok=True)
+
     def hold(self) -> contextlib.ExitStack:
         """Keep other trainings out of a folder that was given, until this is closed; in all processes together."""
         with contextlib.ExitStack() as locks:
@@ -162,21 +169,20 @@ def resolve_checkpoint(
         return None
     if not isinstance(wanted, (str, Path, RemotePath)):
         raise ArgumentTypeError(f"{argument} takes 'auto', 'last', 'best' or a path, got {shown(wanted)}.")
+    savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
+    asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
+    if wanted == "best" and getattr(asked, "monitor", None) is None and (folder.home / "best" / MANIFEST).exists():
+        wanted = folder.home / "best"  # which `trainer.follow` keeps
     if wanted not in ("auto", "last", "best"):
         checkpoint, skipped = locate(wanted, argument)
     else:
-        savers: list[Any] = [c for c in callbacks if c.role == "checkpoint"]
         folders = list(dict.fromkeys([*(c.folder(folder.home) for c in savers), folder.home / FOLDER]))
         if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
             weights = {c.folder(folder.home) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
         checkpoint, skipped = newest(*folders, progress=partial(_progress, purpose))
         if wanted == "best":
-            asked = min(savers, key=lambda c: c.monitor is None, default=None)  # as trainer.checkpoint_callback
-            followed = folder.home / "best"  # which `trainer.follow` keeps
-            if getattr(asked, "monitor", None) is None and (followed / MANIFEST).exists():
-                checkpoint = read(followed)
-            elif asked is not None and asked.best_model_path:
+            if asked is not None and asked.best_model_path:
                 checkpoint = read(place_of(asked.best_model_path))
             elif checkpoint is not None:  # saved by an earlier process: the newest checkpoint names it
                 checkpoint = best_of(checkpoint, "" if asked is None else asked.state_key)

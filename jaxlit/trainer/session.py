@@ -195,6 +195,7 @@ class Session:
             results = loops(run)
             if fits:
                 hooks("on_fit_end")
+                self._note_end(run.done)
         return results
 
     def _claim_folder(self, request: Request) -> tuple[Resume | None, Callable[[TrainModule], object] | None]:
@@ -266,6 +267,13 @@ class Session:
             # Released after the background writer has finished.
             ends.callback(self.saver.when_written, self.folder.hold().close)
             ends.callback(self.folder.copy)
+        self._note_end(False)
+
+    def _note_end(self, done: bool) -> None:
+        """Say to those that follow the run whether its training is done, and not only paused."""
+        paused = self.control.interrupted or (self.control.should_stop and not self.control.is_final)
+        if not self.settings.fast_dev_run:
+            self.saver.when_written(partial(self.folder.note, ended=done and not paused))
 
     @contextlib.contextmanager
     def _as_newest_run(self, module: TrainModule) -> Iterator[None]:

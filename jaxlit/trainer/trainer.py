@@ -10,13 +10,13 @@ from jax.sharding import Mesh
 
 from jaxlit import checks as check
 from jaxlit.callbacks.base import Callback
+from jaxlit.checkpoints.files import FOLDER
 from jaxlit.checkpoints.places import place_of
 from jaxlit.core.module import STAGES, TrainModule
 from jaxlit.core.train_state import PrecisionName
 from jaxlit.data.loaders import DataModule
 from jaxlit.distributed.job import join_job
 from jaxlit.engine.creation import lazy
-from jaxlit.errors import ArgumentError
 from jaxlit.faces import no_such_name, takes_only_its_arguments
 from jaxlit.loop.evaluate import evaluate, predict
 from jaxlit.loop.settings import ClipAlgorithm, NanPolicy, Settings
@@ -263,17 +263,16 @@ class Trainer(TrainerProperties):
     ) -> list[dict[str, float]]:
         """Validate each new checkpoint of a run that trains in another process, until that has ended.
 
-        Loggers and `on_log` get a row of each at the checkpoint's step. The training does not wait: pass it no
-        validation loader, and `ModelCheckpoint(save_top_k=-1)` or enough, as it may delete a checkpoint before it is
-        read here. A training that was interrupted, or has raised an error, has not ended, and is waited for.
+        Loggers get a row of each at the checkpoint's step. The training does not wait: pass it no validation loader,
+        and `ModelCheckpoint(save_top_k=-1)` or enough, as it may delete a checkpoint before it is read here. One that
+        was interrupted or paused, as by `max_time`, or has raised an error, is waited for.
 
         Args:
-            run: The folder of the run, or a folder of checkpoints; it need not be there yet. URLs, too.
+            run: A run's folder or URL, which need not be there yet; one of checkpoints only knows no end.
             model: The module, as for `validate`.
             dataloaders: A loader, or a list of several.
             datamodule: A `jl.DataModule` in place of loaders.
-            monitor: The metric by which the best checkpoint is copied to `<run>/best`, whatever the training deletes;
-                None for no copy.
+            monitor: The metric by which the best checkpoint is copied to `<run>/best`, to stay; None for no copy.
             mode: Whether "min" or "max" of it is best.
             every: Seconds between looks for a new checkpoint.
             timeout: Seconds without a new one after which it gives up with a warning; None to wait for ever.
@@ -291,24 +290,19 @@ class Trainer(TrainerProperties):
             ...     watcher = jl.Trainer(default_root_dir="validation")
             ...     return watcher.follow("runs/x", Line(), line_data(16), monitor="val/loss")
         """
-        from jaxlit.trainer.follow import Follower
+        from jaxlit.trainer.follow import follow
 
         owner = "Trainer.follow"
-        check.require(isinstance(run, (str, Path)) and str(run) != "", "run", run, "takes a folder", owner=owner)
-        is_name = monitor is None or (isinstance(monitor, str) and monitor != "")
-        check.require(is_name, "monitor", monitor, "takes the name of a logged metric or None", owner=owner)
+        check.require(isinstance(run, str | Path), "run", run, "takes a folder", owner=owner)
+        place, root = place_of(check.url("run", run, owner=owner)), place_of(self.saver.root)
+        rule = "takes a run's folder other than this Trainer's default_root_dir, which is for its own rows"
+        check.require(place not in (root, root / FOLDER), "run", run, rule, owner=owner)
+        check.require(isinstance(monitor, str | None), "monitor", monitor, "takes a metric or None", owner=owner)
         check.one_of("mode", mode, ("min", "max"), owner=owner)
         check.number("every", every, low=0, owner=owner)
-        if timeout is not None:
-            check.number("timeout", timeout, low=0, owner=owner)
-        place = place_of(check.url("run", run, owner=owner))
-        if str(place_of(self.saver.root)) == str(place):
-            raise ArgumentError(
-                f"Trainer.follow(run={str(run)!r}) is this Trainer's default_root_dir too, where the training writes "
-                f"its rows. Pass another one, Trainer(default_root_dir={str(run) + '/validation'!r})."
-            )
+        check.number("timeout", 0 if timeout is None else timeout, low=0, owner=owner)
         given = {"model": model, "dataloaders": dataloaders, "datamodule": datamodule}
-        return Follower(self, place, given, monitor, mode).follow(every, timeout)
+        return follow(self, place, given, monitor, mode, every, timeout)
 
     @takes_only_its_arguments("Trainer.test")
     def test(

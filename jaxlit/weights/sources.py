@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxlit import checks as check
-from jaxlit.checkpoints.files import FOLDER, MANIFEST, step_of
+from jaxlit.checkpoints.files import MANIFEST, candidates, checkpoints_in
 from jaxlit.checkpoints.places import Place, place_of, replacing, staging
 from jaxlit.checkpoints.safetensors import Spec, Stored, read_header, read_region, read_safetensors, write_arrays
 from jaxlit.distributed.team import fetch
@@ -33,8 +33,9 @@ def is_weights(path: Any) -> bool:
     if not isinstance(path, (str, os.PathLike)):
         return False
     inside = _inside(check.url("init_from", path, owner="Trainer.fit"))
-    is_run = any(place.name in (FOLDER, MANIFEST) or step_of(place) is not None for place in inside)
-    return os.fspath(path).endswith(_SUFFIXES) or (not is_run and any(place.name in _MODELS for place in inside))
+    if not any(place.name in _MODELS for place in inside):
+        return os.fspath(path).endswith(_SUFFIXES)
+    return not candidates(checkpoints_in(place_of(path))) and all(place.name != MANIFEST for place in inside)
 
 
 def dotted(path: Any) -> str:

@@ -54,8 +54,8 @@ def state_of(path: str | Path) -> dict[str, Any]:
 
 
 def names(folder: str | Path = "run/checkpoints") -> list[str]:
-    """Return what is in a folder, but for its lock."""
-    return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith((".lock", ".run-lock")))
+    """Return what is in a folder, but for its lock and the mark of its end."""
+    return sorted(p.name for p in Path(folder).iterdir() if not p.name.startswith((".lock", ".run-lock", ".ended")))
 
 
 # Forging: a manifest as documented, made here, so that only one thing about a checkpoint is wrong.

@@ -275,6 +275,37 @@ def test_a_resume_with_another_interval_continues_the_mean_of_a_row(at: int, exp
     assert rows.of("mean") == expected
 
 
+@pytest.mark.parametrize(
+    ("resumed", "saved", "bad", "every", "change", "expected"),
+    [
+        # Back to step 4, which has a row: the row of step 8 has batches 10 to 13, and none of 1 to 4.
+        (4, None, 6, 4, None, [11.5, 15.5]),
+        (None, 4, 6, 4, None, [11.5, 15.5]),
+        # Back to step 3, before the interval was another one: steps 1 to 4 have batches 1 to 3 and 10.
+        (None, 3, 7, 4, (6, 2), [4.0, 11.5, 13.5]),
+    ],
+)
+def test_means_of_rows_go_back_with_training(
+    resumed: Any, saved: Any, bad: int, every: int, change: Any, expected: list[float]
+) -> None:
+    def at_step(step: Any, do: Any) -> jl.Callback:
+        return hooks(on_safe_point=lambda trainer, module, *_: do(trainer) if trainer.global_step == step else None)
+
+    save = lambda trainer: trainer.save_checkpoint(f"kept{trainer.global_step}")  # noqa: E731
+    given: Any = {"log_every_n_steps": every} | BARE
+    if resumed:
+        fit(module(mean_since_row), numbered(24), None, at_step(resumed, save), **given)
+        given |= {"ckpt_path": f"kept{resumed}"}
+    batches, rows = numbered(24), Rows()
+    batches[bad - 1]["x"][:] = np.nan
+    back = hooks(on_load_checkpoint=lambda *_: rows.rows.clear())
+    change_at, other = change or (None, None)
+    set_interval = lambda trainer: setattr(trainer, "log_every_n_steps", other)  # noqa: E731
+    callbacks = [rows, back, at_step(saved, save), at_step(change_at, set_interval)]
+    fit(module(mean_since_row), batches, None, *callbacks, nan_policy="rollback", **given)
+    assert rows.of("mean")[: len(expected)] == expected
+
+
 def test_a_step_that_is_left_out_after_a_row_is_in_no_mean() -> None:
     batches = numbered(9)
     batches[3]["x"][:] = np.nan

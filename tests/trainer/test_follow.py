@@ -1,10 +1,12 @@
 """`trainer.follow` validates the checkpoints of a run that trains in another process."""
 
+import itertools
 import os
 import re
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,8 +20,10 @@ from kit.refusals import refuses
 from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
+from jaxlit.checkpoints import files
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Line, line_data
+from jaxlit.trainer import follow
 
 EVERY = {"save_top_k": -1, "every_n_epochs": 1}
 
@@ -112,6 +116,56 @@ def test_a_run_that_has_ended_is_not_waited_for_though_it_was_started_again(
     assert "has not ended" not in caplog.text
 
 
+def test_a_run_that_pauses_is_followed_as_long_as_something_new_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looks = itertools.count(), itertools.count(1)
+
+    def pause(trainer: Any, _: Any) -> None:
+        if trainer.current_epoch < 3:
+            trainer.stop("a pause", final=False)
+
+    def train(every: float) -> None:
+        if next(looks) % 2:  # every other look finds nothing new
+            saves = jl.callbacks.ModelCheckpoint(**EVERY)
+            given = {"max_epochs": 4, "default_root_dir": "run", "resume": "auto"}
+            fit(Line(), line_data(16), None, saves, hooks(on_train_epoch_end=pause), **given)
+
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=train))
+    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), timeout=6)
+    assert [row["step"] for row in rows] == [4, 8, 12, 16]
+
+
+def test_a_checkpoint_that_is_written_again_counts_as_it_is_then() -> None:
+    stop = hooks(on_train_epoch_end=lambda trainer, _: trainer.stop("a pause", final=False))
+    for _ in range(2):
+        given = {"max_epochs": 9, "default_root_dir": "run", "resume": "auto"}
+        fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), stop, **given)
+    paths = [Path(f"run/checkpoints/step_{step:08}") for step in (4, 8)]
+    again = hooks(on_validation_end=lambda *_: files.copy(paths[1], paths[0]))
+    follower = make_trainer(again, **BARE)
+    rows = follower.follow("run", Line(), line_data(16), monitor="val/loss", every=0.01, timeout=0.1)
+    assert [row["step"] for row in rows] == [8, 8]
+
+
+class OwnCheckpoints(jl.Callback):
+    """What a third party writes instead of a ModelCheckpoint."""
+
+    def on_safe_point(self, trainer: Any, module: Any, epoch_over: bool, training_over: bool) -> None:
+        if epoch_over:
+            trainer.saver.begin(trainer.saver.root / "checkpoints" / f"step_{trainer.global_step:08}").wait()
+
+
+def test_checkpoints_of_another_callback_are_followed_to_the_end_of_a_run_in_a_fresh_folder() -> None:
+    given = {"max_epochs": 2, "enable_checkpointing": False, "logger": True}
+    trainer = fit(Line(), line_data(16), None, OwnCheckpoints(), **given)
+    assert [row["step"] for row in make_trainer(**BARE).follow(trainer.run_dir, Line(), line_data(16))] == [4, 8]
+
+
+def test_a_trial_of_a_few_batches_notes_no_end() -> None:
+    Path("run").mkdir()
+    fit(Line(), line_data(16), None, fast_dev_run=True, default_root_dir="run")
+    assert not [*Path("run").iterdir()]
+
+
 def test_a_damaged_checkpoint_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
     (path,) = Path("run/checkpoints/step_00000008").glob("data-*/0.safetensors")
@@ -133,7 +187,7 @@ def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest
 
     rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1))
     assert [row["step"] for row in rows] == [1, 3]
-    assert "step_00000002 is left out, as it was deleted or is damaged" in caplog.text
+    assert "step_00000002 is left out, as it is damaged, deleted" in caplog.text
 
 
 def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,11 +209,14 @@ def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixtu
 
 def test_what_does_not_fit_is_refused() -> None:
     fit(Line(), line_data(16), None, max_epochs=1, default_root_dir="run", enable_checkpointing=True)
-    follow = lambda **given: make_trainer(**BARE).follow("run", Line(), line_data(16), **given)  # noqa: E731
-    refuses(ArgumentError, lambda: follow(monitor="loss"), r"monitor='loss'\): validation_step logs \['val/loss'\]")
-    refuses(ArgumentError, lambda: follow(mode="least"), "mode.*'least'")
-    refuses(ArgumentError, lambda: follow(every=-1), "every")
-    refuses(ArgumentError, lambda: follow(monitor=3), "monitor.*got 3")
-    refuses(ArgumentError, lambda: make_trainer().follow("", Line(), line_data(16)), "run=.*takes a folder")
+    by = lambda **given: make_trainer(**BARE).follow("run", Line(), line_data(16), **given)  # noqa: E731
+    refuses(ArgumentError, lambda: by(monitor="loss"), r"monitor='loss'\): validation_step logs \['val/loss'\]")
+    refuses(ArgumentError, lambda: by(mode="least"), "mode.*'least'")
+    refuses(ArgumentError, lambda: by(every=-1), "every")
+    refuses(ArgumentError, lambda: by(monitor=3), "monitor.*got 3")
+    refuses(ArgumentError, lambda: make_trainer().follow(3, Line(), line_data(16)), "run=.*takes a folder")
     of_run = make_trainer(default_root_dir="run", resume="auto")
-    refuses(ArgumentError, lambda: of_run.follow("run", Line(), line_data(16)), "default_root_dir='run/validation'")
+    refuses(ArgumentError, lambda: of_run.follow("run", Line(), line_data(16)), "run.*other than this Trainer's")
+    refuses(
+        ArgumentError, lambda: of_run.follow("run/checkpoints", Line(), line_data(16)), "run.*other than this Trainer's"
+    )

@@ -353,6 +353,16 @@ def test_a_run_with_a_file_of_weights_begins_with_its_checkpoint(place: str) -> 
     assert_same(start[0], trained)
 
 
+def test_a_folder_of_weights_may_have_another_folder_that_is_called_as_those_of_checkpoints() -> None:
+    source = Net(rngs=nnx.Rngs(2))
+    jl.save_weights(source, Path("hub/model.safetensors"))
+    Path("hub/checkpoints/old").mkdir(parents=True)
+    start: list[Any] = []
+    look = jl.callbacks.LambdaCallback(on_fit_start=lambda trainer, module: start.append(params_of(module)))
+    fit(jl.lazy(Net), random(1), None, look, init_from="hub")
+    assert_same(start[0], params_of(source))
+
+
 def test_a_run_that_resumes_does_not_load_again() -> None:
     calls: list[Any] = []
     given: dict[str, Any] = {"init_from": calls.append, "resume": "auto", "default_root_dir": "run"}
