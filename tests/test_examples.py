@@ -312,7 +312,8 @@ REFUSED = [
     ({"hidden_act": "mish"}, "takes hidden_act silu, relu, gelu_pytorch_tanh, gelu, and the config has mish"),
     ({"use_bidirectional_attention": True}, "takes use_bidirectional_attention False, and the config has True"),
     ({"model_type": "gemma2"}, "lacks layer_types: pass transformers.AutoConfig"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "has plain rotary embeddings"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "takes rope_type default, linear, llama3 of all"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "of all numbers"),
 ]
 
 
@@ -345,6 +346,34 @@ def test_a_decoder_takes_the_config_of_a_hub(package: str, activation: str, kind
     ours = example["predict"]("new", config.to_dict(), tokens, "single")
     assert np.abs(theirs).max() > 1
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch and transformers
+@pytest.mark.parametrize("package", needing("transformers"))
+@pytest.mark.parametrize(
+    ("model", "rope"),
+    [  # as the hub's Llama 3.2 and Gemma 3 have them; 48 tokens, so that pairs turn less than once, up to 4 times, more
+        ("llama", LLAMA3 | {"rope_theta": 5e5, "original_max_position_embeddings": 48}),
+        ("gemma3", LINEAR | {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}),
+    ],
+)
+def test_a_decoder_scales_rotary_embeddings_as_transformers_does(
+    package: str, model: str, rope: Any, load: Any
+) -> None:
+    example = load("hub_weights.py", as_name="example")
+    config = example["MODELS"][model]
+    tokens = np.arange(60)[None] * 5 % 96
+    plain = example["make"]("plain", config, tokens)
+    config.rope_parameters = rope
+    theirs = example["make"]("scaled", config, tokens)
+    assert np.abs(theirs - plain).max() > 1e-2
+    config = example["transformers"].AutoConfig.from_pretrained("scaled").to_dict()
+    np.testing.assert_allclose(example["predict"]("scaled", config, tokens, "fsdp"), theirs, atol=1e-5)
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -15,6 +16,7 @@ import jaxlit as jl
 
 Config = dict[str, Any]  # transformers.AutoConfig.from_pretrained(name).to_dict()
 KINDS = ("llama", "qwen3", "gemma2", "gemma3_text")
+ROPES = ("default", "linear", "llama3")  # scalings of rotary embeddings
 ACTIVATIONS = {"silu": jax.nn.silu, "relu": jax.nn.relu, "gelu_pytorch_tanh": jax.nn.gelu}
 ACTIVATIONS["gelu"] = partial(jax.nn.gelu, approximate=False)
 
@@ -48,11 +50,27 @@ class Norm(nnx.Module):
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.epsilon) * (self.base + self.scale[...])
 
 
-def rotate(x_BTNH: jax.Array, base: float) -> jax.Array:
+def rates_of(rope: Config, size: int) -> np.ndarray:
+    """Return how far each pair of the numbers of a head turns in one time step, as `rope_parameters` scale it.
+
+    Llama 3.1 slows down pairs that turn less than `high_freq_factor` times in the length of the first training
+    (Grattafiori et al., 2024, https://arxiv.org/abs/2407.21783), and Gemma 3 all pairs of its global layers.
+    """
+    rates = rope["rope_theta"] ** (-2 * np.arange(size // 2) / size)
+    if rope["rope_type"] == "default":
+        return rates
+    if rope["rope_type"] == "linear":
+        return rates / rope["factor"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rates * rope["original_max_position_embeddings"] / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return rates * (kept + (1 - kept) / rope["factor"])
+
+
+def rotate(x_BTNH: jax.Array, rates: np.ndarray) -> jax.Array:
     """Turn pairs of numbers by angles that grow with the time (Su et al., 2021, https://arxiv.org/abs/2104.09864)."""
     low, high = jnp.split(x_BTNH, 2, -1)
-    size, times = low.shape[-1], jnp.arange(x_BTNH.shape[1])
-    angles = times[:, None, None] * base ** (-jnp.arange(size) / size)
+    angles = jnp.arange(x_BTNH.shape[1])[:, None, None] * rates
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1)
 
@@ -68,10 +86,12 @@ class Attention(nnx.Module):
         kind = config["layer_types"][layer] if "layer_types" in config else "full_attention"
         self.window = {"full_attention": jnp.inf, "sliding_attention": config.get("sliding_window")}[kind]
         rope = config["rope_parameters"].get(kind, config["rope_parameters"])
-        if rope["rope_type"] != "default":
-            raise ValueError(f"This decoder has plain rotary embeddings, and the config has {rope}.")
-        self.rotate = partial(rotate, base=rope["rope_theta"])
+        if rope["rope_type"] not in ROPES or rope.get("partial_rotary_factor", 1) != 1:
+            raise ValueError(
+                f"This decoder takes rope_type {', '.join(ROPES)} of all numbers, and the config has {rope}."
+            )
         self.size, self.kv_heads = config["head_dim"], config["num_key_value_heads"]
+        self.rotate = partial(rotate, rates=rates_of(rope, self.size))
         self.scale = config.get("query_pre_attn_scalar", self.size) ** -0.5
         self.cap = config.get("attn_logit_softcapping")
         D, N, linear = (
