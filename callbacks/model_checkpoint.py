@@ -335,7 +335,8 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoints, by their names in the folder."""
-        return {**self._kept.state(), "step": self._step, "has_validated": self._has_validated}
+        own = {"step": self._step, "has_validated": self._has_validated, "folder": self.folder(Path()).name}
+        return self._kept.state() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the checkpoints that still exist."""

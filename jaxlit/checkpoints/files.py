@@ -303,11 +303,15 @@ def checkpoints_in(folder: Place) -> Place:
 
 
 def best_of(newest: Checkpoint, key: str = "") -> Checkpoint:
-    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`."""
-    states = newest.state["callbacks"]
-    for state in (states.get(key), *states.values()):
-        if isinstance(state, dict) and isinstance(name := state.get("best_model"), str) and name:
-            return read(newest.path.parent / Path(name).name)
+    """Return the best checkpoint that the newest of a folder knows, first by the ModelCheckpoint of a `state_key`.
+
+    Of several it is the one that writes to a folder of this name.
+    """
+    by_name, folder = newest.state["callbacks"], newest.path.parent
+    states = [x for x in (by_name.get(key), *by_name.values()) if isinstance(x, dict)]
+    for state in sorted(states, key=lambda x: x.get("folder") != folder.name):
+        if isinstance(name := state.get("best_model"), str) and name:
+            return read(folder / Path(name).name)
     raise CheckpointError(
         f"{newest.path} knows no best checkpoint. Train with ModelCheckpoint(monitor=...), or pass 'last'."
     )

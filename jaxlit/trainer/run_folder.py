@@ -177,7 +177,9 @@ def resolve_checkpoint(
         checkpoint, skipped = locate(wanted, argument)
     else:
         folders = list(dict.fromkeys([*(c.folder(folder.home) for c in savers), folder.home / FOLDER]))
-        if wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
+        if wanted == "best" and asked is not None:
+            folders = [asked.folder(folder.home)]
+        elif wanted == "auto":  # a job that was killed before its first full checkpoint may have written weights
             weights = {c.folder(folder.home) for c in savers if getattr(c, "save_weights_only", False)}
             folders = [x for x in folders if x not in weights] or folders
         checkpoint, skipped = newest(*folders, progress=partial(_progress, purpose))

@@ -128,12 +128,22 @@ def test_last_and_best_are_of_the_callback_or_the_folder() -> None:
     assert trainer.validate(Line(), numbered(1), ckpt_path="last") == [{"val": weight(4)}]
 
 
-def test_best_is_of_the_callback_that_a_new_trainer_has() -> None:
+@pytest.mark.parametrize("first", ["min", "max"])
+def test_best_is_of_the_callback_that_a_new_trainer_has_or_that_writes_to_the_folder(first: str) -> None:
     scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [3.0, 1.0, 2.0][t.global_step - 1]))
-    saver = lambda mode: ModelCheckpoint(mode, monitor="score", mode=mode, save_top_k=-1)  # noqa: E731
-    fit(Line(), numbered(1), None, scores, saver("min"), saver("max"), max_epochs=3)
+    given: dict[str, Any] = {"monitor": "score", "save_top_k": -1, "save_last": False}
+    savers = {
+        "min": lambda: ModelCheckpoint("min", mode="min", every_n_epochs=2, **given),  # an older newest one
+        "max": lambda: ModelCheckpoint("max", mode="max", **given),
+    }
+    both = [first, *(x for x in savers if x != first)]
+    fit(Line(), numbered(1), None, scores, *(savers[x]() for x in both), max_epochs=3)
     for mode, step in (("min", 2), ("max", 1)):
-        assert make_trainer(saver(mode)).validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(step)}]
+        others = [x for x in both if x != mode]
+        for named in ([mode], [mode, *others]):
+            trainer = make_trainer(*(savers[x]() for x in named))
+            assert trainer.validate(Line(), numbered(1), ckpt_path="best") == [{"val": weight(step)}]
+        assert make_trainer().validate(Line(), numbered(1), ckpt_path=f"{mode}/best") == [{"val": weight(step)}]
 
 
 GONE = [("all", "one"), ("newest", "two"), ("newest", "one"), ("sound", "one")]
