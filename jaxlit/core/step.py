@@ -232,7 +232,7 @@ class TrainStep:
         bad_step = old.bad_step
         loss = loss_of(table)
         if self.table.has_row_means:  # first: also a step that is left out follows a row
-            is_row = (old.step % max(self.options.log_every, 1) == 0) & (old.step > self.options.rows_after)
+            is_row = (old.step % (self.options.log_every or 2**30) == 0) & (old.step > self.options.rows_after)
             old = replace(old, sums=self.table.begin_row(old.sums, is_row))
         sums = self.table.add(old.sums, table)
         if policy == "ignore" and scale is None:

@@ -253,20 +253,19 @@ class Engine:
         """Set the epoch and forget the last one's metrics and unfinished window."""
         counters, leaves = self.state.spec.index.counters, self.state.leaves
         leaves[counters] = self._next_epoch(leaves[counters], np.int32(epoch))  # type: ignore[call-overload]
-        self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
-        sums = self._sums_of_row()
-        self._use_metrics(self.training_table)
-        self.state.put(self.state.spec.index.sums, sums)
+        table = self.training_table
+        if not table.has_row_means:  # a row may have steps of two epochs
+            self._restored = None  # only the epoch that the checkpoint was in continues with its metrics
+        self._use_metrics(table, self._sums_of_row())
 
     def clear_sums(self) -> None:
         """Forget the epoch's metrics."""
         self.state.put(self.state.spec.index.sums, self._sums_of_row())
 
     def _sums_of_row(self) -> Any:
-        """Return the sums without those of the epoch: a row may have steps of two."""
+        """Return the sums without those of the epoch."""
         empty, sums = self.training_table.empty_sums(), self.state.leaves[self.state.spec.index.sums]  # type: ignore[call-overload]
-        has_row = self.training_table.has_row_means and sums.shape[0] > 4
-        return jnp.concatenate([empty[:4], sums[4:]]) if has_row else empty
+        return jnp.concatenate([empty[:4], sums[4:]]) if self.training_table.has_row_means else empty
 
     def clear_window(self) -> None:
         """Drop the batches of an accumulation window that will not be completed."""
@@ -314,10 +313,10 @@ class Engine:
         if table is not None and self.training_table.metrics != table.metrics:
             self._use_metrics(self.training_table)  # a rollback to before the step was traced, or logged other metrics
 
-    def _use_metrics(self, table: Table) -> None:
+    def _use_metrics(self, table: Table, sums: Any = None) -> None:
         """Give the sums of an epoch and of a window the columns of these metrics, of no batch but for the loss."""
         spec = self.state.spec = self.state.spec.with_metrics(table)
-        self.state.put(spec.index.sums, table.empty_sums())
+        self.state.put(spec.index.sums, table.empty_sums() if sums is None else sums)
         if (window := spec.index.window) is not None:
             sums = spec.stacked(table.empty())
             if self.state.is_complete:  # the loss stays, with the weight of the gradients

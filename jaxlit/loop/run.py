@@ -385,9 +385,8 @@ class Due:
             self.quiet_hooks = self._of([])
             self.is_quiet = self.quiet_hooks == (None, None, None)
             self._intervals = [every for _, every in self._tracing.every]
-            if run.log_every:
-                self._intervals.append(run.log_every)
-                run.engine.log_every(run.log_every, step, after_row=step == run.results.steps_at_row)
+            self._intervals += [run.log_every] * (run.log_every > 0)
+            run.engine.log_every(run.log_every, step, after_row=step == run.results.steps_at_row)
         if step >= self._next_callback or now >= self._time_callback:
             self._waits = [self._wait_of(callback, step, now) for callback in self._due_in]
             self._next_callback = min((wait.step for wait in self._waits), default=math.inf)

@@ -306,6 +306,50 @@ def test_means_of_rows_go_back_with_training(
     assert rows.of("mean")[: len(expected)] == expected
 
 
+class BadInSecondEpoch:
+    """Batches 1 to 6, of which the second has no number in the second epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Any:
+        self.epochs += 1
+        batches = numbered(6)
+        batches[1]["x"][:] = np.nan if self.epochs == 2 else batches[1]["x"]
+        return iter(batches)
+
+
+def test_the_mean_of_a_row_goes_back_to_the_end_of_an_epoch() -> None:
+    rows, saves, seen = Rows(), jl.callbacks.ModelCheckpoint(every_n_epochs=1), list[float]()
+
+    def forget(*_: Any) -> None:
+        rows.rows.clear()
+        seen.clear()
+
+    see = hooks(on_train_batch_end=lambda t, m, o, batch, i: seen.append(batch["x"][0, 0]), on_load_checkpoint=forget)
+    given: Any = {"log_every_n_steps": 4, "max_epochs": 3, "default_root_dir": "run"}
+    fit(module(mean_since_row), BadInSecondEpoch(), None, rows, saves, see, nan_policy="rollback", **given)
+    assert rows.of("mean") == [np.mean([5, 6, *seen[:2]]), np.mean(seen[2:6])]  # 5 and 6 since the row of step 4
+
+
+def test_a_resume_between_two_epochs_continues_the_mean_of_a_row() -> None:
+    rows = Rows()
+    given: Any = {"log_every_n_steps": 4, "resume": "auto", "default_root_dir": "run"}
+    for epochs in (1, 2):
+        saves = jl.callbacks.ModelCheckpoint(every_n_epochs=1)
+        fit(module(mean_since_row), numbered(6), None, rows, saves, max_epochs=epochs, **given)
+    assert rows.of("mean") == [2.5, 3.5, 4.5]  # of 1 to 4, of 5, 6, 1 and 2, and of 3 to 6
+
+
+def test_the_mean_of_a_row_has_the_steps_while_there_were_no_rows() -> None:
+    def change(trainer: Any, *_: Any) -> None:
+        if (every := {3: 0, 9: 5}.get(trainer.global_step)) is not None:
+            trainer.log_every_n_steps = every
+
+    means = row_means(hooks(on_train_batch_end=change), batches=numbered(15), log_every_n_steps=2)
+    assert means == [1.5, 6.5, 13.0]  # of 1 and 2, 3 to 10, 11 to 15
+
+
 def test_a_step_that_is_left_out_after_a_row_is_in_no_mean() -> None:
     batches = numbered(9)
     batches[3]["x"][:] = np.nan
