@@ -161,15 +161,14 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether training is over."""
-        settings = self.settings
-        control = self.control
-        position = self.position
-        return (
-            control.interrupted
-            or position.global_step >= settings.max_steps >= 0
-            or (settings.max_epochs is not None and position.epoch >= settings.max_epochs)
-            or (control.should_stop and self.may_stop)
-        )
+        return self.control.interrupted or self.is_complete or (self.control.should_stop and self.may_stop)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether training has come to its limit."""
+        settings, position = self.settings, self.position
+        epochs = math.inf if settings.max_epochs is None else settings.max_epochs
+        return position.global_step >= settings.max_steps >= 0 or position.epoch >= epochs
 
     @property
     def may_stop(self) -> bool:

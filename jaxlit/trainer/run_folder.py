@@ -34,8 +34,8 @@ _logger = logging.getLogger("jaxlit")
 class RunFolder:
     """The folder of a Trainer's runs, made by the first write: its default_root_dir, or a fresh `runs/<time>-<id>`."""
 
-    def __init__(self, root: str | Path | None) -> None:
-        self._argument = root
+    def __init__(self, root: str | Path | None, *, is_trial: bool = False) -> None:
+        self._argument, self._is_trial = root, is_trial
         place = None if root is None else place_of(root)  # whatever folder a program goes to later
         self.remote = place if isinstance(place, RemotePath) else None
         self.root: Path | None = places.staging(str(place)) if isinstance(place, RemotePath) else place
@@ -133,8 +133,8 @@ class RunFolder:
 
     def note(self, *, ended: bool) -> None:
         """Say to those that follow the run whether its training has ended."""
-        if jax.process_index() == 0 and self.known is not None and self.known.is_dir():
-            with contextlib.suppress(Exception):  # of any class: each file system has its own
+        with contextlib.suppress(Exception):  # of any class: each file system has its own
+            if jax.process_index() == 0 and self.known is not None and not self._is_trial and self.home.is_dir():
                 mark = self.home / places.ENDED
                 places.write(mark, b"") if ended else mark.unlink(missing_ok=True)
 

@@ -98,7 +98,7 @@ class Session:
         self.added: list[Callback] = []  # those of them that the run's module has added
         # whether a callback that a module adds takes part
         self.takes: Callable[[Callback], bool] = lambda c: c.in_fast_dev_run or not self.settings.fast_dev_run
-        self.folder = RunFolder(settings.default_root_dir)
+        self.folder = RunFolder(settings.default_root_dir, is_trial=settings.fast_dev_run > 0)
         self.saver = Saver(lambda: self.fitted, self.folder)
         self.module: TrainModule | None = None
         self.loaders: Loaders | None = None
@@ -139,9 +139,8 @@ class Session:
     @out_of_meshes
     def run(self, request: Request, loops: Callable[[Run], Any]) -> Any:
         """Run one of the Trainer's verbs, and return what its loops return: the steps of a run, in their order."""
-        stage = request.stage
-        fits = request.stage.method == "fit"
-        results = None
+        stage, results = request.stage, None
+        fits = stage.method == "fit"
         if fits:
             check_fit(self.settings, self.callbacks, request)
         loaders = make_loaders(self.settings, stage, request.loaders, request.datamodule)
@@ -195,7 +194,8 @@ class Session:
             results = loops(run)
             if fits:
                 hooks("on_fit_end")
-                self._note_end(run.done)
+                ended = run.is_complete or (self.control.is_final and not self.control.interrupted)
+                self.saver.when_written(partial(self.folder.note, ended=ended))
         return results
 
     def _claim_folder(self, request: Request) -> tuple[Resume | None, Callable[[TrainModule], object] | None]:
@@ -267,13 +267,7 @@ class Session:
             # Released after the background writer has finished.
             ends.callback(self.saver.when_written, self.folder.hold().close)
             ends.callback(self.folder.copy)
-        self._note_end(False)
-
-    def _note_end(self, done: bool) -> None:
-        """Say to those that follow the run whether its training is done, and not only paused."""
-        paused = self.control.interrupted or (self.control.should_stop and not self.control.is_final)
-        if not self.settings.fast_dev_run:
-            self.saver.when_written(partial(self.folder.note, ended=done and not paused))
+        self.folder.note(ended=False)
 
     @contextlib.contextmanager
     def _as_newest_run(self, module: TrainModule) -> Iterator[None]:

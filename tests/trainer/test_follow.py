@@ -1,18 +1,22 @@
 """`trainer.follow` validates the checkpoints of a run that trains in another process."""
 
 import itertools
+import json
 import os
 import re
+import shutil
 import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kit.batches import numbered
+from kit.buckets import URL, Bucket, make_machine
 from kit.journal import Rows, hooks
 from kit.modules import Mean, module
 from kit.processes import launch
@@ -21,6 +25,7 @@ from kit.trainers import BARE, fit, make_trainer
 
 import jaxlit as jl
 from jaxlit.checkpoints import files
+from jaxlit.checkpoints.places import place_of
 from jaxlit.errors import ArgumentError, CheckpointError
 from jaxlit.testing import Line, line_data
 from jaxlit.trainer import follow
@@ -37,6 +42,23 @@ def train_until_killed() -> None:
 def train_on() -> None:
     saves = jl.callbacks.ModelCheckpoint(**EVERY)
     jl.Trainer(max_epochs=5, default_root_dir="run", resume="auto", callbacks=saves).fit(Line(), line_data(16))
+
+
+def follow_together() -> None:
+    watcher = jl.Trainer(strategy="ddp", logger=False, enable_progress_bar=False)
+    rows = watcher.follow("run", Line(), line_data(16), monitor="val/loss", every=0)
+    Path(f"rows{jax.process_index()}.json").write_text(json.dumps(rows))
+
+
+@pytest.mark.full
+def test_two_processes_follow_together(tmp_path: Path) -> None:
+    saves = jl.callbacks.ModelCheckpoint(**EVERY)
+    fit(Line(), line_data(16), None, saves, max_epochs=3, default_root_dir=tmp_path / "run")
+    launch(follow_together, tmp_path, count=2, devices=1)
+    both = [json.loads((tmp_path / f"rows{i}.json").read_text()) for i in range(2)]
+    assert both[0] == both[1] and [row["step"] for row in both[0]] == [4, 8, 12]
+    alone = make_trainer(**BARE).validate(Line(), line_data(16), ckpt_path=tmp_path / "run/best")[0]
+    assert alone["val/loss"] == pytest.approx(both[0][-1]["val/loss"])
 
 
 def test_each_checkpoint_is_validated_at_its_step_also_of_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
@@ -95,6 +117,17 @@ def test_the_best_is_kept_whatever_training_deletes(
         assert len(list(Path(folder, "best").iterdir())) == 2
 
 
+def test_a_callback_that_ranks_by_itself_has_its_own_best() -> None:
+    scores = hooks(on_train_epoch_end=lambda t, m: scores.log("score", [1.0, 2.0, 3.0][t.current_epoch]))
+    saves = lambda: jl.callbacks.ModelCheckpoint(monitor="score", save_top_k=-1)  # noqa: E731
+    fit(Line(), line_data(16), None, scores, saves(), max_epochs=3, default_root_dir="run")
+    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss")
+    of_run = make_trainer(saves(), default_root_dir="run", resume="auto")
+    assert rows[0]["val/loss"] > rows[2]["val/loss"]
+    for path, row in (("best", rows[0]), ("run/best", rows[2])):
+        assert of_run.validate(Line(), line_data(16), ckpt_path=path) == [{"val/loss": row["val/loss"]}]
+
+
 def test_a_score_that_is_no_number_is_never_best() -> None:
     scores = iter([np.nan, 3.0, 2.0, np.nan])
     score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
@@ -146,6 +179,93 @@ def test_a_checkpoint_that_is_written_again_counts_as_it_is_then() -> None:
     assert [row["step"] for row in rows] == [8, 8]
 
 
+def test_a_store_that_once_does_not_answer_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever request it is: each checkpoint gets its row, in their order, and the best is kept."""
+    make_machine(tmp_path, monkeypatch)
+    fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=2, default_root_dir=URL)
+    trainer, count, rows = make_trainer(**BARE), 0, list[Any]()
+
+    def requests(fails: int | None) -> int:
+        numbers = itertools.count()
+
+        def meet(operation: str, path: str) -> None:
+            if operation == "get" and next(numbers) == fails:
+                raise ConnectionError(f"503 {path}")
+
+        monkeypatch.setattr(Bucket, "meet", staticmethod(meet))
+        result = trainer.follow(URL, trainer.module or Line(), line_data(16), monitor="val/loss", every=0)
+        rows.append(result)
+        return next(numbers)
+
+    count = requests(None)
+    assert count > 10 and [row["step"] for row in rows[0]] == [4, 8]
+    for i in range(count):
+        files.remove(place_of(f"{URL}/best"))
+        requests(i)
+        assert rows[-1] == rows[0], i
+        assert trainer.validate(trainer.module, line_data(16), ckpt_path=f"{URL}/best") == [
+            {"val/loss": rows[0][-1]["val/loss"]}
+        ]
+
+
+@pytest.mark.parametrize("logger", [False, True])
+def test_a_run_in_a_bucket_notes_its_end(logger: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_machine(tmp_path, monkeypatch)
+    given: Any = BARE | {"logger": logger, "default_root_dir": URL, "max_epochs": 2}
+    fit(Line(), line_data(16), None, OwnCheckpoints(), **given)
+    assert [row["step"] for row in make_trainer(**BARE).follow(URL, Line(), line_data(16), every=0)] == [4, 8]
+
+
+def ends(at: int, **stop: Any) -> bool:
+    """Return whether a run of two epochs has ended that is stopped at the end of one."""
+    end = hooks(on_train_epoch_end=lambda t, _: t.stop("why", **stop) if t.current_epoch + 1 == at else None)
+    fit(Line(), line_data(16), None, end, max_epochs=2, default_root_dir="run", resume="auto")
+    return Path("run/.ended").exists()
+
+
+def test_a_run_has_ended_at_its_limit_or_by_a_stop_that_a_resume_keeps() -> None:
+    assert not ends(1, final=False)
+    assert ends(2, final=False)  # it had come to its limit
+    shutil.rmtree("run")
+    assert ends(1, final=True)
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_interruption_is_no_end_but_at_the_limit(epoch: int) -> None:
+    end = lambda t, _: os.kill(os.getpid(), signal.SIGTERM) if t.current_epoch == epoch else None  # noqa: E731
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(Line(), line_data(16), None, hooks(on_train_epoch_end=end), max_epochs=2, default_root_dir="run")
+    assert Path("run/.ended").exists() == (epoch == 1)
+
+
+def test_the_end_is_taken_back_as_soon_as_training_goes_on() -> None:
+    seen = list[bool]()
+    see = hooks(on_train_start=lambda *_: seen.append(Path("run/.ended").exists()))
+    for epochs in (1, 2):
+        fit(Line(), line_data(16), None, see, max_epochs=epochs, default_root_dir="run", resume="auto")
+        assert Path("run/.ended").exists()
+    assert seen == [False, False]
+
+
+def test_a_lazy_module_is_built_and_compiled_once_for_all_checkpoints() -> None:
+    fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
+    built = list[int]()
+
+    class Counted(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            built.append(1)
+
+        def validation_step(self, batch: Any) -> None:
+            built.append(2)
+            super().validation_step(batch)
+
+    first = make_trainer(**BARE)
+    first.validate(jl.lazy(Counted), line_data(16), ckpt_path="run/checkpoints/step_00000004")
+    traces, rows = built.copy(), make_trainer(**BARE).follow("run", jl.lazy(Counted), line_data(16))
+    assert len(rows) == 3 and built == traces * 2  # as many as for one
+
+
 class OwnCheckpoints(jl.Callback):
     """What a third party writes instead of a ModelCheckpoint."""
 
@@ -170,24 +290,26 @@ def test_a_damaged_checkpoint_is_left_out(caplog: pytest.LogCaptureFixture) -> N
     fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
     (path,) = Path("run/checkpoints/step_00000008").glob("data-*/0.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss")
+    rows = make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss", every=0)
     assert [row["step"] for row in rows] == [4, 12] and "step_00000008 is left out" in caplog.text
     with pytest.raises(CheckpointError, match="do not fit|does not fit|has no"):
-        make_trainer(**BARE).follow("run", Mean(), numbered(1))
+        make_trainer(**BARE).follow("run", Mean(), numbered(1), every=0)
 
 
 def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     fit(Mean(), numbered(1), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
     score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
+    validations = itertools.count(1)
 
     def delete(trainer: Any, *_: Any) -> None:
-        for name in ("MANIFEST.json", "data-*/*"):
-            for path in Path("run/checkpoints/step_00000002").glob(name):
-                path.unlink()
+        if next(validations) == 2:
+            for name in ("MANIFEST.json", "data-*/*"):
+                for path in Path("run/checkpoints/step_00000002").glob(name):
+                    path.unlink()
 
-    rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1))
+    rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1), every=0)
     assert [row["step"] for row in rows] == [1, 3]
-    assert "step_00000002 is left out, as it is damaged, deleted" in caplog.text
+    assert "step_00000002 is tried again, if it is still there" in caplog.text
 
 
 def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
