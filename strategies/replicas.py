@@ -4,23 +4,40 @@ Each device computes its replicas one after another. What they exchange is gathe
 computes the same with it, so no sum depends on how many devices there are.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 import jax
+from jax.core import Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.programs.jaxpr import bind, bodies, equations, parts_of, rerun, value_of, variables, walk
+from jaxlit.programs.jaxpr import (
+    Rule,
+    bind,
+    bodies,
+    equations,
+    parts_of,
+    remat_of,
+    rerun,
+    run,
+    value_of,
+    variables,
+    walk,
+)
 from jaxlit.strategies.base import EACH, ROWS, ArraySpec, Program
 from jaxlit.strategies.shard_map import ShardMapDDP
 
 _LOCAL = "replica"  # the vmapped axis of the replicas on one device
+# Equations that may take a number with arrays, which is then broadcast in the program that XLA gets.
+_BROADCAST = {"add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter"}
+_BROADCAST |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"}
 
 
 class Replicas(ShardMapDDP):
@@ -42,9 +59,8 @@ class Replicas(ShardMapDDP):
 
     takes_mesh = False
 
-    # Only for several devices does XLA first join what is computed twice, and by how often a value is used it decides
-    # where to multiply by a reciprocal in place of a division.
-    compiler_options: ClassVar[dict[str, Any]] = {"xla_disable_hlo_passes": "cse"}
+    # It compiles short loops, of which there are fewer on more devices, by another compiler.
+    compiler_options: ClassVar[dict[str, Any]] = {"xla_disable_hlo_passes": "cse,small-while-loop-hoisting"}
 
     def __init__(
         self,
@@ -183,13 +199,42 @@ class Replicas(ShardMapDDP):
 
         def segment(*args: Any) -> list[Any]:
             with set_xla_metadata(inlineable=None):  # the calls in it are inlined
-                results = walk(eqns, dict(zip(inputs, args, strict=True)))
+                results = walk(eqns, dict(zip(inputs, args, strict=True)), _apart())
             return [results[x] for x in outputs]
 
         if self.mesh.devices.flat[0].platform != "cpu":
             return jax.lax.optimization_barrier(segment(*jax.lax.optimization_barrier(args)))
         with set_xla_metadata(inlineable="false"):  # for CPUs XLA drops a barrier before it fuses
             return jax.jit(segment)(*args)
+
+
+def _apart() -> Rule:
+    """Return a rule that runs each equation, so that XLA does not join it with an equal one.
+
+    For several devices it would, and then divides in one place and multiplies by a reciprocal in another, by how often
+    a value is used.
+    """
+    runs = defaultdict[Any, list](list)  # the inputs of each run by what is equal: they live, so that no id comes again
+
+    def rule(eqn: Any, args: list[Any]) -> list[Any]:
+        if remat_of(eqn):  # what is computed again is so that the first result need not be kept
+            args = jax.lax.optimization_barrier(args)
+        if (results := rerun(eqn, args, lambda program, *args: run(*parts_of(program), args, rule))) is not None:
+            return results
+        name = eqn.primitive.name
+        if name in _BROADCAST and (shape := eqn.outvars[0].aval.shape):
+            args = [x if x.shape else once("broadcast", [x], jax.lax.broadcast, x, shape) for x in args]
+        return once("mul" if name in ("square", "integer_pow") else name, args, bind, eqn, args)
+
+    def once(name: str, args: list[Any], fn: Callable[..., Any], *inputs: Any) -> Any:
+        equal = runs[name, frozenset(id(x) if isinstance(x, Tracer) else str(x) for x in args)]
+        equal.append(args)
+        if len(equal) == 1:
+            return fn(*inputs)
+        with set_xla_metadata(number=str(len(equal))):
+            return fn(*inputs)
+
+    return rule
 
 
 class Simulated(Replicas):

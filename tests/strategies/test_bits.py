@@ -76,6 +76,32 @@ class Scanned(Normed):
         return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(super().features(x), self.layers)
 
 
+class Divided(Normed):
+    """Divisions by one number that several values share: XLA decides by how many they are how it divides."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs=rngs)
+        self.temperature = nnx.Param(jnp.float32(0.7))
+
+    def features(self, x: jax.Array) -> jax.Array:
+        z = super().features(x)
+        cooled = z / self.temperature[...] + jax.nn.softmax(z / self.temperature[...])
+        scaled = z / jnp.sqrt((jax.lax.stop_gradient(z) ** 2).mean() + 1e-6)
+        return cooled + scaled + z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+class Exchanged(Normed):
+    """Numbers that the replicas exchange one by one, in a loop and outside of it."""
+
+    def features(self, x: jax.Array) -> jax.Array:
+        def mean(x: jax.Array) -> jax.Array:
+            return jax.lax.pmean(x.mean(), "data")
+
+        z = super().features(x)
+        z, _ = jax.lax.scan(lambda z, _: (jnp.tanh(z) + 0.1 * mean(z[0, 0]), None), z - mean(z), length=3)
+        return z
+
+
 def hash_of(trainer: jl.Trainer) -> str:
     """Return the hash of the entire state, with the arrays of callbacks, and of what is logged."""
     keys = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, trainer.state)
@@ -101,10 +127,14 @@ CASES = [
     (Normed, 24, CLIPPED | {"steps_per_execution": 2, "nan_policy": "skip"}),
     (Convolved, 32, {}),
     (Scanned, 16, {"gradient_clip_val": 0.1}),
+    (Divided, 32, {}),
+    (Exchanged, 32, {}),
 ]
 
 
-@pytest.mark.parametrize(("cls", "rows", "arguments"), thinned(CASES, CASES[0], full=CASES[1:]))
+@pytest.mark.parametrize(
+    ("cls", "rows", "arguments"), thinned(CASES, CASES[0], CASES[-2], full=[*CASES[1:-2], CASES[-1]])
+)
 def test_every_number_of_devices_leaves_the_same_bits(cls: Any, rows: int, arguments: dict[str, Any]) -> None:
     hashes = {devices: hash_on(devices, cls, rows, arguments) for devices in (1, 2, 4, 8)}
     assert len({*hashes.values()}) == 1, hashes
