@@ -12,7 +12,7 @@ with lazy_imports(globals()):
     from jaxlit.strategies.pipeline import Pipeline
     from jaxlit.strategies.pmap import PMap
     from jaxlit.strategies.registry import register_strategy
-    from jaxlit.strategies.replicas import Replicas, Simulated
+    from jaxlit.strategies.replicas import Replicas
     from jaxlit.strategies.rules import Rules
     from jaxlit.strategies.sequence import SequenceParallel
     from jaxlit.strategies.shard_map import ShardMapDDP
@@ -36,7 +36,6 @@ __all__ = [
     "Schedule",
     "SequenceParallel",
     "ShardMapDDP",
-    "Simulated",
     "SingleDevice",
     "Std1F1B",
     "Strategy",

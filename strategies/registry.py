@@ -14,7 +14,7 @@ from jaxlit.strategies.base import Strategy
 from jaxlit.strategies.ddp import DDP
 from jaxlit.strategies.fsdp import FSDP
 from jaxlit.strategies.pmap import PMap
-from jaxlit.strategies.replicas import Replicas, Simulated
+from jaxlit.strategies.replicas import Replicas
 from jaxlit.strategies.shard_map import ShardMapDDP
 from jaxlit.strategies.single import SingleDevice
 from jaxlit.texts import shown
@@ -44,7 +44,7 @@ _registry: dict[str, Callable[..., Strategy]] = {
     "shard_map": ShardMapDDP,
     "pmap": PMap,
     "replicas": Replicas,
-    "simulate": Simulated,
+    "simulate": lambda count=None: Replicas(count, devices=1),
     "pipeline": _pipeline,
 }
 

@@ -18,26 +18,11 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jaxlit import checks as check
 from jaxlit.core.replica import Replica
 from jaxlit.errors import ArgumentError
-from jaxlit.programs.jaxpr import (
-    Rule,
-    bind,
-    bodies,
-    equations,
-    parts_of,
-    remat_of,
-    rerun,
-    run,
-    value_of,
-    variables,
-    walk,
-)
+from jaxlit.programs.jaxpr import bind, bodies, equations, parts_of, remat_of, rerun, run, value_of, variables, walk
 from jaxlit.strategies.base import EACH, ROWS, ArraySpec, Program
 from jaxlit.strategies.shard_map import ShardMapDDP
 
 _LOCAL = "replica"  # the vmapped axis of the replicas on one device
-# Equations that may take a number with arrays, which is then broadcast in the program that XLA gets.
-_BROADCAST = {"add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter"}
-_BROADCAST |= {"eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"}
 
 
 class Replicas(ShardMapDDP):
@@ -49,6 +34,8 @@ class Replicas(ShardMapDDP):
 
     Args:
         count: How many replicas; None is one on each device.
+        devices: Where the Trainer asks for no number of them; None is as many as divide the replicas. `"simulate:8"` is
+            `Replicas(8, devices=1)`.
         sync_batchnorm: BatchNorm takes its statistics over all replicas, as on one device.
         loss_reduction: What the loss is over the rows, "mean" or "sum".
 
@@ -66,14 +53,17 @@ class Replicas(ShardMapDDP):
         self,
         count: int | None = None,
         *,
+        devices: int | None = None,
         sync_batchnorm: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
     ) -> None:
         super().__init__(sync_batchnorm=sync_batchnorm, loss_reduction=loss_reduction)
         self.count = check.integer("count", count, low=1, also=(None,), owner="Replicas")
+        self.devices = check.integer("devices", devices, low=1, also=(None,), owner="Replicas")
 
     def setup(self, devices: int | None = None) -> None:
         """Take devices that divide the replicas, None for as many as there are; refuse a number that does not."""
+        devices = devices or self.devices
         if devices is None and self.count is not None:
             devices = max(n for n in range(1, jax.device_count() + 1) if self.count % n == 0)
         super().setup(devices)
@@ -156,8 +146,9 @@ class Replicas(ShardMapDDP):
         is_shared = name.startswith(("psum", "pmax", "pmin", "all_gather")) and not eqn.params.get("axis_index_groups")
         out_axes = None if is_shared else 0
         together = partial(jax.vmap, axis_name=self.axis, axis_size=self.num_replicas, out_axes=out_axes)
-        results = together(lambda *args: bind(eqn, args))(*jax.lax.optimization_barrier(stacks))
-        results = jax.lax.optimization_barrier(results)
+        results = together(lambda *xs: jax.lax.optimization_barrier(bind(eqn, xs)))(
+            *jax.lax.optimization_barrier(stacks)
+        )
         return results if is_shared else [x[index] for x in results]
 
     def _segment(self, eqns: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[..., list[Any]]:
@@ -208,43 +199,21 @@ class Replicas(ShardMapDDP):
             return jax.jit(segment)(*args)
 
 
-def _apart() -> Rule:
-    """Return a rule that runs each equation, so that XLA does not join it with an equal one.
-
-    For several devices it would, and then divides in one place and multiplies by a reciprocal in another, by how often
-    a value is used.
-    """
-    runs = defaultdict[Any, list](list)  # the inputs of each run by what is equal: they live, so that no id comes again
+def _apart() -> Callable[[Any, list[Any]], list[Any]]:
+    """Return a rule for `walk`: for several devices XLA joins equal equations, and rounds by how often each is used."""
+    runs = defaultdict[Any, list](list)  # the inputs of each by what is equal: they live, so that no id comes again
 
     def rule(eqn: Any, args: list[Any]) -> list[Any]:
         if remat_of(eqn):  # what is computed again is so that the first result need not be kept
             args = jax.lax.optimization_barrier(args)
         if (results := rerun(eqn, args, lambda program, *args: run(*parts_of(program), args, rule))) is not None:
             return results
-        name = eqn.primitive.name
-        if name in _BROADCAST and (shape := eqn.outvars[0].aval.shape):
-            args = [x if x.shape else once("broadcast", [x], jax.lax.broadcast, x, shape) for x in args]
-        return once("mul" if name in ("square", "integer_pow") else name, args, bind, eqn, args)
-
-    def once(name: str, args: list[Any], fn: Callable[..., Any], *inputs: Any) -> Any:
+        name = "mul" if eqn.primitive.name in ("square", "integer_pow") else eqn.primitive.name
         equal = runs[name, frozenset(id(x) if isinstance(x, Tracer) else str(x) for x in args)]
         equal.append(args)
-        if len(equal) == 1:
-            return fn(*inputs)
+        # A number is broadcast to the shape of an array, which would be joined, too.
+        args = [jax.lax.optimization_barrier(x) if isinstance(x, Tracer) and not x.shape else x for x in args]
         with set_xla_metadata(number=str(len(equal))):
-            return fn(*inputs)
+            return bind(eqn, args)
 
     return rule
-
-
-class Simulated(Replicas):
-    """`Replicas` on one device, unless the Trainer asks for more: `"simulate:8"`.
-
-    Example:
-        >>> import jaxlit as jl
-        >>> trainer = jl.Trainer(strategy="simulate:8", max_epochs=1, logger=False)
-    """
-
-    def setup(self, devices: int | None = None) -> None:
-        """Take one device, or those that are asked for."""
-        super().setup(1 if devices is None else devices)
