@@ -78,7 +78,7 @@ class Trainer(TrainerProperties):
         enable_progress_bar: Add a ProgressBar unless the callbacks hold one.
         enable_model_summary: Add a ModelSummary unless the callbacks hold one.
         default_root_dir: The run's folder; None for a fresh `runs/<time>-<id>`, made at the first write. A URL such as
-            "gs://bucket/run" for a folder of this machine that is copied there, see `jl.callbacks.Mirror`.
+            "gs://bucket/run" for one of this machine whose rows are copied there; checkpoints are written there.
         resume: "auto" to continue from the newest checkpoint in `default_root_dir`, if there is one: the same command
             starts a training and continues it. Or a checkpoint, or a run's folder, to continue from.
         seed: The seed of a lazy module's `rngs`.
