@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, ClassVar, Literal
 
 import jax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.custom_batching import custom_vmap
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -46,7 +46,7 @@ class Replicas(ShardMapDDP):
 
     takes_mesh = False
 
-    # It compiles short loops, of which there are fewer on more devices, by another compiler.
+    # XLA joins equal operations, see `_apart`, and compiles short loops, of which more devices have more, otherwise.
     compiler_options: ClassVar[dict[str, Any]] = {"xla_disable_hlo_passes": "cse,small-while-loop-hoisting"}
 
     def __init__(
@@ -212,7 +212,8 @@ def _apart() -> Callable[[Any, list[Any]], list[Any]]:
         equal = runs[name, frozenset(id(x) if isinstance(x, Tracer) else str(x) for x in args)]
         equal.append(args)
         # A number is broadcast to the shape of an array, which would be joined, too.
-        args = [jax.lax.optimization_barrier(x) if isinstance(x, Tracer) and not x.shape else x for x in args]
+        is_number = [isinstance(x, Tracer) and isinstance(x.aval, ShapedArray) and not x.shape for x in args]
+        args = [jax.lax.optimization_barrier(x) if known else x for x, known in zip(args, is_number, strict=True)]
         with set_xla_metadata(number=str(len(equal))):
             return bind(eqn, args)
 

@@ -20,35 +20,35 @@ def follow(
 ) -> list[dict[str, float]]:
     """Return the rows of a run's checkpoints that could be validated, once it has ended; `given` are of `validate`."""
     say(f"follow: {run}, until its training has ended")
-    rows, sign, least, best = list[dict[str, float]](), -1 if mode == "max" else 1, math.inf, run / "best"
+    rows, sign, least, best = dict[Any, dict[str, float]](), -1 if mode == "max" else 1, math.inf, run / "best"
     tries, since = Counter[tuple[str, float]](), time.monotonic()  # of a path and order; when one was new
     while True:
         has_ended, is_late, new = False, timeout is not None and time.monotonic() - since > timeout, []
         try:
             ended = (run / ENDED).exists()  # before the list, which is then all
             paths = sorted(files.candidates(files.checkpoints_in(run)), key=lambda path: files.step_of(path) or 0)
-            found = [(str(path), files.order_of(path)) for path in paths]
-            if monitor is not None and (order := files.order_of(best)) not in (-1, *(x for _, x in found)):
-                found.insert(0, (str(best), order))  # what it is a copy of is gone
-            has_ended, new = ended, [x for x in found if tries[x] < 2][:1]
+            found = [(str(path), files.order_of(path), files.step_of(path)) for path in paths]
+            if monitor is not None and (order := files.order_of(best)) not in (-1, *(x for _, x, _ in found)):
+                found.insert(0, (str(best), order, files.read_state(best)["global_step"]))  # its source is gone
+            has_ended, new = ended, [x for x in found if tries[x[:2]] < 2][:1]
         except (CheckpointError, OSError) as error:  # of a store, for example, that does not answer now
             _logger.warning("follow: %s", error)
         has_ended, is_late, new = team().agree("the run that is followed", [has_ended, is_late, new])[0]
         if not new and (has_ended or is_late):
             if not has_ended:
                 _logger.warning("follow: %s has not ended, and had no new checkpoint for %s s.", run, timeout)
-            return rows
+            return [*rows.values()]
         if not new:
             time.sleep(every)
             continue
-        ((path, order),), since = new, time.monotonic()
+        ((path, order, step),), since = new, time.monotonic()
         try:
             results = trainer.validate(**given, ckpt_path=path)
             given["model"] = trainer.module  # with its compiled step
-            row = {"step": files.read_state(place_of(path))["global_step"]}
-            row |= {name: x for result in results for name, x in result.items()}
-            if files.order_of(place_of(path)) != order:
+            row = {"step": step} | {name: x for result in results for name, x in result.items()}
+            if files.order_of(place_of(path)) not in (order, -1):
                 continue  # it was written again meanwhile
+            rows[path, order] = row
             if monitor is not None and monitor not in row:
                 raise ArgumentError(f"Trainer.follow(monitor={monitor!r}): validation_step logs {[*row][1:]}.")
             if monitor is not None and sign * row[monitor] < least:
@@ -56,11 +56,10 @@ def follow(
                     files.copy(place_of(path), best)
                 least, tries[str(best), order] = sign * row[monitor], 2
             tries[path, order] = 2
-            rows.append(row)
         except (CheckpointError, OSError) as error:
             tries[path, order] += 1
             if tries[path, order] == 2 and not rows:  # of none so far: the module may be another one
                 raise
-            how = "left out" if tries[path, order] == 2 else "tried again, if it is still there"
+            how = "given up" if tries[path, order] == 2 else "tried again, if it is still there"
             _logger.warning("follow: %s is %s: %s", path, how, error)
             time.sleep(every)

@@ -176,7 +176,8 @@ def test_a_checkpoint_that_is_written_again_counts_as_it_is_then() -> None:
     again = hooks(on_validation_end=lambda *_: files.copy(paths[1], paths[0]))
     follower = make_trainer(again, **BARE)
     rows = follower.follow("run", Line(), line_data(16), monitor="val/loss", every=0.01, timeout=0.1)
-    assert [row["step"] for row in rows] == [8, 8]
+    (expected,) = make_trainer(**BARE).validate(Line(), line_data(16), ckpt_path=paths[1])
+    assert rows == [{"step": step} | expected for step in (4, 8)]
 
 
 def test_a_store_that_once_does_not_answer_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,25 +292,28 @@ def test_a_damaged_checkpoint_is_left_out(caplog: pytest.LogCaptureFixture) -> N
     (path,) = Path("run/checkpoints/step_00000008").glob("data-*/0.safetensors")
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     rows = make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss", every=0)
-    assert [row["step"] for row in rows] == [4, 12] and "step_00000008 is left out" in caplog.text
+    assert [row["step"] for row in rows] == [4, 12] and "step_00000008 is given up" in caplog.text
     with pytest.raises(CheckpointError, match="do not fit|does not fit|has no"):
         make_trainer(**BARE).follow("run", Mean(), numbered(1), every=0)
 
 
-def test_a_checkpoint_that_training_deletes_meanwhile_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("monitor", [None, "score"])
+def test_a_checkpoint_that_training_deletes_once_it_was_read_has_its_row(monitor: Any) -> None:
     fit(Mean(), numbered(1), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
     score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
-    validations = itertools.count(1)
+    steps, logged = iter([1, 2, 3]), Rows()
+    delete = lambda *_: shutil.rmtree(f"run/checkpoints/step_{next(steps):08}")  # noqa: E731
+    trainer = make_trainer(hooks(on_validation_end=delete), logged)
+    rows = trainer.follow("run", score, numbered(1), monitor=monitor, every=0)
+    assert [row["step"] for row in rows] == [1, 2, 3] and [step for step, _ in logged.rows] == [0, 1, 2]
 
-    def delete(trainer: Any, *_: Any) -> None:
-        if next(validations) == 2:
-            for name in ("MANIFEST.json", "data-*/*"):
-                for path in Path("run/checkpoints/step_00000002").glob(name):
-                    path.unlink()
 
+def test_a_checkpoint_that_training_deletes_before_it_is_read_has_no_row() -> None:
+    fit(Mean(), numbered(1), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
+    score, looks = module(validation_step=lambda self, batch: self.log("score", self.w[0])), itertools.count(1)
+    delete = lambda *_: shutil.rmtree("run/checkpoints/step_00000002") if next(looks) == 1 else None  # noqa: E731
     rows = make_trainer(hooks(on_validation_end=delete)).follow("run", score, numbered(1), every=0)
     assert [row["step"] for row in rows] == [1, 3]
-    assert "step_00000002 is tried again, if it is still there" in caplog.text
 
 
 def test_a_training_that_does_not_end_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -337,6 +341,7 @@ def test_what_does_not_fit_is_refused() -> None:
     refuses(ArgumentError, lambda: by(every=-1), "every")
     refuses(ArgumentError, lambda: by(monitor=3), "monitor.*got 3")
     refuses(ArgumentError, lambda: make_trainer().follow(3, Line(), line_data(16)), "run=.*takes a folder")
+    refuses(ArgumentError, lambda: make_trainer().follow("", Line(), line_data(16)), "run=.*takes a folder")
     of_run = make_trainer(default_root_dir="run", resume="auto")
     refuses(ArgumentError, lambda: of_run.follow("run", Line(), line_data(16)), "run.*other than this Trainer's")
     refuses(
