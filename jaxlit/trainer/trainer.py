@@ -297,8 +297,7 @@ class Trainer(TrainerProperties):
         place, root = place_of(check.url("run", run, owner=owner)), place_of(self.saver.root)
         rule = "takes a run's folder other than this Trainer's default_root_dir, which is for its own rows"
         check.require(place not in (root, root / FOLDER), "run", run, rule, owner=owner)
-        is_name = isinstance(monitor, str | None) and monitor != ""
-        check.require(is_name, "monitor", monitor, "takes a metric or None", owner=owner)
+        check.require(isinstance(monitor, str | None) and monitor != "", "monitor", monitor, "takes a str", owner=owner)
         check.one_of("mode", mode, ("min", "max"), owner=owner)
         check.number("every", every, low=0, owner=owner)
         check.number("timeout", 0 if timeout is None else timeout, low=0, owner=owner)
