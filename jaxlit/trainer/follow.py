@@ -29,7 +29,7 @@ def follow(
             paths = sorted(files.candidates(files.checkpoints_in(run)), key=lambda path: files.step_of(path) or 0)
             found = [(str(path), files.order_of(path), files.step_of(path)) for path in paths]
             if monitor is not None and (order := files.order_of(best)) not in (-1, *(x for _, x, _ in found)):
-                found.insert(0, (str(best), order, files.read_state(best)["global_step"]))  # its source is gone
+                found.insert(0, (str(best), order, None))  # what it is a copy of is gone
             has_ended, new = ended, [x for x in found if tries[x[:2]] < 2][:1]
         except (CheckpointError, OSError) as error:  # of a store, for example, that does not answer now
             _logger.warning("follow: %s", error)
@@ -45,7 +45,8 @@ def follow(
         try:
             results = trainer.validate(**given, ckpt_path=path)
             given["model"] = trainer.module  # with its compiled step
-            row = {"step": step} | {name: x for result in results for name, x in result.items()}
+            row = {"step": step or files.read_state(place_of(path))["global_step"]}
+            row |= {name: x for result in results for name, x in result.items()}
             if files.order_of(place_of(path)) not in (order, -1):
                 continue  # it was written again meanwhile
             rows[path, order] = row
@@ -58,7 +59,7 @@ def follow(
             tries[path, order] = 2
         except (CheckpointError, OSError) as error:
             tries[path, order] += 1
-            if tries[path, order] == 2 and not rows:  # of none so far: the module may be another one
+            if tries[path, order] == 2 and not rows and path != str(best):  # the module may be another one
                 raise
             how = "given up" if tries[path, order] == 2 else "tried again, if it is still there"
             _logger.warning("follow: %s is %s: %s", path, how, error)

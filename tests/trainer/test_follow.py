@@ -128,6 +128,19 @@ def test_a_callback_that_ranks_by_itself_has_its_own_best() -> None:
         assert of_run.validate(Line(), line_data(16), ckpt_path=path) == [{"val/loss": row["val/loss"]}]
 
 
+@pytest.mark.parametrize("name", ["MANIFEST.json", "data-*/state.json", "data-*/0.safetensors"])
+def test_a_best_that_is_damaged_stops_nothing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Line(), line_data(16), None, jl.callbacks.ModelCheckpoint(**EVERY), max_epochs=3, default_root_dir="run")
+    look = lambda: make_trainer(**BARE).follow("run", Line(), line_data(16), monitor="val/loss", every=0)  # noqa: E731
+    steps = [row["step"] for row in look()]
+    shutil.rmtree(f"run/checkpoints/step_{steps[-1]:08}")  # of which the best is a copy
+    (path,) = Path("run/best").glob(name)
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    assert [row["step"] for row in look()] == steps[:-1]
+    assert "run/best is given up" in caplog.text
+    assert make_trainer(**BARE).validate(Line(), line_data(16), ckpt_path="run/best")
+
+
 def test_a_score_that_is_no_number_is_never_best() -> None:
     scores = iter([np.nan, 3.0, 2.0, np.nan])
     score = module(validation_step=lambda self, batch: self.log("score", self.w[0]))
