@@ -1,7 +1,6 @@
 """What `Trainer.follow` does: each new checkpoint of a run that trains in another process is validated."""
 
 import logging
-import math
 import time
 from collections import Counter
 from typing import Any
@@ -20,7 +19,7 @@ def follow(
 ) -> list[dict[str, float]]:
     """Return the rows of a run's checkpoints that could be validated, once it has ended; `given` are of `validate`."""
     say(f"follow: {run}, until its training has ended")
-    rows, sign, least, best = dict[Any, dict[str, float]](), -1 if mode == "max" else 1, math.inf, run / "best"
+    rows, sign, least, best = dict[Any, dict[str, float]](), -1 if mode == "max" else 1, float("inf"), run / "best"
     tries, since = Counter[tuple[str, float]](), time.monotonic()  # of a path and order; when one was new
     while True:
         has_ended, is_late, new = False, timeout is not None and time.monotonic() - since > timeout, []
@@ -61,6 +60,5 @@ def follow(
             tries[path, order] += 1
             if tries[path, order] == 2 and not rows and path != str(best):  # the module may be another one
                 raise
-            how = "given up" if tries[path, order] == 2 else "tried again, if it is still there"
-            _logger.warning("follow: %s is %s: %s", path, how, error)
+            _logger.warning("follow: %s could not be read (try %d of 2): %s", path, tries[path, order], error)
             time.sleep(every)
